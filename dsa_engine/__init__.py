@@ -1,0 +1,20 @@
+"""dsa_engine: inference of models with DeepSeek Sparse Attention over very long contexts."""
+
+from dsa_engine.errors import CapacityError, CheckpointError
+from dsa_engine.llm import LLM
+from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.sampling import SamplingParams
+from dsa_engine.version import __version__
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CheckpointError",
+    "ParallelConfig",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamPiece",
+    "__version__",
+]

@@ -1,0 +1,62 @@
+"""Paged caches: pools of latent rows and of index keys, and the pages that sequences hold.
+
+A page has the same number in both pools and in all layers, so one block table serves them all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_engine.config import ModelConfig
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers: a latent row per token and layer, an index key where a layer selects itself."""
+    width = config.num_hidden_layers * config.latent_dim
+    width += config.indexer_types.count("full") * config.index_head_dim
+    return page_size * width * dtype.itemsize
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that ``tokens`` tokens fill."""
+    return -(-tokens // page_size)
+
+
+class KVCache:
+    """The pools of one rank.
+
+    ``latent[layer]`` is ``[pages, page_size, latent_dim]``: the normed compressed K/V and the rotated shared key.
+    ``index_keys[layer]`` is ``[pages, page_size, index_head_dim]``, None for a layer without an indexer of its own.
+    """
+
+    def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+        self.pages = pages
+        self.page_size = page_size
+        self.bytes = pages * page_bytes(config, page_size, dtype)
+
+        def pool(width: int) -> torch.Tensor:
+            # Not cleared: no row is read before it is written, and on a CPU untouched pages take no memory.
+            return torch.empty(pages, page_size, width, dtype=dtype, device=device)
+
+        self.latent = [pool(config.latent_dim) for _ in range(config.num_hidden_layers)]
+        self.index_keys = [pool(config.index_head_dim) if t == "full" else None for t in config.indexer_types]
+
+
+class PageAllocator:
+    """Hands out page numbers, lowest first when new, and takes them back."""
+
+    def __init__(self, pages: int):
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """``count`` pages; the caller has made sure that there are as many."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} pages asked for, {len(self._free)} are free")
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: list[int]) -> None:
+        self._free += reversed(pages)

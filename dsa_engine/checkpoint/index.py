@@ -1,0 +1,73 @@
+"""Which file of a checkpoint folder holds which tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from dsa_engine.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def locate_tensors(folder: Path) -> dict[str, Path]:
+    """Maps every tensor name to its file: by the index where there is one, else from the files' own headers.
+
+    Raises:
+        CheckpointError: no such folder, no safetensors files, a bad index, a damaged file, or a name in two files.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"no such checkpoint folder: {folder}")
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return _read_index(index)
+    # A folder may also hold other spellings of the same weights (consolidated.safetensors): the usual name wins.
+    single = folder / SINGLE_NAME
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no weights: neither {INDEX_NAME} nor any *.safetensors file")
+    found: dict[str, Path] = {}
+    for path in files:
+        for name in open_shard(path).keys():
+            if name in found:
+                raise CheckpointError(
+                    f"{path} and {found[name].name} both hold {name!r}, and no {INDEX_NAME} chooses one"
+                )
+            found[name] = path
+    return found
+
+
+def open_shard(path: Path) -> Any:
+    """An open ``safe_open`` handle; its tensors are CPU views of the mapped file.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; download the checkpoint again, or its missing files")
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except Exception as error:  # SafetensorError, or OSError from the file system
+        with path.open("rb") as file:
+            if file.read(40).startswith(b"version https://git-lfs"):
+                raise CheckpointError(f"{path} is a git-lfs pointer; run `git lfs pull` in its folder") from error
+        raise CheckpointError(f"{path} is truncated or damaged ({error}); download it again") from error
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{index} is not valid JSON: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} has no 'weight_map'") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names")
+    for file in set(weight_map.values()):
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} names the file {file!r}, which does not lie in the folder itself")
+    return {name: index.parent / file for name, file in weight_map.items()}

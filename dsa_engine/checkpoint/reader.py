@@ -1,0 +1,248 @@
+"""Reads the part of each tensor that this rank keeps, out of safetensors files, straight into the model's parameters.
+
+Only the bytes of that part are asked from the files, FP8 blocks are expanded on the way, and no copy larger than
+``CHUNK_ELEMENTS`` is made, so that a checkpoint loads into no more memory than the model itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import KeysView
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from dsa_engine.checkpoint.index import locate_tensors, open_shard
+from dsa_engine.errors import CheckpointError
+from dsa_engine.kernels.fp8 import dequantize_blocks
+
+SCALE_SUFFIX = "_scale_inv"
+RANDOM_BLOCK_ELEMENTS = 1 << 22  # drawn from one generator
+CHUNK_ELEMENTS = 1 << 24  # a temporary of at most 64 MiB in float32
+
+# safetensors' names for the dtypes that a checkpoint may hold.
+STORED_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter, or a part of one, comes from."""
+
+    name: str  # tensor name in the checkpoint
+    into: torch.Tensor  # 1-D or 2-D, filled in place, converted to its dtype and device; its shape is the part kept
+    shape: tuple[int, ...]  # the full shape that the checkpoint must hold
+    start: tuple[int, ...] = ()  # where the part starts in every dimension; () means at the origin
+
+    def __post_init__(self) -> None:
+        start = self.start or (0,) * len(self.shape)
+        object.__setattr__(self, "start", start)
+        if len(self.shape) not in (1, 2) or not len(self.shape) == len(start) == self.into.dim():
+            raise ValueError(
+                f"{self.name}: shape {list(self.shape)}, start {list(start)} and the destination "
+                f"{list(self.into.shape)} must all have one dimension, or all two"
+            )
+        if any(s < 0 or s + n > full for s, n, full in zip(start, self.into.shape, self.shape, strict=True)):
+            part = f"a part {list(self.into.shape)} at {list(start)}"
+            raise ValueError(f"{self.name}: {part} does not lie inside {list(self.shape)}")
+
+
+class Reader(Protocol):
+    """What the model asks of a reader: :class:`CheckpointReader` or :class:`DummyReader`."""
+
+    bytes_read: int
+
+    def load(self, source: Source) -> None: ...
+
+
+class CheckpointReader:
+    """The tensors of a folder of safetensors files, opened when needed and kept open until :meth:`close`.
+
+    Args:
+        folder: holds ``model.safetensors.index.json`` and its shards, or ``model.safetensors``, or any
+            ``*.safetensors``.
+        block_size: rows and columns that share one FP8 scale (``ModelConfig.weight_block_size``), or None.
+
+    Raises:
+        CheckpointError: no safetensors files, or an index that is not valid.
+    """
+
+    def __init__(self, folder: str | Path, block_size: tuple[int, int] | None = None):
+        self.folder = Path(folder)
+        self.block_size = block_size
+        self.bytes_read = 0  # bytes of tensor data asked from the files so far: weights and scales
+        self._open: dict[Path, Any] = {}
+        self._file_of = locate_tensors(self.folder)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def names(self) -> KeysView[str]:
+        return self._file_of.keys()
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The stored shape and dtype of a tensor; see :meth:`load` for errors."""
+        stored = self._slice(name)
+        return tuple(stored.get_shape()), self._dtype(name, stored)
+
+    def load(self, source: Source) -> None:
+        """Fills ``source.into``.
+
+        Raises:
+            CheckpointError: the tensor or its file is missing, damaged, or not what the configuration says.
+        """
+        stored = self._slice(source.name)
+        self._check_shape(source.name, stored, source.shape)
+        dtype = self._dtype(source.name, stored)
+        scales = self._scales(source) if dtype == torch.float8_e4m3fn else None
+        if source.into.numel() == 0:
+            return
+        # Chunks end where blocks end, so that no scale is read twice.
+        row_elements = math.prod(source.into.shape[1:])
+        rows_per_chunk = max(CHUNK_ELEMENTS // row_elements, 1)
+        block_rows = self.block_size[0] if scales is not None and self.block_size is not None else 1
+        first, end = source.start[0], source.start[0] + source.into.shape[0]
+        while first < end:
+            last = min((first + rows_per_chunk) // block_rows * block_rows, end)
+            if last <= first:  # a block has more rows than a chunk
+                last = min(first // block_rows * block_rows + block_rows, end)
+            self._load_rows(source, stored, scales, first, last)
+            first = last
+
+    def _load_rows(self, source: Source, stored: Any, scales: Any, first: int, last: int) -> None:
+        """Rows ``first`` to ``last`` of the whole tensor, to where they belong in ``source.into``."""
+        into = source.into[first - source.start[0] : last - source.start[0]]
+        rest = [slice(s, s + n) for s, n in zip(source.start[1:], into.shape[1:], strict=True)]
+        part = self._read(source.name, stored, (slice(first, last), *rest))
+        if scales is None:
+            into.copy_(part)
+            return
+        assert self.block_size is not None
+        start = (first, source.start[1])
+        blocks = tuple(
+            slice(offset // block, (offset + size + block - 1) // block)
+            for offset, size, block in zip(start, into.shape, self.block_size, strict=True)
+        )
+        scale_inv = self._read(source.name + SCALE_SUFFIX, scales, blocks).to(into.device, torch.float32)
+        # On a GPU the FP8 bytes cross the bus and are expanded there.
+        into.copy_(dequantize_blocks(part.to(into.device), scale_inv, self.block_size, start))
+
+    def _read(self, name: str, stored: Any, where: tuple[slice, ...]) -> torch.Tensor:
+        try:
+            part: torch.Tensor = stored[where]
+        except Exception as error:  # safetensors raises its own and Python's errors here
+            raise CheckpointError(f"{self._file_of[name]}: cannot read {name!r}: {error}") from error
+        self.bytes_read += part.numel() * part.element_size()
+        return part
+
+    def _scales(self, source: Source) -> Any:
+        """The checked handle on the block scales of an FP8 weight."""
+        path = self._file_of[source.name]
+        if self.block_size is None:
+            raise CheckpointError(
+                f"{path}: {source.name!r} is float8_e4m3fn, but config.json has no quantization_config with a "
+                "weight_block_size; add it, or dequantise the checkpoint with scripts/convert_checkpoint.py"
+            )
+        if len(source.shape) != 2:
+            raise CheckpointError(
+                f"{path}: {source.name!r} is float8_e4m3fn but {len(source.shape)}-D; only matrices may be"
+            )
+        name = source.name + SCALE_SUFFIX
+        if name not in self._file_of:
+            raise CheckpointError(
+                f"{path}: {source.name!r} is float8_e4m3fn, but {self.folder} lacks its scales {name!r}"
+            )
+        stored = self._slice(name)
+        expected = tuple(-(-size // block) for size, block in zip(source.shape, self.block_size, strict=True))
+        why = f"one scale per block of {list(self.block_size)} of {list(source.shape)}"
+        self._check_shape(name, stored, expected, f" ({why})")
+        if self._dtype(name, stored) == torch.float8_e4m3fn:
+            raise CheckpointError(f"{self._file_of[name]}: {name!r} has dtype float8_e4m3fn; scales must be float32")
+        return stored
+
+    def _slice(self, name: str) -> Any:
+        path = self._file_of.get(name)
+        if path is None:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name!r}, which config.json implies (it has {len(self._file_of)} tensors)"
+            )
+        if path not in self._open:
+            self._open[path] = open_shard(path)
+        try:
+            return self._open[path].get_slice(name)
+        except Exception as error:  # SafetensorError: no such tensor
+            raise CheckpointError(f"{path} does not hold {name!r}: the index and the file disagree") from error
+
+    def _check_shape(self, name: str, stored: Any, expected: tuple[int, ...], why: str = "") -> None:
+        found = tuple(stored.get_shape())
+        if found != tuple(expected):
+            shapes = f"has shape {list(found)}, expected {list(expected)}{why}"
+            raise CheckpointError(f"{self._file_of[name]}: {name!r} {shapes}")
+
+    def _dtype(self, name: str, stored: Any) -> torch.dtype:
+        found = stored.get_dtype()
+        if found not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{self._file_of[name]}: {name!r} has the unsupported dtype {found}; "
+                f"supported are {', '.join(STORED_DTYPES)}"
+            )
+        return STORED_DTYPES[found]
+
+
+class DummyReader:
+    """Random weights of the right shape, with nothing read (``load_format="dummy"``).
+
+    An element depends only on ``(seed, name, index)``, so any sharding gives the same model: a matrix is drawn in
+    blocks of rows, each from a generator of its own, and a part draws only the blocks that it touches.
+    """
+
+    def __init__(self, seed: int = 0):
+        self.seed = seed
+        self.bytes_read = 0
+
+    def load(self, source: Source) -> None:
+        """Fills ``source.into``: norm weights with ones, biases with zeros, matrices with normal values of std 0.02."""
+        if source.name.endswith("norm.weight"):
+            source.into.fill_(1.0)
+        elif source.name.endswith("bias"):
+            source.into.zero_()
+        else:
+            fill_normal(source, self.seed, std=0.02)
+
+
+def fill_normal(source: Source, seed: int, std: float, mean: float = 0.0) -> None:
+    """Fills ``source.into`` with normal values that depend on ``(seed, name, index)`` and the type of device only."""
+    row_elements = math.prod(source.shape[1:])
+    block_rows = max(RANDOM_BLOCK_ELEMENTS // row_elements, 1)
+    first, end = source.start[0], source.start[0] + source.into.shape[0]
+    columns = tuple(slice(s, s + n) for s, n in zip(source.start[1:], source.into.shape[1:], strict=True))
+    for block in range(first // block_rows, -(-end // block_rows)):
+        top = block * block_rows
+        rows = min(block_rows, source.shape[0] - top)
+        generator = torch.Generator(source.into.device).manual_seed(stable_seed(seed, source.name, block))
+        values = torch.empty(rows, *source.shape[1:], device=source.into.device).normal_(mean, std, generator=generator)
+        low, high = max(first, top), min(end, top + rows)
+        where = (slice(low - top, high - top), *columns)
+        source.into[low - first : high - first].copy_(values[where])
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from the text of ``parts``, the same in every process (Python's ``hash`` is not)."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,248 @@
+"""Writes a checkpoint folder, streaming: one tensor in memory at a time, and nothing at the target until it is whole.
+
+All tensors are announced first, so that a shard's header, which lists their offsets, can be written before their
+data. The folder is built under a temporary name beside the target and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+
+from dsa_engine.checkpoint.index import INDEX_NAME, SINGLE_NAME
+from dsa_engine.checkpoint.layout import TensorSpec
+from dsa_engine.checkpoint.reader import STORED_DTYPES
+from dsa_engine.errors import CheckpointError
+
+DEFAULT_SHARD_SIZE = "5GB"
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class WrittenCheckpoint:
+    """What a finished run left behind."""
+
+    folder: Path
+    shards: int
+    tensors: int
+    tensor_bytes: int
+    dequantized: int = 0  # FP8 weights that a conversion expanded
+
+
+@dataclass
+class _Shard:
+    """One file: its tensors, and where in the file each begins."""
+
+    name: str
+    specs: list[TensorSpec]
+
+    def layout(self) -> tuple[bytes, dict[str, int], int]:
+        """The file's header, the offset of every tensor from the start of the file, and the file's size."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begins: dict[str, int] = {}
+        position = 0
+        # Wide dtypes first: then every tensor lies at a multiple of its item size.
+        for spec in sorted(self.specs, key=lambda spec: -spec.dtype.itemsize):
+            header[spec.name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [position, position + spec.nbytes],
+            }
+            begins[spec.name] = position
+            position += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        packed = struct.pack("<Q", len(text)) + text
+        return packed, {name: len(packed) + begin for name, begin in begins.items()}, len(packed) + position
+
+
+class SafetensorsWriter:
+    """Streams tensors into ``target``; use it as a context manager, which finishes, or cleans up after an exception.
+
+    ::
+
+        with SafetensorsWriter("out", specs) as writer:
+            for spec in specs:
+                writer.write(spec.name, make(spec))
+            writer.add_file("config.json", text)
+        writer.written.tensor_bytes
+
+    Args:
+        target: the folder to make; it must not exist, or be empty.
+        tensors: every tensor to come, in the order in which it will come.
+        max_shard_size: bytes, or text such as "5GB" or "512MiB"; a tensor that is larger gets a shard of its own.
+
+    Raises:
+        CheckpointError: the target exists and is not empty, or its disk has too little room.
+        ValueError: no tensors, a name given twice, a dtype that cannot be stored, or a bad shard size.
+    """
+
+    def __init__(
+        self, target: str | Path, tensors: Iterable[TensorSpec], *, max_shard_size: int | str = DEFAULT_SHARD_SIZE
+    ):
+        self.target = Path(os.path.abspath(target))
+        limit = parse_size(max_shard_size)
+        self._refuse_existing()
+        self._shards = _plan_shards(tensors, limit)
+        specs = [spec for shard in self._shards for spec in shard.specs]
+        total = sum(spec.nbytes for spec in specs)
+        self.written = WrittenCheckpoint(self.target, len(self._shards), len(specs), total)
+        self._expected = iter(specs)
+        self._left = len(specs)
+        self._shard_of = {spec.name: shard for shard in self._shards for spec in shard.specs}
+        self._current: _Shard | None = None
+        self._file: BinaryIO | None = None
+        self._begins: dict[str, int] = {}
+        self._extra: dict[str, bytes | Path] = {}
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.target.parent).free
+        if total > free:
+            raise CheckpointError(f"{self.target} needs {total:,} bytes, but its disk has only {free:,} bytes free")
+        # Beside the target, so that the rename stays on one file system. The name says what a killed run left.
+        self._temporary = self.target.with_name(f"{self.target.name}.incomplete-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        self._temporary.mkdir()
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            if self._file is not None:
+                self._file.close()
+            shutil.rmtree(self._temporary, ignore_errors=True)  # gone already when _finish renamed it
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes the next tensor, which must be the one announced.
+
+        Raises:
+            ValueError: another name, shape or dtype than announced.
+        """
+        spec = next(self._expected, None)
+        given = (name, tuple(tensor.shape), tensor.dtype)
+        if spec is None or given != (spec.name, spec.shape, spec.dtype):
+            wanted = "no further tensor" if spec is None else f"{spec.name!r} {list(spec.shape)} {spec.dtype}"
+            raise ValueError(f"announced next is {wanted}, not {name!r} {list(tensor.shape)} {tensor.dtype}")
+        shard = self._shard_of[name]
+        if shard is not self._current:
+            self._open(shard)
+        assert self._file is not None
+        self._file.seek(self._begins[name])
+        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._left -= 1
+
+    def add_file(self, name: str, content: str | bytes | Path) -> None:
+        """Adds a small file (config.json, tokenizer files): its text, its bytes, or the path of a file to copy.
+
+        Such files are written last: a folder without config.json is never taken for a checkpoint.
+        """
+        if Path(name).name != name:
+            raise ValueError(f"a file name without folders is needed, not {name!r}")
+        self._extra[name] = content.encode() if isinstance(content, str) else content
+
+    def _open(self, shard: _Shard) -> None:
+        self._close_shard()
+        self._file = (self._temporary / shard.name).open("wb")
+        self._current = shard
+        header, self._begins, size = shard.layout()
+        self._file.write(header)
+        self._file.truncate(size)
+
+    def _close_shard(self) -> None:
+        if self._file is not None:
+            _sync_and_close(self._file)
+            self._file = None
+
+    def _finish(self) -> None:
+        if self._left:
+            following = next(self._expected).name
+            raise ValueError(
+                f"{self._left} of {self.written.tensors} tensors were not written, the next is {following!r}"
+            )
+        self._close_shard()
+        if len(self._shards) > 1:
+            weight_map = {name: shard.name for name, shard in sorted(self._shard_of.items())}
+            index = {"metadata": {"total_size": self.written.tensor_bytes}, "weight_map": weight_map}
+            self._extra[INDEX_NAME] = (json.dumps(index, indent=2) + "\n").encode()
+        for name, content in self._extra.items():
+            with (self._temporary / name).open("wb") as file:
+                file.write(content.read_bytes() if isinstance(content, Path) else content)
+                _sync_and_close(file)
+        _sync_folder(self._temporary)
+        try:
+            os.rename(self._temporary, self.target)  # replaces an empty folder, refuses any other
+        except OSError:
+            self._refuse_existing()  # made by somebody else meanwhile
+            raise
+        _sync_folder(self.target.parent)
+
+    def _refuse_existing(self) -> None:
+        if not self.target.exists():
+            return
+        if not self.target.is_dir() or any(self.target.iterdir()):
+            raise CheckpointError(f"{self.target} exists and is not an empty folder; remove it, or give another")
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as ``5000000``, "5GB" (10^9), "512 MiB" (2^20) or "0.5GB".
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if not match or match[2].upper() not in _UNITS or (parsed := int(float(match[1]) * _UNITS[match[2].upper()])) < 1:
+        raise ValueError(f"size {size!r} is not understood; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+    return parsed
+
+
+def _plan_shards(tensors: Iterable[TensorSpec], limit: int) -> list[_Shard]:
+    groups: list[list[TensorSpec]] = []
+    seen: set[str] = set()
+    filled = 0
+    for spec in tensors:
+        if spec.dtype not in DTYPE_NAMES:
+            supported = ", ".join(map(str, DTYPE_NAMES))
+            raise ValueError(f"{spec.name}: dtype {spec.dtype} cannot be written; supported are {supported}")
+        if spec.name in seen:
+            raise ValueError(f"{spec.name} is announced twice")
+        seen.add(spec.name)
+        if not groups or filled + spec.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    if not groups:
+        raise ValueError("a checkpoint needs at least one tensor")
+    if len(groups) == 1:
+        return [_Shard(SINGLE_NAME, groups[0])]
+    return [_Shard(f"model-{i:05}-of-{len(groups):05}.safetensors", group) for i, group in enumerate(groups, 1)]
+
+
+def _sync_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,179 @@
+"""The built-in model ``"demo"``: DeepSeek-V3.2's architecture at a size that runs on one CPU core, untrained.
+
+It exists so that every program runs without a download: all parts are there (latent attention, indexer, FP8 blocks,
+routed experts, the MTP module, YaRN to 163,840 positions) with random weights, and the text it makes means nothing.
+The checkpoint is written on first use to the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.checkpoint.random_init import write_random_checkpoint
+from dsa_engine.errors import CheckpointError
+
+VERSION = 1  # raise it when the weights or the tokenizer change but the configuration does not
+SEED = 0
+BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
+SPECIAL_TOKENS = (BOS, EOS, "<|User|>", "<|Assistant|>")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|Assistant|>' + message['content'] + eos_token }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
+)
+
+README = """\
+# dsa_engine demo model
+
+Random weights, never trained: the text that this model makes means nothing. It has the architecture of DeepSeek-V3.2
+at a small size, and serves to run dsa_engine without a download. The folder is made by `dsa_engine.demo`, may be
+deleted at any time, and is made again when needed.
+"""
+
+
+def demo_config() -> dict[str, Any]:
+    """The demo model's ``config.json``, with the keys of a released one; a new dictionary every time."""
+    return {
+        "description": "untrained random weights, for trying out dsa_engine without a download",
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 256,
+        "index_head_dim": 32,
+        "index_n_heads": 16,
+        "index_topk": 256,
+        "initializer_range": 0.02,
+        "intermediate_size": 512,
+        "kv_lora_rank": 64,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "n_group": 4,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "v_head_dim": 32,
+        "vocab_size": 320,
+    }
+
+
+def demo_folder() -> Path:
+    """The folder of the demo checkpoint, written on first use (10 MB, well under a second).
+
+    It lies in ``$DSA_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``. Any number of
+    processes may call this at once: each writes its own temporary folder, the first to finish gives it its name, and
+    the others use that one.
+
+    Raises:
+        CheckpointError: the cache folder cannot be written.
+    """
+    config = demo_config()
+    content = json.dumps([VERSION, SEED, config, CHAT_TEMPLATE, README], sort_keys=True)
+    folder = cache_folder() / f"demo-v{VERSION}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    if _is_whole(folder):
+        return folder
+    try:
+        write_random_checkpoint(folder, config, seed=SEED, fp8=True, extra_files=demo_files())
+    except CheckpointError:
+        if not _is_whole(folder):  # otherwise another process was first, with the same content
+            raise
+    except OSError as error:
+        cause = f"cannot write the demo model to {folder.parent}: {error}"
+        raise CheckpointError(f"{cause}; set DSA_ENGINE_CACHE to a folder of yours") from error
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where the engine keeps files of its own."""
+    if os.environ.get("DSA_ENGINE_CACHE"):
+        return Path(os.environ["DSA_ENGINE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsa_engine"
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / "config.json").is_file()  # the rename makes the folder appear with all its files
+
+
+def demo_files() -> dict[str, str]:
+    """The files beside the weights: tokenizer, chat template, generation defaults and a README."""
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": EOS,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": demo_config()["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    generation_config = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    return {
+        "README.md": README,
+        "generation_config.json": json.dumps(generation_config, indent=2) + "\n",
+        "tokenizer.json": _tokenizer_json(),
+        "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",
+    }
+
+
+def _tokenizer_json() -> str:
+    """A tokenizer whose tokens are the 256 bytes: ids 0 to 3 are special tokens, ids 4 to 259 stand for one byte each.
+
+    Like a released tokenizer it puts the begin-of-sentence token first, and knows fewer ids than the model has rows.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the printable symbols that stand for the 256 bytes
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return str(tokenizer.to_str(pretty=False))

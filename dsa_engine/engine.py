@@ -1,0 +1,244 @@
+"""The engine: one rank's model, caches and scheduler, and the step that drives them.
+
+Under ``torchrun`` every rank makes the same engine and calls the same methods with the same arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from tqdm import tqdm
+
+from dsa_engine.batch import StepPlan
+from dsa_engine.cache import KVCache, page_bytes, pages_for
+from dsa_engine.checkpoint import CheckpointReader, DummyReader
+from dsa_engine.config import DTYPES, ModelConfig
+from dsa_engine.errors import CapacityError
+from dsa_engine.layers import Placement
+from dsa_engine.memory import default_cache_memory, default_workspace, format_bytes, parse_bytes
+from dsa_engine.model import Model
+from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.runner import ModelRunner
+from dsa_engine.sampling import SamplingParams
+from dsa_engine.scheduler import Scheduler
+from dsa_engine.sequence import Chunk, Sequence
+
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of :class:`dsa_engine.LLM`, checked."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    page_size: int = 64
+    cache_memory: int | str | None = None
+    workspace: int | str | None = None
+    load_format: LoadFormat = "auto"
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    seed: int = 0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.load_format not in get_args(LoadFormat):
+            raise ValueError(f"load_format must be one of {', '.join(get_args(LoadFormat))}, not {self.load_format!r}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"):
+            value = getattr(self, name)
+            if value is None and name == "max_model_len":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        for name in ("cache_memory", "workspace"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
+
+
+class Engine:
+    """Loads a model and runs requests on it.
+
+    Args:
+        folder: a Hugging Face model folder; with ``load_format="dummy"`` its ``config.json`` is enough.
+        options: see :class:`dsa_engine.LLM`.
+    """
+
+    def __init__(self, folder: Path, options: EngineOptions):
+        self.options = options
+        self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
+        self.max_model_len = options.max_model_len or config.max_position_embeddings
+        if self.max_model_len > config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} exceeds the model's {config.max_position_embeddings} positions; "
+                "lower it, or raise max_position_embeddings with hf_overrides"
+            )
+        self.mesh = Mesh.create(options.parallel, options.device)
+        device = self.mesh.device
+        self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
+        workspace = options.workspace
+        self.workspace = default_workspace(device) if workspace is None else parse_bytes(workspace, "workspace")
+
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self.model = Model(config, Placement(self.mesh, self.dtype, self.workspace))
+            self.bytes_read = self._load(folder)
+        self.load_seconds = time.perf_counter() - started
+        self.cache = KVCache(config, self._cache_pages(), options.page_size, self.dtype, device)
+        self.scheduler = Scheduler(
+            rank=self.mesh.rank,
+            world_size=self.mesh.world_size,
+            cp_size=self.mesh.cp_size,
+            pages=self.cache.pages,
+            page_size=options.page_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed)
+        self._next_id = 0
+
+    def progress(self, total: int, unit: str, title: str, shown: bool = True) -> tqdm:
+        """A progress bar on stderr; only on rank 0, on a terminal, and where it was not turned off."""
+        off = not (shown and self.options.progress and self.mesh.rank == 0)
+        return tqdm(total=total, unit=unit, desc=title, disable=True if off else None, leave=False, dynamic_ncols=True)
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
+        """Queues a request.
+
+        Raises:
+            ValueError: an empty prompt, token ids that the model does not have, or no room below ``max_model_len``.
+            CapacityError: it does not fit in the cache even alone.
+        """
+        self._check_prompt(prompt, room=1)
+        room = self.max_model_len - len(prompt)
+        if params.max_tokens > room:
+            # As in vLLM: the model's length ends a request that asks for more.
+            params = SamplingParams(**_fields(params) | {"max_tokens": room, "min_tokens": min(params.min_tokens, room)})
+        sequence = Sequence(self._next_id, prompt, params, arrival=time.perf_counter())
+        self.scheduler.add(sequence)
+        self._next_id += 1
+        return sequence
+
+    def step(self) -> list[tuple[Sequence, int]]:
+        """Runs one step; returns the sequences that got a token, with it. Those with a ``finish_reason`` are done."""
+        chunks = self.scheduler.schedule()
+        sampled = self.runner.step(chunks)
+        self.scheduler.computed(chunks)
+        now = time.perf_counter()
+        for sequence, token in sampled:
+            sequence.output.append(token)
+            sequence.first_token = sequence.first_token or now
+            sequence.last_token = now
+            params = sequence.params
+            ends = () if params.ignore_eos else self.config.eos_token_ids
+            stops = token in ends or token in (params.stop_token_ids or ())
+            if stops and len(sequence.output) > params.min_tokens:
+                self.finish(sequence, "stop")
+            elif len(sequence.output) >= params.max_tokens:
+                self.finish(sequence, "length")
+        return sampled
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Ends a request and frees its pages."""
+        sequence.finish_reason = reason
+        self.scheduler.finish(sequence)
+
+    def prefill(self, prompt: list[int]) -> torch.Tensor:
+        """Prefills one prompt, alone, and forgets it: float32 CPU logits ``[vocab]`` after its last token, on every rank."""
+        logits = None
+        for chunk in self._prefill_alone(prompt):
+            logits = self.runner.last_logits([chunk])
+        assert logits is not None
+        return logits.cpu()
+
+    def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
+        """float32 CPU logits ``[len, vocab]`` at every position of a prompt, the same on every rank."""
+        into = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
+        block = max(1, self.workspace // (8 * self.config.vocab_size))
+        for chunk in self._prefill_alone(prompt):
+            self.runner.all_logits(chunk, into, block)
+        return into
+
+    def prefill_plans(self, length: int) -> list[StepPlan]:
+        """How the steps of a prefill of ``length`` tokens, alone, are divided over the ranks; computes nothing."""
+        sequence = Sequence(-1, [0] * length, SamplingParams())
+        ranks = self.mesh.cp_ranks(0)
+        most = self.options.max_num_batched_tokens * self.mesh.cp_size
+        chunks = [Chunk(sequence, first, min(most, length - first), ranks) for first in range(0, length, most)]
+        return [self.runner.plan([chunk]) for chunk in chunks]
+
+    def _prefill_alone(self, prompt: list[int]) -> Iterator[Chunk]:
+        """The chunks of a prompt's prefill, each to be run before the next is asked for."""
+        if self.scheduler.has_work:
+            raise RuntimeError("the engine is busy with other requests; finish them first")
+        self._check_prompt(prompt, room=0)
+        sequence = Sequence(-1, prompt, SamplingParams(max_tokens=1))
+        self.scheduler.add(sequence)
+        try:
+            with self.progress(len(prompt), "tok", "prefill") as bar:
+                while not sequence.prefilled:
+                    chunks = self.scheduler.schedule()
+                    yield chunks[0]
+                    self.scheduler.computed(chunks)
+                    bar.update(chunks[0].length)
+        finally:
+            self.scheduler.finish(sequence)
+
+    def _check_prompt(self, prompt: list[int], room: int) -> None:
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token")
+        if len(prompt) + room > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, max_model_len is {self.max_model_len}"
+                + (f" and {room} is left for the output" if room else "")
+                + "; shorten the prompt or raise max_model_len"
+            )
+        lowest, highest = min(prompt), max(prompt)
+        if lowest < 0 or highest >= self.config.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}")
+
+    def _load(self, folder: Path) -> int:
+        """Loads this rank's weights; returns the bytes that it read."""
+        sources = list(self.model.weight_sources())
+        dummy = self.options.load_format == "dummy"
+        reader = DummyReader(self.options.seed) if dummy else CheckpointReader(folder, self.config.weight_block_size)
+        with self.progress(len(sources), "tensor", "loading") as bar:
+            for source in sources:
+                reader.load(source)
+                bar.update()
+        if isinstance(reader, CheckpointReader):
+            reader.close()
+        return reader.bytes_read
+
+    def _cache_pages(self) -> int:
+        """Pages of the cache: the same on all ranks, so what the poorest of them affords."""
+        options, config, page_size = self.options, self.config, self.options.page_size
+        one = page_bytes(config, page_size, self.dtype)
+        if options.cache_memory is None:
+            tokens, device = options.max_num_batched_tokens, self.mesh.device
+            memory = default_cache_memory(config, tokens, self.dtype, device, self.workspace)
+        else:
+            memory = parse_bytes(options.cache_memory, "cache_memory")
+        useful = options.max_num_seqs * pages_for(self.max_model_len, page_size)
+        mine = torch.tensor([min(memory // one, useful)], dtype=torch.int64, device=self.mesh.device)
+        pages = int(self.mesh.ep.all_gather(mine).min())
+        if pages == 0:
+            raise CapacityError(
+                f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "
+                f"{format_bytes(memory)} are there for it; raise cache_memory or use a smaller page_size"
+            )
+        return pages
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name, f in params.__dataclass_fields__.items() if f.init}

@@ -1,0 +1,244 @@
+"""The Python generate API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_engine.engine import Engine, EngineOptions, LoadFormat
+from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.sampling import SamplingParams
+from dsa_engine.sequence import Sequence
+from dsa_engine.tokenizer import TextStream, Tokenizer
+
+Prompt = str | Seq[int]
+
+
+class LLM:
+    """A model, ready to generate. Under ``torchrun`` every rank makes the same one and gets the same outputs.
+
+    Args:
+        model: a Hugging Face folder (config.json, safetensors, tokenizer files), or "demo": a small untrained model.
+        dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; or "float32", "bfloat16", "float16".
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        max_model_len: most tokens of prompt and output together; default: the model's.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: prefill chunk per rank; a step takes up to cp_size times as many.
+        page_size: tokens per cache page.
+        cache_memory: bytes of the caches on each rank, or a size such as "4GiB"; default: from what is free.
+        load_format: "auto" reads the checkpoint; "dummy" makes random weights of the right shape and reads only
+            config.json.
+        hf_overrides: keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.
+        parallel: how to use the ranks of a torchrun world.
+        seed: of dummy weights and of requests without a seed of their own.
+        workspace: bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.
+        progress: show progress bars, on stderr and only on a terminal.
+
+    Raises:
+        CheckpointError: the folder, a file or a tensor is missing, damaged, or not what config.json says.
+        CapacityError: the caches do not fit.
+        ValueError: an option, the configuration or the world size is not possible; the text says what is.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 8192,
+        page_size: int = 64,
+        cache_memory: int | str | None = None,
+        load_format: LoadFormat = "auto",
+        hf_overrides: dict[str, Any] | None = None,
+        parallel: ParallelConfig | None = None,
+        seed: int = 0,
+        workspace: int | str | None = None,
+        progress: bool = True,
+    ):
+        options = EngineOptions(
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            cache_memory=cache_memory,
+            workspace=workspace,
+            load_format=load_format,
+            hf_overrides=hf_overrides or {},
+            parallel=parallel or ParallelConfig(),
+            seed=seed,
+            progress=progress,
+        )
+        self.folder = resolve_model(model)
+        self.engine = Engine(self.folder, options)
+        self._tokenizer: Tokenizer | None = None
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generates for all prompts together, and returns their outputs in the order of the prompts.
+
+        Args:
+            prompts: texts or lists of token ids; a single one is taken as a list of one.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError, CapacityError: a prompt or its parameters are not possible; then nothing has been run.
+        """
+        many = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(many)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(many):
+                raise ValueError(f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each")
+        added: list[Sequence] = []
+        try:
+            for prompt, p in zip(many, params, strict=True):
+                added.append(self._add(prompt, p))
+            return self._run(added, use_tqdm)
+        finally:  # after an error or an interrupt the engine is as before
+            for sequence in added:
+                if sequence.finish_reason is None:
+                    self.engine.finish(sequence, "abort")
+
+    def chat(
+        self,
+        messages: Seq[dict[str, str]] | Seq[Seq[dict[str, str]]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Like :meth:`generate`, for one conversation or several, through the checkpoint's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists.
+        """
+        if not messages:
+            raise ValueError("the conversation is empty; give at least one message")
+        several = [messages] if isinstance(messages[0], dict) else messages
+        prompts = [self.tokenizer.chat(list(conversation)) for conversation in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """Generates for one prompt and yields its pieces as they come; the last one has a ``finish_reason``.
+
+        Text that could still change (half a character, the beginning of a stop string) waits for the next piece. Closing
+        the iterator ends the request.
+        """
+        sequence = self._add(prompt, sampling_params or SamplingParams())
+        text = self._text_stream(sequence)
+        try:
+            while sequence.finish_reason is None:
+                for _, token in self.engine.step():
+                    self._check_stop(sequence, text, token)
+                    done = sequence.finish_reason is not None
+                    yield StreamPiece(text.new_text(final=done) if text else "", [token], sequence.finish_reason)
+        finally:
+            if sequence.finish_reason is None:
+                self.engine.finish(sequence, "abort")
+
+    def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
+        """The model's logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
+        return self.engine.prompt_logits(self._encode(prompt))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
+        if self._tokenizer is None:
+            if not Tokenizer.lies_in(self.folder):
+                raise ValueError(f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings")
+            self._tokenizer = Tokenizer(self.folder)
+        return self._tokenizer
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty; give some text or token ids")
+            return self.tokenizer.encode(prompt)
+        ids = list(prompt)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise TypeError(f"a prompt is a text or a list of integer token ids, not {prompt!r:.80}")
+        return ids
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        if params.stop_strings:
+            _ = self.tokenizer  # stop strings need text: say so before anything runs
+        return self.engine.add(self._encode(prompt), params)
+
+    def _text_stream(self, sequence: Sequence) -> TextStream | None:
+        return TextStream(self.tokenizer, sequence.params.stop_strings) if Tokenizer.lies_in(self.folder) else None
+
+    def _check_stop(self, sequence: Sequence, text: TextStream | None, token: int) -> None:
+        """Gives a new token to the text, and ends the request where a stop string has appeared."""
+        if text is None:
+            return
+        text.add(token)
+        if text.stopped and sequence.finish_reason != "stop":
+            if sequence.finish_reason is None:
+                self.engine.finish(sequence, "stop")
+            sequence.finish_reason = "stop"
+
+    def _run(self, sequences: list[Sequence], use_tqdm: bool) -> list[RequestOutput]:
+        texts = {s.id: self._text_stream(s) for s in sequences}
+        with self.engine.progress(len(sequences), "req", "generating", use_tqdm) as bar:
+            while any(s.finish_reason is None for s in sequences):
+                for sequence, token in self.engine.step():
+                    self._check_stop(sequence, texts[sequence.id], token)
+                    bar.update(sequence.finish_reason is not None)
+        return [_output(s, texts[s.id]) for s in sequences]
+
+
+def resolve_model(model: str | Path) -> Path:
+    """The folder of a model; "demo" is made on first use."""
+    if str(model) != "demo":
+        return Path(model)
+    from dsa_engine.demo import demo_folder  # only who asks for the demo pays for making it
+
+    return demo_folder()
+
+
+def parse_json_option(text: str, option: str) -> dict[str, Any]:
+    """A JSON object given on a command line; ``ValueError`` names the option."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option} is not valid JSON: {error}; for example '{{\"num_hidden_layers\": 4}}'") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, not {text!r}")
+    return value
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    if len(prompts) == 0:
+        raise ValueError("no prompts; give a text, a list of token ids, or a list of those")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _output(sequence: Sequence, text: TextStream | None) -> RequestOutput:
+    assert sequence.first_token is not None and sequence.last_token is not None and sequence.finish_reason
+    return RequestOutput(
+        text=text.finish() if text else "",
+        token_ids=sequence.output,
+        prompt_token_ids=sequence.prompt,
+        finish_reason=sequence.finish_reason,
+        metrics=RequestMetrics.of(
+            sequence.arrival, sequence.first_token, sequence.last_token, len(sequence.output)
+        ),
+    )

@@ -1,0 +1,86 @@
+"""How much memory there is, and how much of it the caches get."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from dsa_engine.config import ModelConfig
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
+}
+# A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
+_CPU_DEFAULT_CACHE = 4 << 30
+
+
+def parse_bytes(value: int | str, what: str) -> int:
+    """Bytes from a number or from "4GiB", "512MB", …; ``what`` names the option in the error."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2] in _UNITS:
+            return parse_bytes(int(float(match[1]) * _UNITS[match[2]]), what)
+        raise ValueError(f"{what} must be a number of bytes or a size such as '4GiB' or '512MB', not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} must be a positive number of bytes, not {value!r}")
+    return value
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes for people: "1.50 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def default_workspace(device: torch.device) -> int:
+    """Bytes for score tiles and the like."""
+    return (1 << 30) if device.type == "cuda" else (256 << 20)
+
+
+def default_cache_memory(config: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, workspace: int) -> int:
+    """Bytes for the caches from what is free now, the weights being loaded.
+
+    Args:
+        config: the model.
+        tokens: most tokens of a forward pass on this rank.
+        dtype: of activations and caches.
+        device: of this rank.
+        workspace: bytes set apart for score tiles.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return max(0, int(0.9 * (free - workspace - activation_bytes(config, tokens, dtype))))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_ranks)
+
+
+def activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once."""
+    attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
+    experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
+    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts))
+
+
+def available_bytes() -> int:
+    """Host memory that new allocations can have."""
+    info = Path("/proc/meminfo")
+    if info.exists():
+        return int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]) * 1024  # type: ignore[index]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory that this process has held: device memory on CUDA, resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows, where only the CUDA path could run anyway
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

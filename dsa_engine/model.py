@@ -1,0 +1,89 @@
+"""The decoder: embedding, layers, LM head. One forward pass serves prefill and decode; they differ in the batch only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from dsa_engine.attention import Attention
+from dsa_engine.batch import ForwardBatch
+from dsa_engine.cache import KVCache
+from dsa_engine.checkpoint import Source
+from dsa_engine.config import ModelConfig
+from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
+from dsa_engine.layers import MLP, Placement, Weighted
+from dsa_engine.moe import MoE
+from dsa_engine.parallel.streams import SideStream
+from dsa_engine.parallel.tensor import shard, vocab_parallel_embedding, vocab_parallel_logits
+from dsa_engine.profiling import stage
+
+
+class DecoderLayer(Weighted):
+    """Pre-norm layer; the residual travels beside the normed activations."""
+
+    def __init__(self, layer: int, config: ModelConfig, place: Placement, side: SideStream):
+        super().__init__(place)
+        prefix = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.input_norm = self.weight(f"{prefix}.input_layernorm.weight", config.hidden_size)
+        self.attention = Attention(layer, config, place)
+        self.post_attention_norm = self.weight(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
+        self.mlp: MLP | None = None
+        self.moe: MoE | None = None
+        if config.mlp_layer_types[layer] == "dense":
+            self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, place)
+        else:
+            self.moe = MoE(f"{prefix}.mlp", config, place, side)
+
+    def forward(
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, selection: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with stage("MLA prolog"):
+            normed = rms_norm(x, self.input_norm, self.eps)
+        attended, selection = self.attention(normed, batch, cache, selection)
+        with stage("MLA epilog"):
+            normed, x = add_rms_norm(attended, x, self.post_attention_norm, self.eps)
+        if self.moe is not None:
+            return x + self.moe(normed, batch), selection
+        assert self.mlp is not None
+        with stage("dense MLP"):
+            return x + self.mlp(normed), selection
+
+
+class Model(Weighted):
+    """A decoder of any of the supported model types; the weights are empty until they are loaded."""
+
+    def __init__(self, config: ModelConfig, place: Placement):
+        super().__init__(place)
+        self.config = config
+        # Sharded by vocabulary over the tensor-parallel group.
+        rows = shard(config.vocab_size, place.mesh.tp, "vocab_size")
+        table = (config.vocab_size, config.hidden_size)
+        self.embed = self.weight("model.embed_tokens.weight", *table, rows=rows)
+        side = SideStream(place.device)
+        self.layers = nn.ModuleList(DecoderLayer(i, config, place, side) for i in range(config.num_hidden_layers))
+        self.norm = self.weight("model.norm.weight", config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embed if tied else self.weight("lm_head.weight", *table, rows=rows)
+
+    def weight_sources(self) -> Iterator[Source]:
+        """Every tensor, or part of one, that this rank loads."""
+        for module in self.modules():
+            if isinstance(module, Weighted):
+                yield from module.sources
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed."""
+        with stage("embedding"):
+            x = vocab_parallel_embedding(batch.input_ids, self.embed, self.place.mesh.tp)[: batch.plan.rows]
+        selection = None
+        for layer in self.layers:
+            x, selection = layer(x, batch, cache, selection)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold."""
+        with stage("LM head"):
+            return vocab_parallel_logits(hidden, self.lm_head, self.place.mesh.tp)

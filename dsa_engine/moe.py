@@ -1,0 +1,69 @@
+"""Mixture of experts with a shared expert (DeepSeek-V3, section 2.1.2), expert-parallel over all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.batch import ForwardBatch
+from dsa_engine.config import ModelConfig
+from dsa_engine.kernels.expert_mlp import expert_mlp
+from dsa_engine.kernels.router import route
+from dsa_engine.layers import MLP, Placement, Weighted
+from dsa_engine.parallel.expert import Dispatched, dispatch_all_gather, dispatch_all_to_all, dispatch_local
+from dsa_engine.parallel.streams import SideStream
+from dsa_engine.parallel.tensor import shard
+from dsa_engine.profiling import stage
+
+
+class MoE(Weighted):
+    """Rank i of the expert-parallel group holds an equal, consecutive part of the routed experts; the rest is whole."""
+
+    def __init__(self, prefix: str, config: ModelConfig, place: Placement, side: SideStream):
+        super().__init__(place)
+        self.config = config
+        self.side = side
+        hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
+        self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
+        first, last = shard(experts, place.mesh.ep, "n_routed_experts")
+        self.gate_up = self.stack(last - first, 2 * intermediate, hidden)
+        self.down = self.stack(last - first, hidden, intermediate)
+        for i in range(last - first):
+            name = f"{prefix}.experts.{first + i}"
+            self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
+            self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
+            self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
+        self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, place)
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``. The shared expert runs beside gate and dispatch."""
+        config = self.config
+        with stage("MoE shared"):
+            shared = self.side.run(self.shared, x)
+        with stage("MoE gate"):
+            experts, weights = route(
+                F.linear(x.float(), self.gate),
+                self.bias,
+                top_k=config.num_experts_per_tok,
+                groups=config.n_group,
+                top_groups=config.topk_group,
+                normalise=config.norm_topk_prob,
+                factor=config.routed_scaling_factor,
+            )
+        with stage("MoE dispatch"):
+            here = self._dispatch(x, experts, weights, batch)
+        with stage("MoE experts"):
+            sums = expert_mlp(here.tokens, here.experts, here.weights, self.gate_up, self.down)
+        with stage("MoE combine"):
+            return here.combine(sums) + shared()
+
+    def _dispatch(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
+    ) -> Dispatched:
+        group, per_rank = self.place.mesh.ep, self.gate_up.shape[0]
+        if group.size == 1:
+            return dispatch_local(x, experts, weights)
+        if self.place.mesh.config.moe_dispatch == "all_gather":
+            return dispatch_all_gather(x, experts, weights, per_rank, batch.ep_rows, group)
+        return dispatch_all_to_all(x, experts, weights, per_rank, group)

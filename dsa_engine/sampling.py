@@ -1,0 +1,91 @@
+"""Sampling parameters, and the choice of the next token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request; names and meanings as in vLLM.
+
+    Attributes:
+        temperature: 0 takes the most likely token; above, logits are divided by it.
+        top_p: sample from the most likely tokens that together have this probability, in (0, 1].
+        top_k: sample from this many most likely tokens; 0 or -1 for all.
+        max_tokens: at most this many tokens are generated.
+        min_tokens: no end-of-sequence or stop token before this many.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: token ids that end the output, besides the model's end-of-sequence tokens.
+        ignore_eos: go on after an end-of-sequence token.
+        seed: makes the request reproducible whatever else is in the batch; default: from the engine's seed.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop_strings", stop)
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, not {value!r}")
+        for name in ("top_k", "max_tokens", "min_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an integer, not {value!r}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be -1 or 0 (all tokens) or positive, not {self.top_k}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must lie in 0 … max_tokens ({self.max_tokens}), not {self.min_tokens}")
+        if not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop must be non-empty strings, not {self.stop!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ValueError(f"seed must be an integer, not {self.seed!r}")
+        if not all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids or ()):
+            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
+    """Chooses the next token.
+
+    Args:
+        logits: float32 ``[vocab]``.
+        params: the request's parameters.
+        seed: of the request.
+        position: of the token; with the seed it fixes the random numbers, so that the choice depends neither on the
+            batch nor on the rank that makes it.
+    """
+    if params.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.cpu() / params.temperature
+    if 0 < params.top_k < scaled.shape[0]:
+        scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], float("-inf"))
+    probabilities = scaled.softmax(dim=-1)
+    if params.top_p < 1:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        # A token stays while those before it have less than top_p together, so at least one does.
+        dropped = order[ordered.cumsum(dim=-1) - ordered >= params.top_p]
+        probabilities[dropped] = 0
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % 2**63)
+    # Gumbel trick: the largest p / Exp(1) is a sample of p, without the sum that a multinomial draw rounds.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return int((probabilities / noise).argmax())

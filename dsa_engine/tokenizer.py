@@ -1,0 +1,95 @@
+"""Text in and out: the checkpoint's tokenizer, through ``transformers``, imported when text is first used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+class Tokenizer:
+    """The tokenizer of a model folder."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoTokenizer
+
+        self._folder = folder
+        self._hf: Any = AutoTokenizer.from_pretrained(str(folder))
+
+    @staticmethod
+    def lies_in(folder: Path) -> bool:
+        """Whether the folder has a tokenizer at all."""
+        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+    def encode(self, text: str) -> list[int]:
+        return self._hf.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text without special tokens."""
+        return self._hf.decode(ids, skip_special_tokens=True)
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            ValueError: the folder has no chat template.
+        """
+        if not self._hf.chat_template:
+            raise ValueError(f"{self._folder} has no chat template; use generate() with a prompt of your own making")
+        text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._hf.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+
+
+class TextStream:
+    """Turns a growing list of tokens into text, ends it at a stop string, and says which text is certain.
+
+    A character may need several tokens, and a stop string may lie across several; what could still change is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tokens: list[int] = []
+        self._settled = 0  # tokens whose text can no longer change
+        self._window = 0  # decoding starts here, a little before, for the sake of spaces between words
+        self._text = ""
+        self._given = 0
+        self.stopped = False
+
+    def add(self, token: int) -> None:
+        """Takes a token; ``stopped`` tells whether the text has reached a stop string."""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._window : self._settled])
+        after = self._tokenizer.decode(self._tokens[self._window :])
+        if after.endswith("\ufffd"):
+            return  # an unfinished character
+        searched = len(self._text) - max((len(s) for s in self._stop), default=0)
+        self._text += after[len(before) :]
+        self._window, self._settled = self._settled, len(self._tokens)
+        places = [p for s in self._stop if (p := self._text.find(s, max(0, searched))) >= 0]
+        if places:
+            self._text = self._text[: min(places)]
+            self.stopped = True
+
+    def finish(self) -> str:
+        """The whole text; an unfinished character at the end is decoded as it stands."""
+        if not self.stopped and self._settled < len(self._tokens):
+            before = self._tokenizer.decode(self._tokens[self._window : self._settled])
+            self._text += self._tokenizer.decode(self._tokens[self._window :])[len(before) :]
+            self._settled = len(self._tokens)
+        return self._text
+
+    def new_text(self, final: bool = False) -> str:
+        """Text that has become certain since the last call; with ``final`` all that is left."""
+        if final:
+            self.finish()
+        end = len(self._text)
+        if not final and not self.stopped:
+            end -= max((_overlap(self._text, s) for s in self._stop), default=0)
+        piece = self._text[self._given : end]
+        self._given = max(self._given, end)
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

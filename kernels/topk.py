@@ -1,0 +1,48 @@
+"""Selection of the k highest scores of every row, exactly and deterministically.
+
+A tie at the k-th place goes to the lower position, and positions come back in ascending order, so that the gathers that
+follow walk the cache forward. A score of −inf is never selected.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def select_topk_reference(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = scores.shape
+    kept = min(k, width)
+    top = scores.topk(kept, dim=-1, sorted=False)
+    threshold = top.values.amin(dim=-1, keepdim=True)
+    positions = top.indices
+    # Rows in which more scores equal the threshold than were taken: torch.topk's choice among them is arbitrary.
+    taken = (top.values == threshold).sum(dim=-1)
+    tied = ((scores == threshold).sum(dim=-1) > taken).nonzero().squeeze(-1)
+    if tied.numel():
+        row, line = scores[tied], threshold[tied]
+        equal = row == line
+        wanted = (row > line) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= taken[tied, None]))
+        positions[tied] = wanted.nonzero()[:, 1].view(-1, kept)
+    selectable = top.values > float("-inf")
+    counts = selectable.sum(dim=-1, dtype=torch.int32)
+    if not bool(selectable.all()):
+        masked = scores.gather(1, positions) == float("-inf")
+        positions = positions.masked_fill(masked, width)
+    positions = positions.int().sort(dim=-1).values
+    positions = positions.masked_fill(positions == width, -1)
+    if kept < k:
+        positions = torch.cat((positions, positions.new_full((rows, k - kept), -1)), dim=-1)
+    return positions, counts
+
+
+def select_topk(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best positions of each row of ``scores [R, W]`` (float32).
+
+    Returns:
+        positions ``[R, k]`` int32, ascending, −1 behind the last; counts ``[R]`` int32, how many were selected.
+    """
+    if scores.dim() != 2 or scores.dtype != torch.float32 or scores.shape[1] == 0:
+        raise ValueError(f"scores must be float32 [rows, width > 0], not {scores.dtype} {tuple(scores.shape)}")
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
+    return select_topk_reference(scores, k)

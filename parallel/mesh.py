@@ -1,0 +1,144 @@
+"""The process mesh: which ranks share a sequence, an expert layer, an output projection.
+
+    rank          0 1 2 3 4 5 6 7      world of 8, cp_size 4, tp_size 2
+    cp            0 0 0 0 1 1 1 1      a sequence is prefilled by the ranks of one context-parallel group
+    tp            0 0 1 1 2 2 3 3      neighbours (one node) share embedding, o_proj and LM head
+    ep            0 0 0 0 0 0 0 0      experts are divided over the world
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.group import Group
+
+CpLayout = Literal["head_tail", "contiguous"]
+MoeDispatch = Literal["all_to_all", "all_gather"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How to use the processes of a ``torchrun`` world; the defaults fit any world.
+
+    Attributes:
+        cp_size: ranks that prefill a sequence together; default: the whole world. It must divide the world size; with
+            less than the world, several groups prefill different sequences.
+        tp_size: neighbouring ranks that share embedding, output projection and LM head.
+        moe_dispatch: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every rank all
+            tokens and sums the results (static shapes).
+        cp_layout: "head_tail" balances causal work; "contiguous" is there to show what that is worth.
+        timeout: seconds after which a collective that does not complete ends the run.
+    """
+
+    cp_size: int | None = None
+    tp_size: int = 1
+    moe_dispatch: MoeDispatch = "all_to_all"
+    cp_layout: CpLayout = "head_tail"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("cp_size", self.cp_size), ("tp_size", self.tp_size)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        for name, value, allowed in (
+            ("moe_dispatch", self.moe_dispatch, get_args(MoeDispatch)),
+            ("cp_layout", self.cp_layout, get_args(CpLayout)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
+
+
+class Mesh:
+    """The groups of this process; made once, from the ``torchrun`` environment, by :meth:`create`."""
+
+    def __init__(self, config: ParallelConfig, rank: int, world_size: int, device: torch.device):
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.cp_size = config.cp_size or world_size
+        for name, size in (("cp_size", self.cp_size), ("tp_size", config.tp_size)):
+            if world_size % size:
+                raise ValueError(f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}")
+        self.ep = self._group(world_size)
+        self.cp = self._group(self.cp_size)
+        self.tp = self._group(config.tp_size)
+
+    @classmethod
+    def create(cls, config: ParallelConfig, device: str = "auto") -> Mesh:
+        """Joins the world that ``torchrun`` describes in the environment, or makes a mesh of one process.
+
+        Args:
+            config: how to divide the world.
+            device: "cpu", "cuda", "cuda:N", or "auto" (CUDA where there is one).
+
+        Raises:
+            ValueError: the sizes do not divide the world, or the device does not exist.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = int(os.environ.get("RANK", "0"))
+        chosen = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        if world_size > 1 and not dist.is_initialized():
+            backend = "nccl" if chosen.type == "cuda" else "gloo"
+            bound = {"device_id": chosen} if chosen.type == "cuda" else {}
+            dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), **bound)
+            report_failures(rank)
+            atexit.register(_leave)
+        return cls(config, rank, world_size, chosen)
+
+    @property
+    def cp_group_count(self) -> int:
+        return self.world_size // self.cp_size
+
+    def cp_ranks(self, cp_group: int) -> range:
+        """The ranks of one context-parallel group."""
+        return range(cp_group * self.cp_size, (cp_group + 1) * self.cp_size)
+
+    def _group(self, size: int) -> Group:
+        """Neighbouring ranks in groups of ``size``; every rank takes part in making every group."""
+        mine: Group | None = None
+        for first in range(0, self.world_size, size):
+            ranks = tuple(range(first, first + size))
+            handle = None
+            if size > 1:
+                timeout = timedelta(seconds=self.config.timeout)
+                handle = dist.new_group(list(ranks), timeout=timeout)
+            if self.rank in ranks:
+                mine = Group(ranks, self.rank - first, handle)
+        assert mine is not None
+        return mine
+
+
+def _device(device: str, local_rank: int) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is not known; give 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
+        raise ValueError(f"device {device!r} is not supported; give 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but PyTorch sees no CUDA device; give 'cpu' or 'auto'")
+    index = local_rank if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

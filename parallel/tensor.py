@@ -1,0 +1,72 @@
+"""Local tensor parallelism: embedding, output projection and LM head divided over the neighbours of a node.
+
+The ranks of the group hold different tokens (they are context- or data-parallel), so each operation brings the group's
+tokens together, multiplies by its shard, and gives every rank its own tokens back. ``rows`` is the same on all ranks of
+the group: the largest token count among them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.parallel.group import Group
+
+
+def shard(size: int, group: Group, what: str) -> tuple[int, int]:
+    """First and last+1 of this rank's equal part of ``size``; ``ValueError`` where it does not divide."""
+    if size % group.size:
+        raise ValueError(f"{what} {size} cannot be divided over {group.size} ranks; choose a size that divides it")
+    part = size // group.size
+    return group.index * part, (group.index + 1) * part
+
+
+def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
+    """Embeds this rank's tokens with a table that is sharded by vocabulary.
+
+    Args:
+        ids: ``[size, rows]`` int64, the token ids of every rank of the group (each rank knows them all).
+        weight: ``[vocab / size, hidden]``, this rank's shard.
+
+    Returns:
+        ``[rows, hidden]``: every rank looks up what it holds of everybody's tokens, one reduce-scatter sums it.
+    """
+    if group.size == 1:
+        return F.embedding(ids[0], weight)
+    local = ids.flatten() - group.index * weight.shape[0]
+    foreign = (local < 0) | (local >= weight.shape[0])
+    partial = F.embedding(local.masked_fill(foreign, 0), weight).masked_fill_(foreign[:, None], 0)
+    return group.reduce_scatter(partial)
+
+
+def head_parallel_projection(heads: torch.Tensor, weight: torch.Tensor, rows: int, group: Group) -> torch.Tensor:
+    """Output projection sharded by heads: all-to-all from tokens to heads, product, reduce-scatter to tokens.
+
+    Args:
+        heads: ``[T, heads, dim]``, all heads of this rank's tokens.
+        weight: ``[hidden, heads / size · dim]``, this rank's columns.
+
+    Returns:
+        ``[T, hidden]``.
+    """
+    if group.size == 1:
+        return F.linear(heads.flatten(1), weight)
+    count = heads.shape[0]
+    padded = F.pad(heads, (0, 0, 0, 0, 0, rows - count))
+    by_rank = padded.view(rows, group.size, -1).transpose(0, 1)  # [size, rows, heads / size · dim]
+    mine = group.all_to_all(by_rank.reshape(group.size * rows, -1))  # everybody's tokens, my heads
+    return group.reduce_scatter(F.linear(mine, weight))[:count]
+
+
+def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
+    """Logits of rows that every rank of the group holds.
+
+    Args:
+        hidden: ``[n, hidden]``, the same on all ranks.
+        weight: ``[vocab / size, hidden]``, this rank's shard.
+
+    Returns:
+        float32 ``[n, vocab]``, the same on all ranks.
+    """
+    shards = group.all_gather(F.linear(hidden, weight).float())
+    return shards.view(group.size, hidden.shape[0], -1).transpose(0, 1).flatten(1)

@@ -1,0 +1,102 @@
+"""Writes a checkpoint with random weights in the released layout, for any configuration.
+
+Examples:
+    python scripts/make_checkpoint.py --config demo --output /tmp/demo
+    python scripts/make_checkpoint.py --config deepseek_v32 --overrides '{"num_hidden_layers": 4}' --output /data/v32-4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.checkpoint import RELEASED_CONFIGS, released_config, write_random_checkpoint
+from dsa_engine.config import DTYPES
+from dsa_engine.demo import demo_config, demo_files
+from dsa_engine.errors import CheckpointError
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ", ".join(["demo", *RELEASED_CONFIGS])
+    parser.add_argument(
+        "--config", required=True, metavar="PATH|NAME", help=f"a config.json, its folder, or one of: {names}"
+    )
+    parser.add_argument(
+        "--overrides", default="{}", metavar="JSON", help="keys that replace those of the configuration"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--dtype", default="fp8", choices=["fp8", "bfloat16", "float32"], help="of the weights (default: fp8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report here")
+    return parser.parse_args()
+
+
+def read_config(config: str, overrides: str) -> dict[str, Any]:
+    if config == "demo":
+        raw = demo_config()
+    elif config in RELEASED_CONFIGS:
+        raw = released_config(config)
+    else:
+        path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        if not path.is_file():
+            names = ", ".join(["demo", *RELEASED_CONFIGS])
+            raise CheckpointError(f"--config {config}: no such file, and not one of {names}")
+        raw = parse_object(path.read_text(encoding="utf-8"), str(path))
+    return raw | parse_object(overrides, "--overrides")
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{where} must be a JSON object, not {type(parsed).__name__}")
+    return parsed
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    # So that a terminated run removes its temporary folder, as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        raw = read_config(arguments.config, arguments.overrides)
+        if arguments.dtype in DTYPES:
+            raw.pop("dtype", None)
+            raw["torch_dtype"] = arguments.dtype
+        written = write_random_checkpoint(
+            arguments.output,
+            raw,
+            seed=arguments.seed,
+            fp8=arguments.dtype == "fp8",
+            max_shard_size=arguments.max_shard_size,
+            progress=True,
+            # The demo's tokenizer knows 260 ids, so it serves only the demo's vocabulary.
+            extra_files=demo_files() if arguments.config == "demo" else None,
+        )
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    report = {
+        "folder": str(written.folder),
+        "files": written.shards,
+        "tensors": written.tensors,
+        "bytes": written.tensor_bytes,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{written.folder}: {written.shards} weight file(s), {written.tensors:,} tensors, {written.tensor_bytes:,} B")
+
+
+if __name__ == "__main__":
+    main()

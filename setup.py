@@ -1,0 +1,76 @@
+"""The package, its dependencies and its command; tool settings are in pyproject.toml, exact pins in constraints.txt.
+
+The import names are ``dsa_engine.kernels`` and ``dsa_engine.parallel``: the top-level folders of those names are
+reached through symbolic links and are never installed as top-level packages.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+# A checkout without symbolic links has small text files in their place, and would build half a package.
+for link in ("kernels", "parallel"):
+    if not (ROOT / "dsa_engine" / link).is_dir():
+        raise SystemExit(
+            f"dsa_engine/{link} is not a folder: it should be a symbolic link to ../{link}; "
+            "clone with symbolic links enabled (git config core.symlinks true)"
+        )
+
+
+def version() -> str:
+    text = (ROOT / "dsa_engine" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise SystemExit('dsa_engine/version.py must hold a line like __version__ = "0.1.0"')
+    return match.group(1)
+
+
+def readme() -> str:
+    path = ROOT / "README.md"
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+setup(
+    name="dsa-engine",
+    version=version(),
+    description="Inference of models with DeepSeek Sparse Attention over very long contexts, on 1 to 64+ GPUs",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    author="the dsa_engine authors",
+    license_expression="MIT",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["dsa_engine", "dsa_engine.*"]),
+    package_data={"dsa_engine": ["py.typed"]},
+    include_package_data=False,
+    zip_safe=False,
+    install_requires=[
+        "torch>=2.11",
+        'triton>=3.6; platform_system == "Linux"',
+        "safetensors>=0.8",
+        "numpy>=1.26",
+        "transformers>=5.11",  # the first with both deepseek_v32 and glm_moe_dsa
+        "tqdm>=4.60",
+    ],
+    extras_require={
+        "plot": ["matplotlib"],
+        "flash-attn": ["flash-attn"],
+        "deepspeed": ["deepspeed"],
+        "test": ["pytest>=9", "hypothesis", "matplotlib", "ruff", "mypy", "build", "setuptools>=77", "wheel"],
+    },
+    entry_points={"console_scripts": ["dsa-engine = dsa_engine.cli:main"]},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

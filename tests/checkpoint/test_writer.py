@@ -1,0 +1,176 @@
+"""Writing: files that safetensors itself reads, shards and their index, and nothing at the target until all is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, TensorSpec, parse_size
+from dsa_engine.errors import CheckpointError
+
+TENSORS = {
+    "odd": torch.randn(3, 5).to(torch.float8_e4m3fn),  # 15 bytes: what follows would be misaligned
+    "scales": torch.randn(2, 3),
+    "half": torch.randn(7).half(),
+    "brain": torch.randn(2, 9).bfloat16(),
+    "strided": torch.randn(4, 6).T,
+    "empty": torch.randn(0, 4),
+}
+SPECS = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
+
+
+def write(target: Path, *, max_shard_size: int | str = "5GB", fail_at: str | None = None) -> SafetensorsWriter:
+    with SafetensorsWriter(target, SPECS, max_shard_size=max_shard_size) as writer:
+        for name, tensor in TENSORS.items():
+            if name == fail_at:
+                raise RuntimeError("stop")
+            writer.write(name, tensor)
+        writer.add_file("config.json", "{}")
+        writer.add_file("raw.bin", b"\0\1")
+    return writer
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.float(), b.float())
+
+
+def test_a_single_file_is_what_safetensors_reads(tmp_path: Path) -> None:
+    writer = write(tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors", "raw.bin"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert loaded.keys() == TENSORS.keys()
+    assert all(same(loaded[name], tensor) for name, tensor in TENSORS.items())
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers asks for it
+    assert writer.written.shards == 1 and writer.written.tensors == len(TENSORS)
+    assert writer.written.tensor_bytes == sum(t.numel() * t.element_size() for t in TENSORS.values())
+    assert (tmp_path / "out" / "raw.bin").read_bytes() == b"\0\1"
+
+
+def test_every_tensor_is_aligned_in_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    content = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in TENSORS.items():
+        assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    writer = write(tmp_path / "out", max_shard_size=40)
+    folder = tmp_path / "out"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == writer.written.tensor_bytes
+    files = sorted(p.name for p in folder.glob("*.safetensors"))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    # 15 + 24, 14, 36 and 96 bytes: the last is larger than a shard may be, and gets one of its own.
+    groups = [{"odd", "scales"}, {"half"}, {"brain"}, {"strided"}, {"empty"}]
+    assert writer.written.shards == len(files) == len(groups)
+    for file, names in zip(files, groups, strict=True):
+        assert {name for name, where in index["weight_map"].items() if where == file} == names
+        loaded = load_file(folder / file)
+        assert loaded.keys() == names
+        assert all(same(loaded[name], TENSORS[name]) for name in names)
+    assert CheckpointReader(folder, None).names() == TENSORS.keys()
+
+
+def test_an_existing_folder_is_refused_unless_empty(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    before = (tmp_path / "empty" / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
+        write(tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").read_bytes() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
+        write(tmp_path / "file")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file"]
+
+
+def test_a_target_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"), SafetensorsWriter(target, SPECS) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor)
+        target.mkdir()
+        (target / "theirs").write_text("")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and [p.name for p in target.iterdir()] == ["theirs"]
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="stop"):
+        write(tmp_path / "out", fail_at="brain")
+    with pytest.raises(ValueError, match=r"6 of 6 tensors were not written, the next is 'odd'"), SafetensorsWriter(
+        tmp_path / "out", SPECS
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_at_the_target_before_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with SafetensorsWriter(target, SPECS, max_shard_size=40) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor)
+            assert not target.exists()
+            (temporary,) = tmp_path.iterdir()
+            assert ".incomplete-" in temporary.name and not (temporary / "config.json").exists()
+        writer.add_file("config.json", "{}")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: w.write("scales", torch.randn(2, 3)),
+        lambda w: w.write("odd", torch.randn(3, 5)),
+        lambda w: w.write("odd", torch.randn(5, 3).to(torch.float8_e4m3fn)),
+    ],
+)
+def test_only_the_announced_tensor_is_taken(tmp_path: Path, call: Callable[[SafetensorsWriter], None]) -> None:
+    with pytest.raises(ValueError, match=r"announced next is 'odd' \[3, 5\] torch.float8_e4m3fn"):
+        with SafetensorsWriter(tmp_path / "out", SPECS) as writer:
+            call(writer)
+    with pytest.raises(ValueError, match="announced next is no further tensor"):
+        with SafetensorsWriter(tmp_path / "out", SPECS[1:2]) as writer:
+            writer.write("scales", TENSORS["scales"])
+            writer.write("scales", TENSORS["scales"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="announced twice"):
+        SafetensorsWriter(tmp_path / "out", SPECS[:1] * 2)
+    with pytest.raises(ValueError, match="at least one tensor"):
+        SafetensorsWriter(tmp_path / "out", [])
+    with pytest.raises(ValueError, match="int64 cannot be written"):
+        SafetensorsWriter(tmp_path / "out", [TensorSpec("x", (1,), torch.int64)])
+    with pytest.raises(CheckpointError, match="needs 4,000,000,000,000,000,000 bytes, but its disk has only"):
+        SafetensorsWriter(tmp_path / "out", [TensorSpec("x", (10**9, 10**9), torch.float32)])
+    with pytest.raises(ValueError, match="without folders"), SafetensorsWriter(tmp_path / "out", SPECS) as writer:
+        writer.add_file("../x", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_above_the_target_are_made_and_permissions_are_usual(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "b" / "out")
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "a" / "b" / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("text, size", [(7, 7), ("7", 7), ("5GB", 5 * 10**9), ("5 GB", 5 * 10**9), ("0.5 MiB", 2**19), ("3kb", 3000)])
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 XB", "-1", "0", "1e9", "0.1", "five"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not understood"):
+        parse_size(text)

@@ -1,0 +1,142 @@
+"""Who may import whom (docs: the layout of the package): the imports of every file, read without running it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
+
+# From the top: a module imports from its own row and the rows below it. A folder is one entry.
+LAYERS = (
+    ("cli",),
+    ("llm",),
+    ("scheduler", "runner", "tokenizer", "demo"),
+    ("model",),
+    ("attention", "indexer", "moe"),
+    ("layers",),
+    (
+        *("batch", "cache", "checkpoint", "config", "errors", "outputs", "profiling"),
+        *("rope", "sampling", "sequence", "version"),
+    ),
+    ("parallel",),
+    ("kernels",),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LEVEL["__init__"] = -1  # dsa_engine itself: it exports LLM, so it stands above everything
+
+# The two folders that could be used without the engine: nothing of ours but themselves, and only these packages.
+STANDALONE = {"kernels": {"torch", "triton", "flash_attn"}, "parallel": {"torch"}}
+
+
+def python_files() -> Iterator[Path]:
+    """Every Python file once: symbolic links (dsa_engine/kernels, dsa_engine/parallel) are not followed."""
+    for folder in FOLDERS:
+        for where, folders, names in os.walk(ROOT / folder):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            yield from (Path(where, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def module_name(path: Path) -> str:
+    """The dotted import name; a package ends in ``.__init__``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("dsa_engine", *parts) if parts[0] in STANDALONE else parts)
+
+
+def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of each import, also inside functions and ``if TYPE_CHECKING``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            # `from dsa_engine import x`: x may be a module, and tells more than its package.
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def unit(name: str) -> str:
+    """The entry of LAYERS that a dotted name under dsa_engine belongs to: ``dsa_engine.LLM`` is the package itself."""
+    part = name.split(".")[1] if "." in name else "__init__"
+    return part if part in LEVEL or exists(part) else "__init__"
+
+
+def exists(part: str) -> bool:
+    return (ROOT / "dsa_engine" / part).is_dir() or (ROOT / "dsa_engine" / f"{part}.py").is_file()
+
+
+def violations(source: str, module: str) -> list[str]:
+    """What the imports of one file break, a sentence each."""
+    found = []
+    in_package = module.startswith("dsa_engine.")
+    own = unit(module) if in_package else ""
+    if in_package and own not in LEVEL:
+        return [f"dsa_engine.{own} has no layer: place it in LAYERS of tests/test_layering.py"]
+    for line, name in imports(source, module):
+        where = f"{module}, line {line}: imports {name}"
+        top = name.split(".")[0]
+        if top in STANDALONE:
+            found.append(f"{where}; the name is dsa_engine.{top} (`{top}` belongs to another package)")
+        elif not in_package:
+            continue
+        elif top == "dsa_engine":
+            target = unit(name)
+            if own in STANDALONE and target != own:
+                found.append(f"{where}; {own} uses nothing of the engine but itself")
+            elif target not in LEVEL:
+                found.append(f"{where}; dsa_engine.{target} has no layer: place it in LAYERS of tests/test_layering.py")
+            elif LEVEL[target] < LEVEL[own]:
+                found.append(f"{where}, which stands above it")
+        elif own in STANDALONE and top not in STANDALONE[own] and top not in sys.stdlib_module_names:
+            found.append(f"{where}; {own} may use the standard library and {', '.join(sorted(STANDALONE[own]))}")
+    return found
+
+
+def test_the_tree_keeps_its_layers() -> None:
+    files = list(python_files())
+    assert any(module_name(path).startswith("dsa_engine.kernels.") for path in files)
+    found = [line for path in files for line in violations(path.read_text(encoding="utf-8"), module_name(path))]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("dsa_engine.llm", "from dsa_engine.runner import Runner", None),
+        ("dsa_engine.scheduler", "from dsa_engine import sequence", None),
+        ("dsa_engine.runner", "from .tokenizer import Tokenizer", None),
+        ("dsa_engine.__init__", "from dsa_engine.llm import LLM", None),
+        ("dsa_engine.checkpoint.loader", "from ..config import ModelConfig\nfrom . import names", None),
+        ("dsa_engine.kernels.topk", "import math, torch, triton.language as tl\nfrom . import paged", None),
+        ("dsa_engine.kernels.__init__", "from .topk import topk", None),
+        ("tests.kernels.test_topk", "import transformers\nfrom dsa_engine import LLM", None),
+        ("dsa_engine.cache", "from dsa_engine.model import Model", "above it"),
+        ("dsa_engine.cache", "from dsa_engine import LLM", "above it"),
+        ("dsa_engine.cache", "import dsa_engine", "above it"),
+        ("dsa_engine.layers", "def f():\n    from .moe import Experts", "above it"),
+        ("dsa_engine.checkpoint.loader", "from ..model import Model", "above it"),
+        ("dsa_engine.kernels.topk", "from dsa_engine.config import ModelConfig", "but itself"),
+        ("dsa_engine.kernels.topk", "from ..parallel import mesh", "but itself"),
+        ("dsa_engine.parallel.mesh", "from dsa_engine.kernels import topk", "but itself"),
+        ("dsa_engine.kernels.topk", "import numpy as np", "may use"),
+        ("dsa_engine.parallel.mesh", "import triton", "may use"),
+        ("scripts.bench_prefill", "import kernels.topk", "belongs to another package"),
+        ("dsa_engine.model", "from parallel.mesh import Mesh", "belongs to another package"),
+        ("dsa_engine.brand_new", "", "has no layer"),
+    ],
+)
+def test_the_check_finds_what_it_should(
+    module: str, source: str, complaint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "exists", lambda part: part == "brand_new")
+    found = violations(source, module)
+    if complaint is None:
+        assert found == []
+    else:
+        assert len(found) == 1 and complaint in found[0]

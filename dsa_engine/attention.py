@@ -80,7 +80,9 @@ class Attention(Weighted):
         with stage("indexer prolog"):
             index_key = indexer.keys(x, batch) if indexer else None
         with stage("communication"):
-            gathering = gather_cache_rows(latent, index_key, batch.cp_rows, self.place.mesh.cp) if batch.gathers else None
+            gathering = (
+                gather_cache_rows(latent, index_key, batch.cp_rows, self.place.mesh.cp) if batch.gathers else None
+            )
         with stage("MLA prolog"):
             q_resid = rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_NORM_EPS)
             q_nope, q_rope = self._queries(q_resid, batch)

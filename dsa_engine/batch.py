@@ -77,7 +77,9 @@ class StepPlan:
         fewest = unabsorbed_min_queries(config)
         parts: list[list[tuple[list[Segment], int, int, int]]] = [[] for _ in plans]
         for chunk in chunks:
-            for rank, runs in zip(chunk.ranks, split_sequence(chunk.start, chunk.length, len(chunk.ranks), layout), strict=True):
+            for rank, runs in zip(
+                chunk.ranks, split_sequence(chunk.start, chunk.length, len(chunk.ranks), layout), strict=True
+            ):
                 plan = plans[rank]
                 plan.chunks.append(chunk)
                 for start, length in runs:
@@ -109,7 +111,9 @@ class ForwardBatch:
     """One rank's tensors for one forward pass over T tokens (T may be 0: the rank then only takes part in collectives)."""
 
     plan: RankPlan
-    input_ids: torch.Tensor  # [tp_size, tp_rows] int64: the ids of every rank of the tensor-parallel group, padded with 0
+    input_ids: (
+        torch.Tensor
+    )  # [tp_size, tp_rows] int64: the ids of every rank of the tensor-parallel group, padded with 0
     cos: torch.Tensor  # [T, rope / 2] float32
     sin: torch.Tensor
     sequences: torch.Tensor  # [T] int64, row of the block table

@@ -242,7 +242,10 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if "q_lora_rank" in raw and raw["q_lora_rank"] is None:
         raise ValueError("q_lora_rank = null (a full-rank q_proj) is not supported; give the rank of q_a_proj")
     quantization = raw.get("quantization_config")
-    if quantization is not None and (quantization.get("quant_method"), quantization.get("fmt", "e4m3")) != ("fp8", "e4m3"):
+    if quantization is not None and (quantization.get("quant_method"), quantization.get("fmt", "e4m3")) != (
+        "fp8",
+        "e4m3",
+    ):
         raise ValueError(
             f"quantization_config {quantization.get('quant_method')!r}/{quantization.get('fmt')!r} is not supported; "
             "supported is quant_method 'fp8' with fmt 'e4m3' and weight_block_size"
@@ -290,7 +293,12 @@ def _indexer_types(raw: dict[str, Any], layers: int) -> tuple[str, ...]:
     pattern = raw.get("index_topk_pattern")
     if pattern is not None:
         letters = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
-        return _per_layer({"index_topk_pattern": [letters.get(c, c) for c in pattern]}, "index_topk_pattern", layers, ("full", "shared"))
+        return _per_layer(
+            {"index_topk_pattern": [letters.get(c, c) for c in pattern]},
+            "index_topk_pattern",
+            layers,
+            ("full", "shared"),
+        )
     every = max(int(raw.get("index_topk_freq") or 1), 1)
     offset = int(raw.get("index_skip_topk_offset", 2))
     return tuple("full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(layers))

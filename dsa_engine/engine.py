@@ -122,7 +122,9 @@ class Engine:
         room = self.max_model_len - len(prompt)
         if params.max_tokens > room:
             # As in vLLM: the model's length ends a request that asks for more.
-            params = SamplingParams(**_fields(params) | {"max_tokens": room, "min_tokens": min(params.min_tokens, room)})
+            params = SamplingParams(
+                **_fields(params) | {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
+            )
         sequence = Sequence(self._next_id, prompt, params, arrival=time.perf_counter())
         self.scheduler.add(sequence)
         self._next_id += 1
@@ -205,7 +207,9 @@ class Engine:
         lowest, highest = min(prompt), max(prompt)
         if lowest < 0 or highest >= self.config.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}")
+            raise ValueError(
+                f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}"
+            )
 
     def _load(self, folder: Path) -> int:
         """Loads this rank's weights; returns the bytes that it read."""

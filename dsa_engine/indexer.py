@@ -25,14 +25,16 @@ class Indexer(Weighted):
         self.wk = self.weight(f"{prefix}.wk.weight", dim, config.hidden_size)
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
-        self.weights_proj = self.weight(
-            f"{prefix}.weights_proj.weight", heads, config.hidden_size, dtype=torch.float32
-        )
+        self.weights_proj = self.weight(f"{prefix}.weights_proj.weight", heads, config.hidden_size, dtype=torch.float32)
 
     def keys(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Index keys of all local tokens: ``x [T, hidden] -> [T, index_head_dim]``."""
         normed = F.layer_norm(
-            F.linear(x, self.wk).float(), self.k_norm_weight.shape, self.k_norm_weight, self.k_norm_bias, LATENT_NORM_EPS
+            F.linear(x, self.wk).float(),
+            self.k_norm_weight.shape,
+            self.k_norm_weight,
+            self.k_norm_bias,
+            LATENT_NORM_EPS,
         )
         return self._rotate(normed.to(x.dtype), batch.cos, batch.sin)
 

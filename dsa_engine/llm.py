@@ -105,7 +105,9 @@ class LLM:
         else:
             params = list(sampling_params)
             if len(params) != len(many):
-                raise ValueError(f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each")
+                raise ValueError(
+                    f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
+                )
         added: list[Sequence] = []
         try:
             for prompt, p in zip(many, params, strict=True):
@@ -161,7 +163,9 @@ class LLM:
         """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
         if self._tokenizer is None:
             if not Tokenizer.lies_in(self.folder):
-                raise ValueError(f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings")
+                raise ValueError(
+                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings"
+                )
             self._tokenizer = Tokenizer(self.folder)
         return self._tokenizer
 
@@ -238,7 +242,5 @@ def _output(sequence: Sequence, text: TextStream | None) -> RequestOutput:
         token_ids=sequence.output,
         prompt_token_ids=sequence.prompt,
         finish_reason=sequence.finish_reason,
-        metrics=RequestMetrics.of(
-            sequence.arrival, sequence.first_token, sequence.last_token, len(sequence.output)
-        ),
+        metrics=RequestMetrics.of(sequence.arrival, sequence.first_token, sequence.last_token, len(sequence.output)),
     )

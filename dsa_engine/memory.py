@@ -45,7 +45,9 @@ def default_workspace(device: torch.device) -> int:
     return (1 << 30) if device.type == "cuda" else (256 << 20)
 
 
-def default_cache_memory(config: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, workspace: int) -> int:
+def default_cache_memory(
+    config: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, workspace: int
+) -> int:
     """Bytes for the caches from what is free now, the weights being loaded.
 
     Args:

@@ -102,5 +102,7 @@ class ModelRunner:
         mine = torch.tensor(chosen + [-1] * (most - len(chosen)), dtype=torch.int64, device=self._mesh.device)
         tokens = self._mesh.ep.all_gather(mine).view(-1, most).tolist()
         return [
-            (sequence, tokens[rank][i]) for rank, p in enumerate(plan.ranks) for i, (_, sequence) in enumerate(p.samples)
+            (sequence, tokens[rank][i])
+            for rank, p in enumerate(plan.ranks)
+            for i, (_, sequence) in enumerate(p.samples)
         ]

@@ -83,9 +83,7 @@ class Scheduler:
         chunks = self._continue_prefills() + self._admit()
         if chunks:
             return chunks
-        return [
-            Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1)) for s in self._running
-        ]
+        return [Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1)) for s in self._running]
 
     def computed(self, chunks: list[Chunk]) -> None:
         """Records that a step has run; after its prefill, a request leaves the ranks that do not own it."""

@@ -1,6 +1,6 @@
 """The experts of one rank, over tokens that are sorted by expert.
 
-    out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = expert[t, j];  −1 stands for nobody here
+out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = expert[t, j];  −1 stands for nobody here
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def expert_mlp(
         ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
     """
     if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
-        raise ValueError(f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit")
+        raise ValueError(
+            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
+        )
     chosen = experts.flatten()
     local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
     # A stable sort with nobody's choices first: the tail is sorted by expert and, within one, by token.

@@ -1,6 +1,6 @@
 """RMSNorm, with the residual addition that stands before it in a decoder layer.
 
-    y = weight * x / sqrt(mean(x²) + eps)        statistics in float32 over the last dimension
+y = weight * x / sqrt(mean(x²) + eps)        statistics in float32 over the last dimension
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The process mesh: which ranks share a sequence, an expert layer, an output projection.
 
-    rank          0 1 2 3 4 5 6 7      world of 8, cp_size 4, tp_size 2
-    cp            0 0 0 0 1 1 1 1      a sequence is prefilled by the ranks of one context-parallel group
-    tp            0 0 1 1 2 2 3 3      neighbours (one node) share embedding, o_proj and LM head
-    ep            0 0 0 0 0 0 0 0      experts are divided over the world
+rank          0 1 2 3 4 5 6 7      world of 8, cp_size 4, tp_size 2
+cp            0 0 0 0 1 1 1 1      a sequence is prefilled by the ranks of one context-parallel group
+tp            0 0 1 1 2 2 3 3      neighbours (one node) share embedding, o_proj and LM head
+ep            0 0 0 0 0 0 0 0      experts are divided over the world
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Mesh:
         self.cp_size = config.cp_size or world_size
         for name, size in (("cp_size", self.cp_size), ("tp_size", config.tp_size)):
             if world_size % size:
-                raise ValueError(f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}")
+                raise ValueError(
+                    f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
+                )
         self.ep = self._group(world_size)
         self.cp = self._group(self.cp_size)
         self.tp = self._group(config.tp_size)

@@ -56,7 +56,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 demo: $(STAMP)
-	$(BIN)/python scripts/demo.py --nproc 2 $(ARGS)
+	$(BIN)/python scripts/demo.py --nproc-per-node 2 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .triton

@@ -1,8 +1,8 @@
 """Multi-head latent attention with DeepSeek Sparse Attention, in absorbed form (DeepSeek-V2, section 2.1; V3.2-Exp).
 
 The cache holds one latent row a token for all heads. W_UK is absorbed into the query and W_UV is applied after the
-attention, so that no key or value is ever expanded, except for runs of queries that see so few tokens, or belong to a model
-without an indexer, that dense attention over expanded keys is the cheaper way (`batch.unabsorbed_min_queries`).
+attention, so that no key or value is ever expanded, except for runs of queries that see so few tokens, or belong to a
+model without an indexer, that dense attention over expanded keys is the cheaper way (`batch.unabsorbed_min_queries`).
 """
 
 from __future__ import annotations
@@ -132,15 +132,21 @@ class Attention(Weighted):
     ) -> torch.Tensor:
         """``q [T - dense, heads, latent_dim] -> [T - dense, heads, kv_lora_rank]``, over all or over selected rows."""
         border = unscored - dense
-        kwargs = {"value_dim": self.config.kv_lora_rank, "scale": self.config.softmax_scale}
+        value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.place.workspace
+        tables = batch.block_tables
         parts = []
         if border:
             segments = [s._replace(row=s.row - dense) for s in batch.plan.absorbed]
-            workspace = self.place.workspace
-            parts.append(dense_mla(q[:border], pool, batch.block_tables, segments, workspace=workspace, **kwargs)[0])
+            over_all = dense_mla(
+                q[:border], pool, tables, segments, value_dim=value_dim, scale=scale, workspace=workspace
+            )
+            parts.append(over_all[0])
         if q.shape[0] > border:
             assert selection is not None, "sparse rows need a selection, and the first layer makes one"
-            parts.append(sparse_attention(q[border:], pool, selection, workspace=self.place.workspace, **kwargs)[0])
+            over_selected = sparse_attention(
+                q[border:], pool, selection, value_dim=value_dim, scale=scale, workspace=workspace
+            )
+            parts.append(over_selected[0])
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], self.config.kv_lora_rank)
 
     def _unabsorbed(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """From the chunks of a step to the tensors of one rank.
 
-Every rank derives the same :class:`StepPlan` from the same chunks, so that all know how many tokens and samples each has,
-and nothing has to be asked. Then each builds its own :class:`ForwardBatch`.
+Every rank derives the same :class:`StepPlan` from the same chunks, so that all know how many tokens and samples each
+has, and nothing has to be asked. Then each builds its own :class:`ForwardBatch`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class StepPlan:
 
 @dataclass
 class ForwardBatch:
-    """One rank's tensors for one forward pass over T tokens (T may be 0: the rank then only takes part in collectives)."""
+    """One rank's tensors for one forward pass over T tokens (T may be 0: the rank then only takes part in
+    collectives)."""
 
     plan: RankPlan
     input_ids: (

@@ -10,11 +10,19 @@ import torch
 from dsa_engine.config import ModelConfig
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers: a latent row per token and layer, an index key where a layer selects itself."""
-    width = config.num_hidden_layers * config.latent_dim
-    width += config.indexer_types.count("full") * config.index_head_dim
-    return page_size * width * dtype.itemsize
+def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in the caches of all layers: a latent row each, an index key where a layer selects.
+
+    In float8_e4m3fn a latent row is its compressed part in FP8 with one float32 scale per 128 values, and its RoPE
+    part in bfloat16 (656 bytes for 512 + 64); an index key is FP8 with one float32 scale (132 bytes for 128).
+    """
+    if dtype == torch.float8_e4m3fn:
+        latent = config.kv_lora_rank + 4 * -(-config.kv_lora_rank // 128) + 2 * config.qk_rope_head_dim
+        index_key = config.index_head_dim + 4
+    else:
+        latent = config.latent_dim * dtype.itemsize
+        index_key = config.index_head_dim * dtype.itemsize
+    return config.num_hidden_layers * latent + config.indexer_types.count("full") * index_key
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -32,7 +40,7 @@ class KVCache:
     def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
         self.pages = pages
         self.page_size = page_size
-        self.bytes = pages * page_bytes(config, page_size, dtype)
+        self.bytes = pages * page_size * cache_bytes_per_token(config, dtype)
 
         def pool(width: int) -> torch.Tensor:
             # Not cleared: no row is read before it is written, and on a CPU untouched pages take no memory.

@@ -104,7 +104,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
         """Builds the configuration from the keys of a ``config.json``; see :meth:`from_pretrained`."""
-        raw = _merged(raw, overrides or {})
+        raw = merge_overrides(raw, overrides or {})
         get = _Keys(raw)
         model_type = raw.get("model_type")
         if model_type not in MODEL_TYPES:
@@ -219,11 +219,12 @@ class _Keys:
         return value
 
 
-def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def merge_overrides(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with the keys of ``overrides`` in place of its own; nested dictionaries are merged."""
     merged = dict(base)
     for key, value in overrides.items():
         nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if nested else value
+        merged[key] = merge_overrides(merged[key], value) if nested else value
     return merged
 
 

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from dsa_engine.batch import StepPlan
-from dsa_engine.cache import KVCache, page_bytes, pages_for
+from dsa_engine.cache import KVCache, cache_bytes_per_token, pages_for
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.config import DTYPES, ModelConfig
 from dsa_engine.errors import CapacityError
@@ -155,7 +155,11 @@ class Engine:
         self.scheduler.finish(sequence)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
-        """Prefills one prompt, alone, and forgets it: float32 CPU logits ``[vocab]`` after its last token, on every rank."""
+        """Prefills one prompt, alone, and forgets it.
+
+        Returns:
+            float32 CPU logits ``[vocab]`` after its last token, the same on every rank.
+        """
         logits = None
         for chunk in self._prefill_alone(prompt):
             logits = self.runner.last_logits([chunk])
@@ -227,7 +231,7 @@ class Engine:
     def _cache_pages(self) -> int:
         """Pages of the cache: the same on all ranks, so what the poorest of them affords."""
         options, config, page_size = self.options, self.config, self.options.page_size
-        one = page_bytes(config, page_size, self.dtype)
+        one = page_size * cache_bytes_per_token(config, self.dtype)
         if options.cache_memory is None:
             tokens, device = options.max_num_batched_tokens, self.mesh.device
             memory = default_cache_memory(config, tokens, self.dtype, device, self.workspace)

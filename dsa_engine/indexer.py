@@ -41,7 +41,8 @@ class Indexer(Weighted):
     def queries(
         self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index queries ``[T - first, heads, dim]`` and head weights ``[T - first, heads]`` of the rows from ``first`` on.
+        """Index queries ``[T - first, heads, dim]`` and head weights ``[T - first, heads]`` of the rows from
+        ``first`` on.
 
         ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold every scale of the score.
         """

@@ -27,7 +27,8 @@ class Placement:
 
 
 class Weighted(nn.Module):
-    """A module that says, where each weight is born, what it is called in the checkpoint and which part a rank keeps."""
+    """A module that says, where each weight is born, what it is called in the checkpoint and which part a rank
+    keeps."""
 
     def __init__(self, place: Placement):
         super().__init__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from dsa_engine.engine import Engine, EngineOptions, LoadFormat
 from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.failure import report_failures
 from dsa_engine.sampling import SamplingParams
 from dsa_engine.sequence import Sequence
 from dsa_engine.tokenizer import TextStream, Tokenizer
@@ -63,6 +63,7 @@ class LLM:
         workspace: int | str | None = None,
         progress: bool = True,
     ):
+        report_failures()  # before anything can fail
         options = EngineOptions(
             dtype=dtype,
             device=device,
@@ -139,8 +140,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Generates for one prompt and yields its pieces as they come; the last one has a ``finish_reason``.
 
-        Text that could still change (half a character, the beginning of a stop string) waits for the next piece. Closing
-        the iterator ends the request.
+        Text that could still change (half a character, the beginning of a stop string) waits for the next piece.
+        Closing the iterator ends the request.
         """
         sequence = self._add(prompt, sampling_params or SamplingParams())
         text = self._text_stream(sequence)
@@ -155,7 +156,7 @@ class LLM:
                 self.engine.finish(sequence, "abort")
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
-        """The model's logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
+        """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
         return self.engine.prompt_logits(self._encode(prompt))
 
     @property
@@ -214,17 +215,6 @@ def resolve_model(model: str | Path) -> Path:
     from dsa_engine.demo import demo_folder  # only who asks for the demo pays for making it
 
     return demo_folder()
-
-
-def parse_json_option(text: str, option: str) -> dict[str, Any]:
-    """A JSON object given on a command line; ``ValueError`` names the option."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} is not valid JSON: {error}; for example '{{\"num_hidden_layers\": 4}}'") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} must be a JSON object, not {text!r}")
-    return value
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

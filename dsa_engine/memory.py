@@ -10,25 +10,24 @@ import torch
 
 from dsa_engine.config import ModelConfig
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
-}
+_UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", start=1)}
+_UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
 # A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
 _CPU_DEFAULT_CACHE = 4 << 30
 
 
 def parse_bytes(value: int | str, what: str) -> int:
-    """Bytes from a number or from "4GiB", "512MB", …; ``what`` names the option in the error."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if match and match[2] in _UNITS:
-            return parse_bytes(int(float(match[1]) * _UNITS[match[2]]), what)
-        raise ValueError(f"{what} must be a number of bytes or a size such as '4GiB' or '512MB', not {value!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} must be a positive number of bytes, not {value!r}")
-    return value
+    """Bytes from a number or a size such as "5GB" (10^9), "512 MiB" (2^20) or "0.5GB"; ``what`` names it in the error.
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    match = None if isinstance(value, bool) else re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if not match or match[2].upper() not in _UNITS or (parsed := int(float(match[1]) * _UNITS[match[2].upper()])) < 1:
+        raise ValueError(
+            f"{what} must be a positive number of bytes or a size such as '4GiB' or '512MB', not {value!r}"
+        )
+    return parsed
 
 
 def format_bytes(count: float) -> str:

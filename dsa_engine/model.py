@@ -1,4 +1,5 @@
-"""The decoder: embedding, layers, LM head. One forward pass serves prefill and decode; they differ in the batch only."""
+"""The decoder: embedding, layers, LM head. One forward pass serves prefill and decode; they differ in the batch
+only."""
 
 from __future__ import annotations
 

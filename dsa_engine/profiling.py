@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ _active: StageTimer | None = None
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Marks what runs inside as ``name``, one of :data:`STAGES`. A stage inside another takes its time out of that one."""
+    """Marks what runs inside as ``name``, one of :data:`STAGES`; a stage inside another takes its time out of it."""
     timer = _active
     if timer is not None:
         timer.enter(name)
@@ -52,7 +53,7 @@ class StageTimer:
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._stack = ["other"]
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[str, Any]] = []  # a stage and where it begins: a CUDA event, or seconds
 
     def __enter__(self) -> StageTimer:
         global _active
@@ -91,8 +92,5 @@ class StageTimer:
             torch.cuda.synchronize()
         total = dict.fromkeys((*STAGES, "other"), 0.0)
         for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(begin, torch.cuda.Event):
-                total[name] += begin.elapsed_time(end) / 1e3
-            else:
-                total[name] += end - begin
+            total[name] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
         return total

@@ -44,8 +44,10 @@ class RopeConfig:
         mscale, all_dim = keys.get("mscale"), keys.get("mscale_all_dim")
         cos_sin_scale = keys.get("attention_factor")
         if cos_sin_scale is None:
-            both = bool(mscale and all_dim)
-            cos_sin_scale = _mscale(factor, mscale) / _mscale(factor, all_dim) if both else _mscale(factor, 1.0)
+            if mscale and all_dim:
+                cos_sin_scale = _mscale(factor, mscale) / _mscale(factor, all_dim)
+            else:
+                cos_sin_scale = _mscale(factor, 1.0)
         return cls(
             dim=dim,
             theta=theta,

@@ -51,7 +51,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def all_logits(self, chunk: Chunk, into: torch.Tensor, block: int) -> None:
-        """Computes a chunk and writes the logits of its positions to ``into [prompt, vocab]`` (float32, CPU), on every rank.
+        """Computes a chunk and writes the logits of its positions to ``into [prompt, vocab]`` (float32, CPU), on
+        every rank.
 
         ``block`` rows are multiplied with the LM head at a time.
         """

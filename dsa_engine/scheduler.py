@@ -72,8 +72,8 @@ class Scheduler:
             tokens = len(sequence.prompt) + sequence.params.max_tokens
             raise CapacityError(
                 f"the cache is too small for this request: {len(sequence.prompt)} prompt tokens and up to "
-                f"{sequence.params.max_tokens} new ones ({tokens} in all) need {need} pages of {self._page_size} tokens, "
-                f"the cache has {self._pages}; raise cache_memory by a factor of {need / self._pages:.2f}, "
+                f"{sequence.params.max_tokens} new ones ({tokens} in all) need {need} pages of {self._page_size} "
+                f"tokens, the cache has {self._pages}; raise cache_memory by a factor of {need / self._pages:.2f}, "
                 "shorten the prompt or lower max_tokens"
             )
         self._waiting.append(sequence)

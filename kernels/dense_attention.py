@@ -7,12 +7,9 @@ The n queries are the last n of the S tokens (the causal mask is aligned at the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-flash_attn_varlen_func: Any
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # optional: PyTorch's attention does the same
@@ -24,11 +21,13 @@ def dense_attention_reference(
 ) -> torch.Tensor:
     count, heads, _ = q.shape
     total = k.shape[0]
-    queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, heads, tokens, dim]
+    # PyTorch's fused attention wants keys and values of one width, and makes all S² scores where they differ.
+    value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    queries, keys, values = (_widened(t, width).transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, heads, n, width]
     if count == total:
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
-        return out[0].transpose(0, 1)
-    out = torch.empty(count, heads, v.shape[-1], dtype=q.dtype, device=q.device)
+        return out[0, ..., :value_dim].transpose(0, 1)
+    out = torch.empty(count, heads, value_dim, dtype=q.dtype, device=q.device)
     # PyTorch aligns its causal mask at the top left; with a prefix the mask is made here, block by block.
     block = max(1, workspace // (8 * heads * total))
     for first in range(0, count, block):
@@ -38,13 +37,17 @@ def dense_attention_reference(
         part = F.scaled_dot_product_attention(
             queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
         )
-        out[first:last] = part[0].transpose(0, 1)
+        out[first:last] = part[0, ..., :value_dim].transpose(0, 1)
     return out
 
 
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """``x [..., dim]`` with zeros up to ``width``: they add nothing to a score, nor to a result's first columns."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 def _flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    # FlashAttention-2 wants values as wide as the keys: zeros beside them add nothing to the first columns.
-    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    padded = _widened(v, q.shape[-1])  # FlashAttention-2 wants values as wide as the keys
     limits = [torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (q.shape[0], k.shape[0])]
     out = flash_attn_varlen_func(
         q, k, padded, limits[0], limits[1], q.shape[0], k.shape[0], softmax_scale=scale, causal=True

@@ -2,8 +2,8 @@
 
     out[t, h] = softmax(scale · q[t, h] · row[0 … position of t]ᵀ) · row[…][:value_dim]
 
-For few queries over many cached tokens (decode of sequences that see at most ``index_topk`` tokens, and of models without
-an indexer): expanding the cache to per-head keys and values would cost more than it saves.
+For few queries over many cached tokens (decode of sequences that see at most ``index_topk`` tokens, and of models
+without an indexer): expanding the cache to per-head keys and values would cost more than it saves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     positions[t] = the k positions s ≤ t with the highest score[t, s]
 
-Scores live in a workspace of fixed size: queries are taken in as many blocks as it needs, so memory does not grow with S².
+Scores live in a workspace of fixed size: queries are taken in as many blocks as it needs, so memory does not grow
+with S².
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def lightning_indexer(
     check_segments(segments, q.shape[0], block_tables, pool.shape[1])
     positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
     for segment in segments:
-        # Half of the workspace for the scores, the other half for the products and the selection over them.
-        block = max(1, workspace // 2 // (4 * segment.end))
+        # A quarter of the workspace for the scores, half for the products; the selection over the scores, when the
+        # products are gone, takes up to three times their bytes (in rows full of ties).
+        block = max(1, workspace // 4 // (4 * segment.end))
         for done in range(0, segment.length, block):
             rows = slice(segment.row + done, segment.row + min(done + block, segment.length))
             scores = indexer_scores(
@@ -56,4 +58,5 @@ def lightning_indexer(
                 workspace=workspace // 2,
             )
             positions[rows] = select_topk(scores, k)[0]
+            del scores  # before the next block's are made
     return positions

@@ -26,7 +26,8 @@ def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> N
 
 
 def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Rows of the positions ``start … stop-1`` of the sequence with ``block_table [max_pages]``: ``[stop-start, width]``.
+    """Rows of the positions ``start … stop-1`` of the sequence with ``block_table [max_pages]``: ``[stop-start,
+    width]``.
 
     For the references, which read a cache tile by tile; a kernel reads the pool in place.
     """

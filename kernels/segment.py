@@ -39,5 +39,6 @@ def check_segments(segments: Sequence[Segment], rows: int, block_tables: torch.T
             raise ValueError(f"{segment} names a sequence outside of the block table with {block_tables.shape[0]} rows")
         if segment.end > block_tables.shape[1] * page_size:
             raise ValueError(
-                f"{segment} ends at token {segment.end}, its block table holds {block_tables.shape[1]} pages of {page_size}"
+                f"{segment} ends at token {segment.end}, its block table holds {block_tables.shape[1]} pages of "
+                f"{page_size} tokens"
             )

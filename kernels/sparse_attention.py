@@ -2,8 +2,8 @@
 
     p[t, h] = softmax(scale · q[t, h] · row[slots[t]]ᵀ)      out[t, h] = p[t, h] · row[slots[t]][:value_dim]
 
-A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped, in any
-place; a query without a single slot yields zeros and a log-sum-exp of −inf.
+A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped,
+in any place; a query without a single slot yields zeros and a log-sum-exp of −inf.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Context parallelism: how the tokens of a sequence are divided over ranks, and how their cache rows come together.
 
-Every rank holds the activations of its own tokens only. The cache rows of a step (latent and index key side by side) are
-gathered in one asynchronous collective and written to their causal slots directly, so that the order in which ranks hold
-tokens costs no reordering pass.
+Every rank holds the activations of its own tokens only. The cache rows of a step (latent and index key side by side)
+are gathered in one asynchronous collective and written to their causal slots directly, so that the order in which ranks
+hold tokens costs no reordering pass.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from dsa_engine.parallel.group import Group
 def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail") -> list[list[tuple[int, int]]]:
     """Divides the tokens ``start … start+length-1`` of a sequence over ``ranks``.
 
-    "head_tail" cuts into ``2 · ranks`` pieces whose sizes differ by at most one token and gives rank r the pieces r and
-    ``2·ranks-1-r``: one cheap piece near the head and one dear piece near the tail, so that causal work is the same on
-    every rank up to one token a piece. "contiguous" gives rank r the r-th of ``ranks`` pieces.
+    "head_tail" gives rank r the pieces r and ``2 · ranks - 1 - r`` of ``2 · ranks``: one cheap piece near the head and
+    one dear piece near the tail, so that causal work is the same on every rank up to one token. Ranks differ by at most
+    one token, and an odd token goes to the head piece, where it costs least. "contiguous" gives rank r the r-th of
+    ``ranks`` pieces.
 
     Returns:
-        for every rank its runs ``(start, length)`` in order of position; pieces that meet are joined, empty ones left out.
-        Any length works, also shorter than the number of pieces.
+        for every rank its runs ``(start, length)`` in order of position; pieces that meet are joined, empty ones left
+        out. Any length works, also shorter than the number of pieces.
     """
-    pieces = 2 * ranks if layout == "head_tail" else ranks
-    cuts = [start + length * i // pieces for i in range(pieces + 1)]
+    counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+    tails = [count // 2 if layout == "head_tail" else 0 for count in counts]
     divided = []
-    for rank in range(ranks):
-        mine = (rank, pieces - 1 - rank) if layout == "head_tail" else (rank,)
-        runs: list[tuple[int, int]] = []
-        for piece in mine:
-            first, last = cuts[piece], cuts[piece + 1]
-            if runs and sum(runs[-1]) == first:
-                runs[-1] = (runs[-1][0], runs[-1][1] + last - first)
-            elif last > first:
-                runs.append((first, last - first))
-        divided.append(runs)
+    head, tail = start, start + length  # what lies between is not given out yet
+    for count, behind in zip(counts, tails, strict=True):
+        before = count - behind
+        tail -= behind
+        if head + before == tail:
+            runs = [(head, count)]
+        else:
+            runs = [(head, before), (tail, behind)]
+        divided.append([run for run in runs if run[1]])
+        head += before
     return divided
 
 

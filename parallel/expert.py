@@ -1,10 +1,10 @@
 """Expert parallelism: rank i of the group holds an equal, consecutive part of the routed experts.
 
-A dispatch brings tokens to the ranks that hold their experts; its ``combine`` brings the sums back. Both dispatches send a
-token to a rank at most once, however many of that rank's experts it has chosen.
+A dispatch brings tokens to the ranks that hold their experts; its ``combine`` brings the sums back. Both dispatches
+send a token to a rank at most once, however many of that rank's experts it has chosen.
 
 * "all_to_all": only what is needed travels; the counts depend on the routing and cross the host; sums add in float32.
-* "all_gather": every rank gets every token; shapes depend on the batch only; sums add in the tokens' dtype, on the wire.
+* "all_gather": every rank gets every token; shapes depend on the batch only; sums add in the tokens' dtype, under way.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dsa_engine.parallel.group import Group
 class Dispatched(NamedTuple):
     """Tokens at the rank that holds their experts, and the way back.
 
-    ``experts`` counts within this rank's experts, −1 for a choice that lies elsewhere. ``combine`` takes the weighted sums
-    of this rank's experts ``[R, hidden]`` and returns the sums over all ranks for this rank's own tokens ``[T, hidden]``.
+    ``experts`` counts within this rank's experts, −1 for a choice that lies elsewhere. ``combine`` takes the weighted
+    sums of this rank's experts ``[R, hidden]`` and returns the sums over all ranks for this rank's own tokens
+    ``[T, hidden]``.
     """
 
     tokens: torch.Tensor  # [R, hidden]

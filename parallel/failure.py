@@ -1,44 +1,101 @@
 """How a run of several processes ends when one of them fails: with that one's own error, shown first.
 
-When a rank dies, its peers soon fail too, with an error of the transport that says nothing about the cause. The first rank
-to fail leaves its error in the store of the process group; a rank that fails later looks there, and says in one line whose
-error ended the run.
+When a rank dies, its peers soon fail too, with an error of the transport that says nothing about the cause. The first
+rank to fail leaves its error in the store of the run before it ends; a rank that fails later finds it there, and says
+in one line whose error ended the run. Ranks that fail alike (a wrong path, say) show one traceback for the same reason.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
 
-_KEY = "dsa_engine/first_failure"
-_GRACE_S = 1.0  # a peer's transport error can arrive before the cause has been written to the store
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+_STORE_WAIT = timedelta(seconds=5)  # longest wait for the store, and for the first error to be shown
+_PEERS_S = 1.0  # how long the peers of a lost rank get to fail too, before they count as lost themselves
 
 
-def report_failures(rank: int) -> None:
-    """Makes an uncaught exception of this process end it at once, the run's first one with its full traceback."""
-    store = dist.distributed_c10d._get_default_store()
+_reporter: _Reporter | None = None
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            _end(f"[rank {rank}] interrupted", 130)
-        transport = isinstance(error, dist.DistError) or _is_transport_error(error)
-        if transport:
-            time.sleep(_GRACE_S)
-        try:
-            first = store.compare_set(_KEY, "", f"rank {rank}: {kind.__name__}: {error}").decode()
-        except Exception:  # the store went down with its host: then this rank speaks for itself
-            first = f"rank {rank}: {kind.__name__}: {error}"
-        if first.startswith(f"rank {rank}: "):
-            text = "".join(traceback.format_exception(kind, error, trace))
-            _end(f"[rank {rank}] failed and ends the run:\n{text}", 1)
-        _end(f"[rank {rank}] ends, because {first.splitlines()[0]}", 1)
 
-    sys.excepthook = hook
+def report_failures() -> None:
+    """Makes an uncaught exception of this process end it at once, the run's first one with its full traceback.
+
+    Nothing happens in a run of one process. Call it again after ``init_process_group``, which puts a hook of its own
+    before this one.
+    """
+    global _reporter
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _reporter = _reporter or _Reporter(sys.excepthook)
+        sys.excepthook = _reporter
+
+
+class _Reporter:
+    """A ``sys.excepthook``; ``show`` is the one that was there before and prints a traceback."""
+
+    def __init__(self, show: ExceptHook):
+        self._show = show
+        self._rank = int(os.environ["RANK"])
+        self._world_size = int(os.environ["WORLD_SIZE"])
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with suppress(ValueError):  # another thread than the main one may not
+            # torchrun ends all ranks as soon as one has ended; this one is about to, and has something to say.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if issubclass(kind, KeyboardInterrupt):
+            _say(f"[rank {self._rank}] interrupted")
+            _end(130)
+        mine = f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0]
+        store: dist.Store | None = None
+        first = mine
+        with suppress(Exception):  # where the store went down with its host, this rank speaks for itself
+            store = _store()
+            store.set(str(self._rank), mine)
+            first = store.compare_set("first", "", mine).decode()
+        if first != mine:
+            with suppress(Exception):
+                assert store is not None
+                store.wait(["shown"], _STORE_WAIT)
+            _say(f"[rank {self._rank}] ends, because {first}")
+            _end(1)
+        _say(f"[rank {self._rank}] failed and ends the run:")
+        with suppress(Exception):
+            self._show(kind, error, trace)
+        if store is not None and _is_transport_error(error):
+            with suppress(Exception):
+                _say(f"[rank {self._rank}] {self._lost(store)}")
+        with suppress(Exception):
+            assert store is not None
+            store.set("shown", "")
+        _end(1)
+
+    def _lost(self, store: dist.Store) -> str:
+        """Which ranks it may have been, when the transport failed and no rank has told why."""
+        time.sleep(_PEERS_S)
+        silent = [str(rank) for rank in range(self._world_size) if not store.check([str(rank)])]
+        if not silent:
+            return "every rank has failed in its communication, and none for a reason of its own"
+        return (
+            f"no word from rank {', '.join(silent)}: it hangs, or its process has ended without an error of its own "
+            "(killed, perhaps for want of memory, or crashed)"
+        )
+
+
+def _store() -> dist.Store:
+    # A connection of its own: that of the process group may be in use by a thread that waits in it.
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_WAIT)
+    # torchrun keeps its store when it restarts the ranks.
+    return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _is_transport_error(error: BaseException) -> bool:
@@ -46,8 +103,14 @@ def _is_transport_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
-def _end(text: str, code: int) -> None:
-    # os._exit: an orderly exit would wait for collectives that the other ranks no longer answer.
-    print(text, file=sys.stderr, flush=True)
-    sys.stdout.flush()
+def _say(text: str) -> None:
+    with suppress(Exception):
+        sys.stderr.write(text + "\n")  # in one piece: several processes share it
+        sys.stderr.flush()
+
+
+def _end(code: int) -> None:
+    with suppress(Exception):
+        sys.stdout.flush()
+    # An orderly exit would wait for collectives that the other ranks no longer answer.
     os._exit(code)

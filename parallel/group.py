@@ -1,7 +1,7 @@
 """A process group and the collectives that the engine uses, on flat tensors whose first dimension is rows.
 
-A group of one rank needs no process group: every collective is then the identity, so that one program serves one process
-and many. All of them work on NCCL and on Gloo.
+A group of one rank needs no process group: every collective is then the identity, so that one program serves one
+process and many. All of them work on NCCL and on Gloo.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+# PyTorch 2.13 renamed these two and warns of the old names, which are all that 2.11 and 2.12 have.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -27,13 +31,17 @@ class Group:
         return len(self.ranks)
 
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts gathering ``rows [R, ...]`` (the same R on every rank); the result's call waits: ``[size · R, ...]``."""
+        """Starts gathering ``rows [R, ...]``, R the same on every rank.
+
+        Returns:
+            a function that waits and returns ``[size · R, ...]``.
+        """
         if self.handle is None:
             return lambda: rows
         rows = rows.contiguous()
         self.bytes_sent += rows.nbytes * (self.size - 1)
         gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
-        work = dist.all_gather_into_tensor(gathered, rows, group=self.handle, async_op=True)
+        work = _all_gather(gathered, rows, group=self.handle, async_op=True)
 
         def wait() -> torch.Tensor:
             work.wait()
@@ -52,13 +60,13 @@ class Group:
         rows = rows.contiguous()
         part = rows.new_empty(rows.shape[0] // self.size, *rows.shape[1:])
         self.bytes_sent += part.nbytes * (self.size - 1)
-        dist.reduce_scatter_tensor(part, rows, group=self.handle)
+        _reduce_scatter(part, rows, group=self.handle)
         return part
 
     def all_to_all(
         self, rows: torch.Tensor, send: list[int] | None = None, receive: list[int] | None = None
     ) -> torch.Tensor:
-        """Sends ``rows`` in rank order, ``send[i]`` of them to rank i, and returns what came, ``receive[i]`` from rank i.
+        """Sends ``rows`` in rank order, ``send[i]`` of them to rank i; returns what came, ``receive[i]`` from rank i.
 
         Without counts every rank sends and gets equal parts.
         """

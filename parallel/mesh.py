@@ -48,12 +48,12 @@ class ParallelConfig:
         for name, value in (("cp_size", self.cp_size), ("tp_size", self.tp_size)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name, value, allowed in (
+        for name, chosen, allowed in (
             ("moe_dispatch", self.moe_dispatch, get_args(MoeDispatch)),
             ("cp_layout", self.cp_layout, get_args(CpLayout)),
         ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+            if chosen not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {chosen!r}")
         if not self.timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
 
@@ -72,6 +72,7 @@ class Mesh:
                 raise ValueError(
                     f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
                 )
+        self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
         self.ep = self._group(world_size)
         self.cp = self._group(self.cp_size)
         self.tp = self._group(config.tp_size)
@@ -80,6 +81,8 @@ class Mesh:
     def create(cls, config: ParallelConfig, device: str = "auto") -> Mesh:
         """Joins the world that ``torchrun`` describes in the environment, or makes a mesh of one process.
 
+        A process group that the program has made before is used as it is.
+
         Args:
             config: how to divide the world.
             device: "cpu", "cuda", "cuda:N", or "auto" (CUDA where there is one).
@@ -87,15 +90,21 @@ class Mesh:
         Raises:
             ValueError: the sizes do not divide the world, or the device does not exist.
         """
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        rank = int(os.environ.get("RANK", "0"))
-        chosen = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        report_failures()
+        if dist.is_initialized():
+            world_size, rank = dist.get_world_size(), dist.get_rank()
+        else:
+            world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        chosen = _device(device)
         if world_size > 1 and not dist.is_initialized():
-            backend = "nccl" if chosen.type == "cuda" else "gloo"
-            bound = {"device_id": chosen} if chosen.type == "cuda" else {}
-            dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), **bound)
-            report_failures(rank)
+            cuda = chosen.type == "cuda"
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                timeout=timedelta(seconds=config.timeout),
+                device_id=chosen if cuda else None,
+            )
             atexit.register(_leave)
+        report_failures()
         return cls(config, rank, world_size, chosen)
 
     @property
@@ -111,32 +120,39 @@ class Mesh:
         mine: Group | None = None
         for first in range(0, self.world_size, size):
             ranks = tuple(range(first, first + size))
-            handle = None
-            if size > 1:
+            if size > 1 and ranks not in self._handles:
                 timeout = timedelta(seconds=self.config.timeout)
-                handle = dist.new_group(list(ranks), timeout=timeout)
+                self._handles[ranks] = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:
-                mine = Group(ranks, self.rank - first, handle)
+                mine = Group(ranks, self.rank - first, self._handles.get(ranks))
         assert mine is not None
         return mine
 
 
-def _device(device: str, local_rank: int) -> torch.device:
+def _device(device: str) -> torch.device:
+    """The device of this process, made the current one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = "give 'auto', 'cpu', 'cuda' or 'cuda:N'"
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not known; give 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+        raise ValueError(f"device {device!r} is not known; {known}") from error
     if chosen.type == "cpu":
         return chosen
     if chosen.type != "cuda":
-        raise ValueError(f"device {device!r} is not supported; give 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        raise ValueError(f"device {device!r} is not supported; {known}")
     if not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but PyTorch sees no CUDA device; give 'cpu' or 'auto'")
-    index = local_rank if chosen.index is None else chosen.index
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if chosen.index is not None and neighbours > 1:
+        raise ValueError(f"device {device!r} is one device, for {neighbours} ranks on this machine; give 'cuda'")
+    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
     if index >= torch.cuda.device_count():
-        raise ValueError(f"device cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(
+            f"device cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices; "
+            "start as many ranks on a machine as it has devices, or give 'cpu'"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -7,13 +7,14 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
 
+from dsa_engine.arguments import run
 from dsa_engine.checkpoint import dequantize_checkpoint
 from dsa_engine.config import DTYPES
+from dsa_engine.report import write_json
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -34,26 +35,15 @@ def main() -> None:
     arguments = parse_arguments()
     # So that a terminated run removes its temporary folder, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        written = dequantize_checkpoint(
-            arguments.source,
-            arguments.target,
-            dtype=DTYPES[arguments.dtype],
-            max_shard_size=arguments.max_shard_size,
-            progress=True,
-        )
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    report = {
-        "folder": str(written.folder),
-        "files": written.shards,
-        "tensors": written.tensors,
-        "dequantized": written.dequantized,
-        "bytes": written.tensor_bytes,
-    }
+    written = dequantize_checkpoint(
+        arguments.source,
+        arguments.target,
+        dtype=DTYPES[arguments.dtype],
+        max_shard_size=arguments.max_shard_size,
+        progress=True,
+    )
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(arguments.json, written.to_json())
     print(
         f"{written.folder}: {written.shards} weight file(s), {written.tensors:,} tensors "
         f"({written.dequantized:,} were FP8), {written.tensor_bytes:,} bytes"
@@ -61,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,16 +8,17 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.arguments import json_object, run
 from dsa_engine.checkpoint import RELEASED_CONFIGS, released_config, write_random_checkpoint
-from dsa_engine.config import DTYPES
+from dsa_engine.config import DTYPES, merge_overrides
 from dsa_engine.demo import demo_config, demo_files
 from dsa_engine.errors import CheckpointError
+from dsa_engine.report import write_json
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,52 +52,35 @@ def read_config(config: str, overrides: str) -> dict[str, Any]:
         if not path.is_file():
             names = ", ".join(["demo", *RELEASED_CONFIGS])
             raise CheckpointError(f"--config {config}: no such file, and not one of {names}")
-        raw = parse_object(path.read_text(encoding="utf-8"), str(path))
-    return raw | parse_object(overrides, "--overrides")
-
-
-def parse_object(text: str, where: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{where} must be a JSON object, not {type(parsed).__name__}")
-    return parsed
+        raw = json_object(path.read_text(encoding="utf-8"), str(path))
+    return merge_overrides(raw, json_object(overrides, "--overrides"))
 
 
 def main() -> None:
     arguments = parse_arguments()
     # So that a terminated run removes its temporary folder, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        raw = read_config(arguments.config, arguments.overrides)
-        if arguments.dtype in DTYPES:
-            raw.pop("dtype", None)
-            raw["torch_dtype"] = arguments.dtype
-        written = write_random_checkpoint(
-            arguments.output,
-            raw,
-            seed=arguments.seed,
-            fp8=arguments.dtype == "fp8",
-            max_shard_size=arguments.max_shard_size,
-            progress=True,
-            # The demo's tokenizer knows 260 ids, so it serves only the demo's vocabulary.
-            extra_files=demo_files() if arguments.config == "demo" else None,
-        )
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    report = {
-        "folder": str(written.folder),
-        "files": written.shards,
-        "tensors": written.tensors,
-        "bytes": written.tensor_bytes,
-    }
+    raw = read_config(arguments.config, arguments.overrides)
+    if arguments.dtype in DTYPES:
+        raw.pop("dtype", None)
+        raw["torch_dtype"] = arguments.dtype
+    written = write_random_checkpoint(
+        arguments.output,
+        raw,
+        seed=arguments.seed,
+        fp8=arguments.dtype == "fp8",
+        max_shard_size=arguments.max_shard_size,
+        progress=True,
+        # The demo's tokenizer knows 260 ids, so it serves only the demo's vocabulary.
+        extra_files=demo_files() if arguments.config == "demo" else None,
+    )
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{written.folder}: {written.shards} weight file(s), {written.tensors:,} tensors, {written.tensor_bytes:,} B")
+        write_json(arguments.json, written.to_json())
+    print(
+        f"{written.folder}: {written.shards} weight file(s), {written.tensors:,} tensors, "
+        f"{written.tensor_bytes:,} bytes"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

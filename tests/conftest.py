@@ -1,10 +1,14 @@
-"""Fixtures that several test files share: random checkpoints written by ``transformers``, and its logits for them."""
+"""What several test files share: random checkpoints of ``transformers`` and its logits for them, the rule by which
+logits are compared, caches with scattered pages, and how much memory a call takes.
+
+Test files are imported one by one and cannot import each other, so everything here is handed out as a fixture.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +58,19 @@ class Oracle:
 
     folder: Path
     model: Any
+    seen: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def index_topk(self) -> int | None:
+        """None where nothing is selected."""
+        return getattr(self.model.config, "index_topk", None)
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """float32 ``[len, vocab]``."""
-        return self.model(torch.tensor([ids])).logits[0].float()
+        """float32 ``[len, vocab]``; worked out once for the same tokens."""
+        if tuple(ids) not in self.seen:
+            self.seen[tuple(ids)] = self.model(torch.tensor([ids]), use_cache=False).logits[0].float()
+        return self.seen[tuple(ids)]
 
     @torch.no_grad()
     def greedy(self, ids: list[int], count: int) -> list[int]:
@@ -68,9 +80,15 @@ class Oracle:
         return out[0, len(ids) :].tolist()
 
 
-def random_ids(length: int, vocab: int = 200, seed: int = 0) -> list[int]:
+def make_ids(length: int, vocab: int = 200, seed: int = 0) -> list[int]:
     rng = random.Random(seed * 7919 + length)
     return [rng.randrange(2, vocab) for _ in range(length)]
+
+
+@pytest.fixture(scope="session")
+def random_ids() -> Callable[..., list[int]]:
+    """``random_ids(length, vocab=200, seed=0)``: the same every time, without the special ids 0 and 1."""
+    return make_ids
 
 
 def write_oracle(folder: Path, model_type: str, seed: int = 0, **overrides: Any) -> Oracle:
@@ -108,3 +126,93 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Oracle]:
         return made[key]
 
     return get
+
+
+def check_logits(
+    ours: torch.Tensor, theirs: torch.Tensor, *, index_topk: int | None = None, first: int = 0, what: str = ""
+) -> None:
+    """The rule for logits ``[rows, vocab]``: relative error under 1e-4 in every row, near ties of a selection aside.
+
+    The error of a row is its largest difference over its largest logit. Rows at positions below ``index_topk`` depend on
+    no selection, and all must pass. Above, rounding may swap the last selected token at a near tie (it does so between
+    ``transformers`` in float32 and in float64 too): under 1% of the rows may, and the error of the whole stays small.
+
+    Args:
+        index_topk: of the model; None where it selects nothing.
+        first: position of the first row.
+    """
+    assert ours.shape == theirs.shape and ours.dtype == torch.float32
+    assert bool(torch.isfinite(ours).all())
+    difference = (ours - theirs).abs()
+    error = difference.amax(dim=-1) / theirs.abs().amax(dim=-1)
+    sure = len(error) if index_topk is None else max(0, index_topk - first)
+    over = float((error > 1e-4).float().mean())
+    whole = float(difference.norm() / theirs.norm())
+    median = float(error.median())
+    print(f"logits {what}: max {float(error.max()):.1e}, median {median:.1e}, over 1e-4 {over:.2%}, whole {whole:.1e}")
+    assert sure == 0 or float(error[:sure].max()) < 1e-4
+    assert median < 1e-5
+    assert over < 0.01
+    assert whole < 1e-3
+
+
+@pytest.fixture(scope="session")
+def assert_same_logits() -> Callable[..., None]:
+    """See :func:`check_logits`."""
+    return check_logits
+
+
+def scatter(
+    sequences: list[torch.Tensor], page_size: int, spare: int = 3, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lays the rows of sequences ``[tokens, width]`` into a pool, in pages of a random order.
+
+    Returns:
+        the pool ``[pages, page_size, width]``, NaN wherever no token lies, so that nobody reads there unnoticed; block
+        tables ``[sequences, max_pages]`` int32, page 0 where a sequence has no more pages.
+    """
+    counts = [-(-len(rows) // page_size) for rows in sequences]
+    order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).tolist()
+    pool = torch.full((len(order), page_size, sequences[0].shape[-1]), float("nan"), dtype=sequences[0].dtype)
+    tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
+    for number, rows in enumerate(sequences):
+        for i in range(counts[number]):
+            page, part = order.pop(), rows[i * page_size : (i + 1) * page_size]
+            pool[page, : len(part)] = part
+            tables[number, i] = page
+    return pool, tables
+
+
+@pytest.fixture(scope="session")
+def scattered_pages() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """See :func:`scatter`."""
+    return scatter
+
+
+def measure_peak(run: Callable[[], Any]) -> int:
+    """Most bytes that PyTorch's CPU allocator had given out at one time during ``run()``, beyond those held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = run()
+    del kept
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert peak > 0, "the profiler saw no allocation"
+    return peak
+
+
+@pytest.fixture(scope="session")
+def peak_memory() -> Callable[[Callable[[], Any]], int]:
+    """See :func:`measure_peak`."""
+    return measure_peak
+
+
+@pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own, where the demo model is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("DSA_ENGINE_CACHE", str(folder))
+        yield folder

@@ -107,7 +107,9 @@ def test_processes_that_start_at_once_share_one_folder(folder: Path, tmp_path: P
         assert (tmp_path / folder.name / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_the_loser_of_a_race_uses_the_winners_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loser_of_a_race_uses_the_winners_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path))
     write, calls = demo.write_random_checkpoint, []
 
@@ -142,9 +144,9 @@ def test_any_text_round_trips_with_one_token_a_byte(tokenizer: Any, text: str) -
 
 def test_every_byte_has_an_id_of_its_own(tokenizer: Any) -> None:
     # All 243 byte values that occur in UTF-8; the 256 ids follow the four special ones.
-    text = "".join(chr(i) for i in [*range(0x800), *range(0x800, 0xD800, 64), *range(0x10000, 0x110000, 4096)])
+    text = "".join(chr(i) for i in [*range(0x800), *range(0x800, 0xD800, 64), *range(0xE000, 0x110000, 64)])
     ids = set(tokenizer.encode(text, add_special_tokens=False))
-    assert len(ids) == len(set(text.encode())) and min(ids) >= 4 and max(ids) < 260
+    assert len(ids) == 243 and min(ids) >= 4 and max(ids) < 260
     assert len(tokenizer) == 260
     assert tokenizer.decode([300, 319]) == ""  # rows of the vocabulary without a token, as released models have
 

@@ -15,15 +15,17 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 
 # From the top: a module imports from its own row and the rows below it. A folder is one entry.
 LAYERS = (
-    ("cli",),
+    ("cli", "latency"),
+    ("arguments", "benchmark"),
     ("llm",),
+    ("engine",),
     ("scheduler", "runner", "tokenizer", "demo"),
     ("model",),
     ("attention", "indexer", "moe"),
     ("layers",),
     (
-        *("batch", "cache", "checkpoint", "config", "errors", "outputs", "profiling"),
-        *("rope", "sampling", "sequence", "version"),
+        *("batch", "cache", "checkpoint", "config", "errors", "memory", "outputs", "plots", "profiling"),
+        *("report", "rope", "sampling", "sequence", "version"),
     ),
     ("parallel",),
     ("kernels",),

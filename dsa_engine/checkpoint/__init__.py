@@ -1,24 +1,29 @@
 """Checkpoints in the Hugging Face layout: read, write, make at random, convert from FP8."""
 
 from dsa_engine.checkpoint.convert import dequantize_checkpoint
-from dsa_engine.checkpoint.layout import TensorSpec, cache_bytes_per_token, parameter_counts, released_tensors
+from dsa_engine.checkpoint.layout import (
+    ParameterCounts,
+    TensorSpec,
+    parameter_counts,
+    released_tensors,
+)
 from dsa_engine.checkpoint.random_init import write_random_checkpoint
-from dsa_engine.checkpoint.reader import CheckpointReader, DummyReader, Source
+from dsa_engine.checkpoint.reader import CheckpointReader, DummyReader, Reader, Source
 from dsa_engine.checkpoint.released import RELEASED_CONFIGS, released_config
-from dsa_engine.checkpoint.writer import SafetensorsWriter, WrittenCheckpoint, parse_size
+from dsa_engine.checkpoint.writer import SafetensorsWriter, WrittenCheckpoint
 
 __all__ = [
     "RELEASED_CONFIGS",
     "CheckpointReader",
     "DummyReader",
+    "ParameterCounts",
+    "Reader",
     "SafetensorsWriter",
     "Source",
     "TensorSpec",
     "WrittenCheckpoint",
-    "cache_bytes_per_token",
     "dequantize_checkpoint",
     "parameter_counts",
-    "parse_size",
     "released_config",
     "released_tensors",
     "write_random_checkpoint",

@@ -87,21 +87,6 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     )
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the caches of all layers: a latent row each, an index key where a layer selects.
-
-    In float8_e4m3fn a latent row is its compressed part in FP8 with one float32 scale per 128 values, and its RoPE
-    part in bfloat16 (656 bytes for 512 + 64); an index key is FP8 with one float32 scale (132 bytes for 128).
-    """
-    if dtype == FP8:
-        latent = config.kv_lora_rank + 4 * -(-config.kv_lora_rank // 128) + 2 * config.qk_rope_head_dim
-        index_key = config.index_head_dim + 4
-    else:
-        latent = config.latent_dim * dtype.itemsize
-        index_key = config.index_head_dim * dtype.itemsize
-    return config.num_hidden_layers * latent + config.indexer_types.count("full") * index_key
-
-
 def _layers(config: ModelConfig) -> list[tuple[int, str, str]]:
     """Index, kind of feed-forward and kind of indexer of every layer, the MTP modules last."""
     layers = list(zip(range(config.num_hidden_layers), config.mlp_layer_types, config.indexer_types, strict=True))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import struct
 import uuid
@@ -16,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -24,10 +23,10 @@ from dsa_engine.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsa_engine.checkpoint.layout import TensorSpec
 from dsa_engine.checkpoint.reader import STORED_DTYPES
 from dsa_engine.errors import CheckpointError
+from dsa_engine.memory import parse_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,15 @@ class WrittenCheckpoint:
     tensors: int
     tensor_bytes: int
     dequantized: int = 0  # FP8 weights that a conversion expanded
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "files": self.shards,
+            "tensors": self.tensors,
+            "dequantized": self.dequantized,
+            "bytes": self.tensor_bytes,
+        }
 
 
 @dataclass
@@ -93,7 +101,7 @@ class SafetensorsWriter:
         self, target: str | Path, tensors: Iterable[TensorSpec], *, max_shard_size: int | str = DEFAULT_SHARD_SIZE
     ):
         self.target = Path(os.path.abspath(target))
-        limit = parse_size(max_shard_size)
+        limit = parse_bytes(max_shard_size, "max_shard_size")
         self._refuse_existing()
         self._shards = _plan_shards(tensors, limit)
         specs = [spec for shard in self._shards for spec in shard.specs]
@@ -197,18 +205,6 @@ class SafetensorsWriter:
             return
         if not self.target.is_dir() or any(self.target.iterdir()):
             raise CheckpointError(f"{self.target} exists and is not an empty folder; remove it, or give another")
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of a size such as ``5000000``, "5GB" (10^9), "512 MiB" (2^20) or "0.5GB".
-
-    Raises:
-        ValueError: not a positive size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if not match or match[2].upper() not in _UNITS or (parsed := int(float(match[1]) * _UNITS[match[2].upper()])) < 1:
-        raise ValueError(f"size {size!r} is not understood; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
-    return parsed
 
 
 def _plan_shards(tensors: Iterable[TensorSpec], limit: int) -> list[_Shard]:

@@ -1,4 +1,4 @@
-"""The released layout against what transformers saves and loads, and the sizes that are published or worked out by hand."""
+"""The released layout against what transformers saves and loads, and sizes that are published or worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dsa_engine.cache import cache_bytes_per_token
 from dsa_engine.checkpoint import (
     RELEASED_CONFIGS,
     CheckpointReader,
     Source,
     TensorSpec,
-    cache_bytes_per_token,
     parameter_counts,
     released_config,
     released_tensors,
@@ -109,7 +109,9 @@ def forward(model: Any, index_topk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_random_checkpoint_holds_the_layout_and_every_rank_can_load_it(tmp_path: Path, model_type: str, fp8: bool) -> None:
+def test_a_random_checkpoint_holds_the_layout_and_every_rank_can_load_it(
+    tmp_path: Path, model_type: str, fp8: bool
+) -> None:
     raw = tiny(model_type) | {"dtype": "bfloat16"}
     written = write_random_checkpoint(tmp_path / "out", raw, seed=5, fp8=fp8)
     config = ModelConfig.from_pretrained(tmp_path / "out")
@@ -185,7 +187,10 @@ def test_shared_indexers_have_no_tensors_but_the_mtp_module_has_its_own() -> Non
 
 
 def test_the_tied_head_is_not_stored() -> None:
-    names = [s.name for s in released_tensors(ModelConfig.from_dict(tiny("deepseek_v3") | {"tie_word_embeddings": True}), False)]
+    names = [
+        s.name
+        for s in released_tensors(ModelConfig.from_dict(tiny("deepseek_v3") | {"tie_word_embeddings": True}), False)
+    ]
     assert "lm_head.weight" not in names and "model.layers.3.shared_head.head.weight" in names
 
 
@@ -198,7 +203,8 @@ def test_the_mtp_module_copies_the_embedding_and_the_head(tmp_path: Path) -> Non
 
 def test_parameters_of_the_released_models() -> None:
     v32, v3, glm = (
-        parameter_counts(ModelConfig.from_dict(released_config(name))) for name in ("deepseek_v32", "deepseek_v3", "glm_moe_dsa")
+        parameter_counts(ModelConfig.from_dict(released_config(name)))
+        for name in ("deepseek_v32", "deepseek_v3", "glm_moe_dsa")
     )
     # DeepSeek-V3 is published as 671B parameters with 37B active, GLM-5 as 744B with 40B active.
     assert v3.total == 671_026_419_200 and round(v3.active / 1e9, 1) == 37.6
@@ -237,10 +243,11 @@ def test_released_configurations() -> None:
         assert released_config(name)["num_hidden_layers"] in (61, 78)
         # transformers' defaults for the type are the released sizes.
         theirs = transformers.AutoConfig.for_model(name)
-        for key, value in released_config(name).items():
-            if isinstance(value, int | float) and hasattr(theirs, key) and not key.endswith("token_id"):
-                if (name, key) != ("deepseek_v3", "max_position_embeddings"):  # a shorter default than released
-                    assert (key, getattr(theirs, key)) == (key, value)
+        sizes = {key: value for key, value in released_config(name).items() if isinstance(value, int | float)}
+        for key in sizes.keys() - {"bos_token_id", "eos_token_id"}:
+            # The one exception: the default length of deepseek_v3 is shorter than the released one.
+            if hasattr(theirs, key) and (name, key) != ("deepseek_v3", "max_position_embeddings"):
+                assert (key, getattr(theirs, key)) == (key, sizes[key])
     with pytest.raises(ValueError, match="no released configuration 'gpt'.*deepseek_v32"):
         released_config("gpt")
 

@@ -53,14 +53,26 @@ def test_plain_dtypes_are_converted(tmp_path: Path, stored: torch.dtype, into_dt
 
 
 # (start, size): inside one block, across blocks, at block borders, at the partial edge, whole.
-PARTS = [((3, 2), (5, 4)), ((7, 3), (30, 17)), ((16, 8), (16, 8)), ((45, 19), (5, 2)), ((15, 0), (2, 21)), ((0, 0), (50, 21))]
+PARTS = [
+    ((3, 2), (5, 4)),
+    ((7, 3), (30, 17)),
+    ((16, 8), (16, 8)),
+    ((45, 19), (5, 2)),
+    ((15, 0), (2, 21)),
+    ((0, 0), (50, 21)),
+]
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
 @pytest.mark.parametrize("start, size", PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_fp8_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: tuple[int, int], size: tuple[int, int], dtype: torch.dtype, chunk: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: tuple[int, int],
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    chunk: int,
 ) -> None:
     monkeypatch.setattr(reader_module, "CHUNK_ELEMENTS", chunk)
     tensors, whole = fp8_tensors("w", (50, 21))
@@ -138,7 +150,9 @@ def test_describe(tmp_path: Path) -> None:
         assert reader.bytes_read == 0
 
 
-def fails(folder: Path, match: str, name: str = "w", shape: tuple[int, ...] = (20, 20), block: tuple[int, int] | None = BLOCK) -> str:
+def fails(
+    folder: Path, match: str, name: str = "w", shape: tuple[int, ...] = (20, 20), block: tuple[int, int] | None = BLOCK
+) -> str:
     """Loading ``name`` fails with an error that matches, and leaves the destination as it was; returns the message."""
     into = torch.full(shape, 7.0)
     with pytest.raises(CheckpointError, match=match) as caught, CheckpointReader(folder, block) as reader:
@@ -239,7 +253,9 @@ def test_dummy_weights_depend_on_seed_name_and_index_only(monkeypatch: pytest.Mo
     monkeypatch.setattr(reader_module, "RANDOM_BLOCK_ELEMENTS", 300)  # several blocks of rows
     reader = DummyReader(seed=3)
 
-    def load(name: str, size: tuple[int, ...], shape: tuple[int, ...], start: tuple[int, ...] = (), seed: int = 3) -> torch.Tensor:
+    def load(
+        name: str, size: tuple[int, ...], shape: tuple[int, ...], start: tuple[int, ...] = (), seed: int = 3
+    ) -> torch.Tensor:
         into = torch.full(size, torch.nan)
         (reader if seed == 3 else DummyReader(seed)).load(Source(name, into, shape, start))
         return into

@@ -1,4 +1,4 @@
-"""Writing: files that safetensors itself reads, shards and their index, and nothing at the target until all is there."""
+"""Writing: files that safetensors itself reads, shards and their index, nothing at the target until all is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, TensorSpec, parse_size
+from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, TensorSpec
 from dsa_engine.errors import CheckpointError
 
 TENSORS = {
@@ -96,7 +96,10 @@ def test_an_existing_folder_is_refused_unless_empty(tmp_path: Path) -> None:
 
 def test_a_target_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with pytest.raises(CheckpointError, match="exists and is not an empty folder"), SafetensorsWriter(target, SPECS) as writer:
+    with (
+        pytest.raises(CheckpointError, match="exists and is not an empty folder"),
+        SafetensorsWriter(target, SPECS) as writer,
+    ):
         for name, tensor in TENSORS.items():
             writer.write(name, tensor)
         target.mkdir()
@@ -107,8 +110,9 @@ def test_a_target_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
 def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"):
         write(tmp_path / "out", fail_at="brain")
-    with pytest.raises(ValueError, match=r"6 of 6 tensors were not written, the next is 'odd'"), SafetensorsWriter(
-        tmp_path / "out", SPECS
+    with (
+        pytest.raises(ValueError, match=r"6 of 6 tensors were not written, the next is 'odd'"),
+        SafetensorsWriter(tmp_path / "out", SPECS),
     ):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -135,13 +139,13 @@ def test_nothing_is_at_the_target_before_the_end(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_announced_tensor_is_taken(tmp_path: Path, call: Callable[[SafetensorsWriter], None]) -> None:
-    with pytest.raises(ValueError, match=r"announced next is 'odd' \[3, 5\] torch.float8_e4m3fn"):
-        with SafetensorsWriter(tmp_path / "out", SPECS) as writer:
-            call(writer)
-    with pytest.raises(ValueError, match="announced next is no further tensor"):
-        with SafetensorsWriter(tmp_path / "out", SPECS[1:2]) as writer:
-            writer.write("scales", TENSORS["scales"])
-            writer.write("scales", TENSORS["scales"])
+    other = pytest.raises(ValueError, match=r"announced next is 'odd' \[3, 5\] torch.float8_e4m3fn")
+    with other, SafetensorsWriter(tmp_path / "out", SPECS) as writer:
+        call(writer)
+    too_many = pytest.raises(ValueError, match="announced next is no further tensor")
+    with too_many, SafetensorsWriter(tmp_path / "out", SPECS[1:2]) as writer:
+        writer.write("scales", TENSORS["scales"])
+        writer.write("scales", TENSORS["scales"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,14 +167,3 @@ def test_folders_above_the_target_are_made_and_permissions_are_usual(tmp_path: P
     write(tmp_path / "a" / "b" / "out")
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "a" / "b" / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-@pytest.mark.parametrize("text, size", [(7, 7), ("7", 7), ("5GB", 5 * 10**9), ("5 GB", 5 * 10**9), ("0.5 MiB", 2**19), ("3kb", 3000)])
-def test_sizes(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5 XB", "-1", "0", "1e9", "0.1", "five"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="is not understood"):
-        parse_size(text)

@@ -55,7 +55,9 @@ def test_zeros_and_tiny_values_stay_finite() -> None:
     assert torch.isfinite(dequantize_blocks(weight, scale_inv, (2, 8))).all() and (scale_inv > 0).all()
 
 
-@pytest.mark.parametrize("start, size", [((0, 0), (300, 200)), ((5, 7), (20, 20)), ((127, 1), (2, 128)), ((128, 0), (172, 200))])
+@pytest.mark.parametrize(
+    "start, size", [((0, 0), (300, 200)), ((5, 7), (20, 20)), ((127, 1), (2, 128)), ((128, 0), (172, 200))]
+)
 def test_a_part_equals_the_same_part_of_the_whole(start: tuple[int, int], size: tuple[int, int]) -> None:
     block = (128, 64)
     weight, scale_inv = quantize_blocks(torch.randn(300, 200), block)

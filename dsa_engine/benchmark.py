@@ -1,0 +1,146 @@
+"""Measurements that the scripts report: prefill, time to first token, time per output token."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsa_engine.engine import Engine
+from dsa_engine.llm import LLM
+from dsa_engine.memory import peak_bytes
+from dsa_engine.profiling import StageTimer
+from dsa_engine.sampling import SamplingParams
+
+
+def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
+    """``length`` random token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(engine.config.vocab_size) for _ in range(length)]
+
+
+def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    """Mean, median, 90th and 99th percentile, least and most, in milliseconds, named as ``vllm bench`` names them."""
+    ms = sorted(s * 1e3 for s in seconds)
+
+    def at(share: float) -> float:
+        return ms[min(len(ms) - 1, round(share * (len(ms) - 1)))]
+
+    return {
+        f"mean_{name}_ms": statistics.fmean(ms),
+        f"median_{name}_ms": statistics.median(ms),
+        f"p90_{name}_ms": at(0.9),
+        f"p99_{name}_ms": at(0.99),
+        f"min_{name}_ms": ms[0],
+        f"max_{name}_ms": ms[-1],
+    }
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """A prefill, measured. Lists have one value a rank."""
+
+    input_len: int
+    seconds: list[float]  # of every repeat
+    peak_memory_bytes: list[int]
+    attention_pairs: list[int]  # query-key pairs under the causal mask
+    stage_seconds: list[dict[str, float]]  # per repeat, averaged over the repeats
+    logits: torch.Tensor  # float32 [vocab], after the last token
+
+    @property
+    def imbalance(self) -> float:
+        """Most attention work of a rank over the average."""
+        return max(self.attention_pairs) * len(self.attention_pairs) / sum(self.attention_pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        ttft = percentiles("ttft", self.seconds)
+        return {
+            "input_len": self.input_len,
+            **ttft,
+            "input_throughput": self.input_len / ttft["median_ttft_ms"] * 1e3,  # tokens/s
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "attention_pairs": self.attention_pairs,
+            "imbalance": self.imbalance,
+            "stage_ms": [{name: s * 1e3 for name, s in rank.items()} for rank in self.stage_seconds],
+        }
+
+
+def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3) -> PrefillResult:
+    """Prefills ``prompt`` ``warmup + repeat`` times on all ranks together; the same result on every rank."""
+    device = engine.mesh.device
+    for _ in range(warmup):
+        engine.prefill(prompt)
+    seconds, timer = [], StageTimer(device)
+    for _ in range(repeat):
+        _barrier(engine)
+        begin = time.perf_counter()
+        with timer:
+            logits = engine.prefill(prompt)  # on the CPU: all device work is done
+        seconds.append(time.perf_counter() - begin)
+    stages = {name: s / repeat for name, s in timer.seconds().items()}
+    pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
+    everybodys = _from_all_ranks(engine, [float(peak_bytes(device)), *stages.values(), *seconds])
+    first = 1 + len(stages)
+    return PrefillResult(
+        input_len=len(prompt),
+        seconds=[max(row[first + i] for row in everybodys) for i in range(repeat)],  # the slowest rank's
+        peak_memory_bytes=[int(row[0]) for row in everybodys],
+        attention_pairs=pairs,
+        stage_seconds=[dict(zip(stages, row[1:first], strict=True)) for row in everybodys],
+        logits=logits,
+    )
+
+
+@dataclass(frozen=True)
+class LatencyResult:
+    """Requests of one length, generated together. Times are in seconds, one value a request and repeat."""
+
+    input_len: int
+    output_len: int
+    batch_size: int
+    ttft: list[float]
+    tpot: list[float]
+    peak_memory_bytes: list[int]  # per rank
+
+    def to_json(self) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "input_len": self.input_len,
+            "output_len": self.output_len,
+            "batch_size": self.batch_size,
+            **percentiles("ttft", self.ttft),
+        }
+        if self.tpot:
+            result |= percentiles("tpot", self.tpot)
+            result["output_throughput"] = self.batch_size / statistics.median(self.tpot)  # tokens/s
+        return result | {"peak_memory_bytes": self.peak_memory_bytes}
+
+
+def measure_latency(
+    llm: LLM, input_len: int, output_len: int, *, batch_size: int = 1, warmup: int = 1, repeat: int = 3, seed: int = 0
+) -> LatencyResult:
+    """Generates ``output_len`` tokens for ``batch_size`` random prompts, ``warmup + repeat`` times."""
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    ttft, tpot = [], []
+    for i in range(warmup + repeat):
+        prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
+        _barrier(engine)
+        outputs = llm.generate(prompts, params)
+        if i >= warmup:
+            ttft += [o.metrics.ttft_s for o in outputs]
+            tpot += [o.metrics.tpot_s for o in outputs if o.metrics.tpot_s is not None]
+    peaks = _from_all_ranks(engine, [float(peak_bytes(engine.mesh.device))])
+    return LatencyResult(input_len, output_len, batch_size, ttft, tpot, [int(row[0]) for row in peaks])
+
+
+def _from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
+    mine = torch.tensor([values], dtype=torch.float64, device=engine.mesh.device)
+    return engine.mesh.ep.all_gather(mine).tolist()
+
+
+def _barrier(engine: Engine) -> None:
+    _from_all_ranks(engine, [0.0])

@@ -1,0 +1,221 @@
+"""What N ranks compute is what one process computes: logits, tokens, weights, under every way to divide the work.
+
+All cases of a world size run in one launch. The single process is this one, with default options and the whole prompt in
+one step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+# Divides by 2, 3, 4, 6: heads (o_proj), vocabulary (embedding, LM head), experts.
+SIZES = {"num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 204}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v32": ("deepseek_v32", SIZES),
+    "glm": ("glm_moe_dsa", SIZES | {"indexer_types": ["full", "shared", "full"]}),
+    "v3": ("deepseek_v3", SIZES),
+}
+OPTIONS = {"max_model_len": 1024, "cache_memory": "256MiB"}
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+SAMPLED = {"temperature": 0.9, "max_tokens": 12, "ignore_eos": True}
+RAGGED = [5, 150, 1, 300, 64, 33, 9, 2]
+
+
+def parallel(cp: int, tp: int, dispatch: str = "all_to_all", layout: str = "head_tail") -> dict[str, Any]:
+    return {"cp_size": cp, "tp_size": tp, "moe_dispatch": dispatch, "cp_layout": layout}
+
+
+def lengths(cp: int) -> list[int]:
+    """Shorter than the plan's pieces, around multiples of them, around index_topk and the page, and long."""
+    return sorted({1, 2, 3, 5, 7, 2 * cp - 1, 2 * cp, 2 * cp + 1, 63, 64, 65, 30 * cp - 1, 30 * cp + 1, 701})
+
+
+def case(name: str, model: str, **keys: Any) -> dict[str, Any]:
+    return {"name": name, "model": model, "lengths": [], "ragged": [], "options": {}} | keys
+
+
+def whole(model: str, cp: int, tp: int, dispatch: str) -> dict[str, Any]:
+    return case(
+        f"{model} cp{cp} tp{tp} {dispatch}",
+        model,
+        parallel=parallel(cp, tp, dispatch),
+        lengths=lengths(cp),
+        ragged=RAGGED,
+    )
+
+
+def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
+    """Spot checks, each of one thing, on context-parallel groups of ``cp`` ranks."""
+    config = parallel(cp, tp)
+    return [
+        case(
+            "chunked",
+            "v32",
+            parallel=config,
+            options={"max_num_batched_tokens": 48},
+            lengths=[3, 48 * cp + 1, 96 * cp, 701],
+            ragged=RAGGED,
+        ),
+        case("contiguous", "v32", parallel=config | {"cp_layout": "contiguous"}, lengths=[1, 5, 65, 701], ragged=RAGGED),
+        case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 2}, ragged=RAGGED),
+        case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
+        case("sampled", "v32", parallel=config, ragged=RAGGED, params=SAMPLED),
+        case("dummy", "v32", parallel=config, options={"load_format": "dummy", "seed": 7}, lengths=[7, 150]),
+        case("cp1", "v32", parallel=parallel(1, world), lengths=[1, 150], ragged=RAGGED),
+    ]
+
+
+DISPATCHES = ("all_to_all", "all_gather")
+CASES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        *(whole("v32", 2, tp, dispatch) for tp in (1, 2) for dispatch in DISPATCHES),
+        whole("glm", 2, 2, "all_gather"),
+        whole("v3", 2, 1, "all_to_all"),
+        *others(2, cp=2, tp=1),
+    ],
+    3: [
+        *(whole("v32", 3, 1, dispatch) for dispatch in DISPATCHES),
+        whole("glm", 3, 1, "all_to_all"),
+        *others(3, cp=3, tp=3),
+    ],
+    4: [
+        *(whole("v32", 4, tp, dispatch) for tp in (1, 2) for dispatch in DISPATCHES),
+        whole("v32", 2, 1, "all_to_all"),  # two context-parallel groups
+        whole("v32", 2, 4, "all_gather"),  # tensor-parallel groups across them
+        whole("v3", 4, 2, "all_gather"),
+        *others(4, cp=2, tp=4),
+    ],
+    6: [
+        *(whole("v32", 3, 2, dispatch) for dispatch in DISPATCHES),
+        whole("glm", 2, 3, "all_to_all"),  # neither kind of group contains the other
+    ],
+}
+
+
+class Runs:
+    """Launches a world when it is first asked for, and computes the same in this process."""
+
+    def __init__(
+        self, torchrun: Callable[..., Any], worker: ModuleType, oracle: Callable[..., Any], ids: Callable[..., list[int]]
+    ):
+        self._torchrun, self._worker, self._oracle, self._ids = torchrun, worker, oracle, ids
+        self._worlds: dict[int, list[dict[str, Any]]] = {}
+        self._single: dict[str, dict[str, Any]] = {}
+
+    def case(self, described: dict[str, Any]) -> dict[str, Any]:
+        """What the worker takes."""
+        model_type, overrides = MODELS[described["model"]]
+        prompts = [self._ids(n, overrides["vocab_size"]) for n in described["ragged"]]
+        params = [described.get("params", GREEDY) | {"seed": 100 + i} for i in range(len(prompts))]
+        return {
+            "name": described["name"],
+            "folder": str(self._oracle(model_type, **overrides).folder),
+            "parallel": described.get("parallel", {}),
+            "options": OPTIONS | described["options"],
+            "prompts": [self._ids(n, overrides["vocab_size"]) for n in described["lengths"]],
+            "generate": [{"prompts": prompts, "params": params}] if prompts else [],
+        }
+
+    def ranks(self, world: int, folder: Path) -> list[dict[str, Any]]:
+        """Of every rank: the results by name of the case."""
+        if world not in self._worlds:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "cases.json").write_text(json.dumps([self.case(c) for c in CASES[world]]))
+            done = self._torchrun(world, "worker.py", folder / "cases.json", folder)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout == "" and done.stderr == "", "a run that goes well says nothing"
+            self._worlds[world] = [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+        return self._worlds[world]
+
+    def single(self, described: dict[str, Any]) -> dict[str, Any]:
+        """Each prompt and each generation is computed once for all cases."""
+        kept = {key: described["options"][key] for key in ("load_format", "seed") if key in described["options"]}
+        result: dict[str, Any] = {"last": [], "all": [], "tokens": []}
+        wanted = self.case(described | {"options": kept, "parallel": {}})
+        for prompt in wanted["prompts"]:
+            one = self._once(wanted | {"prompts": [prompt], "generate": []})
+            result["last"] += one["last"]
+            result["all"] += one["all"]
+        for request in wanted["generate"]:
+            result["tokens"] += self._once(wanted | {"prompts": [], "generate": [request]})["tokens"]
+        return result | {"bytes_read": self._once(wanted | {"prompts": [], "generate": []})["bytes_read"]}
+
+    def _once(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        key = json.dumps({k: v for k, v in wanted.items() if k != "name"}, sort_keys=True)
+        if key not in self._single:
+            self._single[key] = self._worker.run_case(wanted)
+        return self._single[key]
+
+
+@pytest.fixture(scope="session")
+def runs(
+    torchrun: Callable[..., Any],
+    worker: ModuleType,
+    oracle: Callable[..., Any],
+    random_ids: Callable[..., list[int]],
+) -> Runs:
+    return Runs(torchrun, worker, oracle, random_ids)
+
+
+@pytest.mark.parametrize(
+    ("world", "described"),
+    [pytest.param(world, c, id=f"{world} ranks, {c['name']}") for world, cases in CASES.items() for c in cases],
+)
+def test_equal_to_single_process(
+    world: int,
+    described: dict[str, Any],
+    runs: Runs,
+    tmp_path_factory: pytest.TempPathFactory,
+    assert_same_logits: Callable[..., None],
+) -> None:
+    ranks = [
+        results[described["name"]] for results in runs.ranks(world, tmp_path_factory.getbasetemp() / f"world{world}")
+    ]
+    single = runs.single(described)
+    for length, last, every, last_1, every_1 in zip(
+        described["lengths"], ranks[0]["last"], ranks[0]["all"], single["last"], single["all"], strict=True
+    ):
+        topk = None if described["model"] == "v3" else 64
+        assert every.shape == (length, 204)
+        assert_same_logits(every, every_1, index_topk=topk, what=f"all of {length}")
+        assert_same_logits(last[None], last_1[None], what=f"last of {length}")
+    assert ranks[0]["tokens"] == single["tokens"]
+    for other in ranks:
+        assert all(map(torch.equal, other["last"], ranks[0]["last"])), "every rank returns the same"
+        assert all(map(torch.equal, other["all"], ranks[0]["all"]))
+        assert other["tokens"] == ranks[0]["tokens"]
+        assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_rank_reads_its_own_experts_only(
+    world: int, runs: Runs, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    described = next(c for c in CASES[world] if c["parallel"]["tp_size"] == 1 and c["model"] == "v32")
+    results = runs.ranks(world, tmp_path_factory.getbasetemp() / f"world{world}")
+    read = [r[described["name"]]["bytes_read"] for r in results]
+    experts = 2 * 12 * 3 * 48 * 96 * 4  # layers, experts, matrices, their size, float32
+    common = runs.single(described)["bytes_read"] - experts
+    assert common > 0
+    assert [one - common for one in read] == [experts // world] * world
+    assert results[0][described["name"]]["experts"] == [12 // world] * 2
+
+
+def test_tensor_parallel_ranks_read_their_shards_only(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
+    results = runs.ranks(2, tmp_path_factory.getbasetemp() / "world2")
+    whole_read, shared_read = (
+        sum(r[f"v32 cp2 tp{tp} all_to_all"]["bytes_read"] for r in results) for tp in (1, 2)
+    )
+    tables, o_proj = 2 * 204 * 96 * 4, 3 * 96 * 12 * 24 * 4
+    assert whole_read - shared_read == tables + o_proj
+
+
+def test_dummy_weights_are_not_read(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert [r["dummy"]["bytes_read"] for r in runs.ranks(2, tmp_path_factory.getbasetemp() / "world2")] == [0, 0]

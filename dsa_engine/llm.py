@@ -146,12 +146,19 @@ class LLM:
         """
         sequence = self._add(prompt, sampling_params or SamplingParams())
         text = self._text_stream(sequence)
+        given, done = 0, False
         try:
-            while sequence.finish_reason is None:
-                for _, token in self.engine.step():
-                    self._check_stop(sequence, text, token)
-                    done = sequence.finish_reason is not None
-                    yield StreamPiece(text.new_text(final=done) if text else "", [token], sequence.finish_reason)
+            while not done:
+                if given == len(sequence.output):  # other requests' steps may have been ahead of this iterator
+                    self.engine.step()
+                    continue
+                token = sequence.output[given]
+                given += 1
+                self._check_stop(sequence, text, token)
+                last = sequence.finish_reason is not None and given == len(sequence.output)
+                done = last or (text is not None and text.stopped)
+                new = text.new_text(final=done) if text else ""
+                yield StreamPiece(new, [token], sequence.finish_reason if done else None)
         finally:
             if sequence.finish_reason is None:
                 self.engine.finish(sequence, "abort")
@@ -204,6 +211,8 @@ class LLM:
         with self.engine.progress(len(sequences), "req", "generating", use_tqdm) as bar:
             while any(s.finish_reason is None for s in sequences):
                 for sequence, token in self.engine.step():
+                    if sequence.id not in texts:  # a request that is being streamed
+                        continue
                     self._check_stop(sequence, texts[sequence.id], token)
                     bar.update(sequence.finish_reason is not None)
         return [_output(s, texts[s.id]) for s in sequences]

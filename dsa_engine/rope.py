@@ -67,7 +67,8 @@ class RopeConfig:
         that turn ``beta_fast`` and ``beta_slow`` times over the original length.
         """
         half = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
-        plain = 1.0 / self.theta**half
+        powers = self.theta**half
+        plain = 1.0 / powers
         if self.factor == 1.0 and self.original_max_positions == 0:
             return plain
         low, high = self._pair_turning(self.beta_fast), self._pair_turning(self.beta_slow)
@@ -76,8 +77,9 @@ class RopeConfig:
         low, high = max(low, 0), min(high, self.dim - 1)
         if low == high:
             high += 0.001
-        slowed = ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        return plain * (1 - slowed) + plain / self.factor * slowed
+        kept = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        # Written with the roundings of `transformers`: one bit of a frequency is 0.01 radians at position 100,000.
+        return 1.0 / (self.factor * powers) * (1 - kept) + plain * kept
 
     def _pair_turning(self, turns: float) -> float:
         """Which pair (fractional) turns ``turns`` times over the original length."""

@@ -45,7 +45,7 @@ def lightning_indexer(
     positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
     for segment in segments:
         # A quarter of the workspace for the scores, half for the products; the selection over the scores, when the
-        # products are gone, takes up to three times their bytes (in rows full of ties).
+        # products are gone, takes twice their bytes (and more in rows full of ties).
         block = max(1, workspace // 4 // (4 * segment.end))
         for done in range(0, segment.length, block):
             rows = slice(segment.row + done, segment.row + min(done + block, segment.length))

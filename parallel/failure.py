@@ -27,22 +27,25 @@ _PEERS_S = 1.0  # how long the peers of a lost rank get to fail too, before they
 _reporter: _Reporter | None = None
 
 
-def report_failures() -> None:
+def report_failures(*, connect: bool = False) -> None:
     """Makes an uncaught exception of this process end it at once, the run's first one with its full traceback.
 
     Nothing happens in a run of one process. Call it again after ``init_process_group``, which puts a hook of its own
-    before this one.
+    before this one, then with ``connect``: the store of the run is there.
     """
     global _reporter
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _reporter = _reporter or _Reporter(sys.excepthook)
         sys.excepthook = _reporter
+        if connect:
+            _reporter.store = _connect()
 
 
 class _Reporter:
     """A ``sys.excepthook``; ``show`` is the one that was there before and prints a traceback."""
 
     def __init__(self, show: ExceptHook):
+        self.store: dist.Store | None = None
         self._show = show
         self._rank = int(os.environ["RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
@@ -51,35 +54,45 @@ class _Reporter:
         with suppress(ValueError):  # another thread than the main one may not
             # torchrun ends all ranks as soon as one has ended; this one is about to, and has something to say.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if issubclass(kind, KeyboardInterrupt):
-            _say(f"[rank {self._rank}] interrupted")
-            _end(130)
-        mine = f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0]
-        store: dist.Store | None = None
-        first = mine
-        with suppress(Exception):  # where the store went down with its host, this rank speaks for itself
-            store = _store()
-            store.set(str(self._rank), mine)
-            first = store.compare_set("first", "", mine).decode()
+        interrupted, lost = issubclass(kind, KeyboardInterrupt), _is_transport_error(error)
+        mine = f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0].removesuffix(": ")
+        try:
+            first = self._first(mine)
+        except Exception:  # the store has gone down with the process that held it
+            first = "its peers and the store of the run are gone" if lost else mine
+            self.store = None
         if first != mine:
             with suppress(Exception):
-                assert store is not None
-                store.wait(["shown"], _STORE_WAIT)
+                assert self.store is not None
+                self.store.wait(["shown"], _STORE_WAIT)
             _say(f"[rank {self._rank}] ends, because {first}")
-            _end(1)
-        _say(f"[rank {self._rank}] failed and ends the run:")
-        with suppress(Exception):
-            self._show(kind, error, trace)
-        if store is not None and _is_transport_error(error):
+            _end(130 if interrupted else 1)
+        if interrupted:
+            _say(f"[rank {self._rank}] interrupted")
+        else:
+            _say(f"[rank {self._rank}] failed and ends the run:")
             with suppress(Exception):
-                _say(f"[rank {self._rank}] {self._lost(store)}")
+                self._show(kind, error, trace)
         with suppress(Exception):
-            assert store is not None
-            store.set("shown", "")
-        _end(1)
+            if lost:
+                _say(f"[rank {self._rank}] {self._lost()}")
+            assert self.store is not None
+            self.store.set("shown", "")
+        _end(130 if interrupted else 1)
 
-    def _lost(self, store: dist.Store) -> str:
+    def _first(self, mine: str) -> str:
+        """Leaves this rank's error in the store, and returns the run's first one."""
+        if self.store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self.store = _connect()  # torchrun's store is there from the beginning
+        if self.store is None:
+            return mine
+        self.store.set(str(self._rank), mine)
+        return self.store.compare_set("first", "", mine).decode()
+
+    def _lost(self) -> str:
         """Which ranks it may have been, when the transport failed and no rank has told why."""
+        assert self.store is not None
+        store = self.store
         time.sleep(_PEERS_S)
         silent = [str(rank) for rank in range(self._world_size) if not store.check([str(rank)])]
         if not silent:
@@ -90,7 +103,7 @@ class _Reporter:
         )
 
 
-def _store() -> dist.Store:
+def _connect() -> dist.Store:
     # A connection of its own: that of the process group may be in use by a thread that waits in it.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_WAIT)

@@ -9,6 +9,7 @@ ep            0 0 0 0 0 0 0 0      experts are divided over the world
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,7 +55,8 @@ class ParallelConfig:
         ):
             if chosen not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {chosen!r}")
-        if not self.timeout > 0:
+        timeout = self.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
 
 
@@ -104,7 +106,7 @@ class Mesh:
                 device_id=chosen if cuda else None,
             )
             atexit.register(_leave)
-        report_failures()
+            report_failures(connect=True)
         return cls(config, rank, world_size, chosen)
 
     @property

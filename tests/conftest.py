@@ -133,9 +133,10 @@ def check_logits(
 ) -> None:
     """The rule for logits ``[rows, vocab]``: relative error under 1e-4 in every row, near ties of a selection aside.
 
-    The error of a row is its largest difference over its largest logit. Rows at positions below ``index_topk`` depend on
-    no selection, and all must pass. Above, rounding may swap the last selected token at a near tie (it does so between
-    ``transformers`` in float32 and in float64 too): under 1% of the rows may, and the error of the whole stays small.
+    The error of a row is its largest difference over its largest logit. Rows at positions below ``index_topk`` depend
+    on no selection, and all must pass. Above, rounding may swap the last selected token at a near tie (it does so
+    between ``transformers`` in float32 and in float64 too): under 1% of the rows may, and the error of the whole stays
+    small.
 
     Args:
         index_topk: of the model; None where it selects nothing.

@@ -231,12 +231,12 @@ def test_scripts_make_and_convert(tmp_path: Path) -> None:
         (
             "make_checkpoint.py",
             ["--config", "demo", "--output", "out", "--overrides", "[]"],
-            "must be a JSON object, not list",
+            "--overrides must be a JSON object",
         ),
         (
             "make_checkpoint.py",
             ["--config", "demo", "--output", "out", "--max-shard-size", "x"],
-            "size 'x' is not understood",
+            "max_shard_size must be a positive number of bytes or a size",
         ),
         (
             "make_checkpoint.py",

@@ -27,6 +27,10 @@ def one_rank_hangs() -> None:
     time.sleep(300)
 
 
+def one_rank_is_interrupted() -> None:
+    signal.raise_signal(signal.SIGINT)  # what Ctrl-C sends
+
+
 def one_rank_leaves() -> None:
     sys.exit(3)
 

@@ -1,7 +1,7 @@
 """What N ranks compute is what one process computes: logits, tokens, weights, under every way to divide the work.
 
-All cases of a world size run in one launch. The single process is this one, with default options and the whole prompt in
-one step.
+All cases of a world size run in one launch. The single process is this one, with default options and the whole prompt
+in one step. A part: pytest -k 4-ranks, or -k chunked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
             lengths=[3, 48 * cp + 1, 96 * cp, 701],
             ragged=RAGGED,
         ),
-        case("contiguous", "v32", parallel=config | {"cp_layout": "contiguous"}, lengths=[1, 5, 65, 701], ragged=RAGGED),
+        case(
+            "contiguous", "v32", parallel=parallel(cp, tp, layout="contiguous"), lengths=[1, 5, 65, 701], ragged=RAGGED
+        ),
         case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 2}, ragged=RAGGED),
         case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
         case("sampled", "v32", parallel=config, ragged=RAGGED, params=SAMPLED),
@@ -103,7 +105,11 @@ class Runs:
     """Launches a world when it is first asked for, and computes the same in this process."""
 
     def __init__(
-        self, torchrun: Callable[..., Any], worker: ModuleType, oracle: Callable[..., Any], ids: Callable[..., list[int]]
+        self,
+        torchrun: Callable[..., Any],
+        worker: ModuleType,
+        oracle: Callable[..., Any],
+        ids: Callable[..., list[int]],
     ):
         self._torchrun, self._worker, self._oracle, self._ids = torchrun, worker, oracle, ids
         self._worlds: dict[int, list[dict[str, Any]]] = {}
@@ -113,7 +119,7 @@ class Runs:
         """What the worker takes."""
         model_type, overrides = MODELS[described["model"]]
         prompts = [self._ids(n, overrides["vocab_size"]) for n in described["ragged"]]
-        params = [described.get("params", GREEDY) | {"seed": 100 + i} for i in range(len(prompts))]
+        params = [described.get("params", GREEDY) | {"seed": 100 + i if i % 2 else None} for i in range(len(prompts))]
         return {
             "name": described["name"],
             "folder": str(self._oracle(model_type, **overrides).folder),
@@ -130,7 +136,7 @@ class Runs:
             (folder / "cases.json").write_text(json.dumps([self.case(c) for c in CASES[world]]))
             done = self._torchrun(world, "worker.py", folder / "cases.json", folder)
             assert done.returncode == 0, done.stderr
-            assert done.stdout == "" and done.stderr == "", "a run that goes well says nothing"
+            assert done.stdout == "" and "Warning" not in done.stderr, done.stderr
             self._worlds[world] = [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
         return self._worlds[world]
 
@@ -166,7 +172,7 @@ def runs(
 
 @pytest.mark.parametrize(
     ("world", "described"),
-    [pytest.param(world, c, id=f"{world} ranks, {c['name']}") for world, cases in CASES.items() for c in cases],
+    [pytest.param(world, c, id=f"{world}-ranks, {c['name']}") for world, cases in CASES.items() for c in cases],
 )
 def test_equal_to_single_process(
     world: int,
@@ -210,9 +216,7 @@ def test_every_rank_reads_its_own_experts_only(
 
 def test_tensor_parallel_ranks_read_their_shards_only(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
     results = runs.ranks(2, tmp_path_factory.getbasetemp() / "world2")
-    whole_read, shared_read = (
-        sum(r[f"v32 cp2 tp{tp} all_to_all"]["bytes_read"] for r in results) for tp in (1, 2)
-    )
+    whole_read, shared_read = (sum(r[f"v32 cp2 tp{tp} all_to_all"]["bytes_read"] for r in results) for tp in (1, 2))
     tables, o_proj = 2 * 204 * 96 * 4, 3 * 96 * 12 * 24 * 4
     assert whole_read - shared_read == tables + o_proj
 

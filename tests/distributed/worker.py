@@ -1,7 +1,8 @@
-"""Runs cases and keeps what every rank got: torchrun … worker.py CASES.json FOLDER, or :func:`run_case` in one process.
+"""Runs cases and keeps what every rank got: torchrun … worker.py CASES.json FOLDER; :func:`run_case` in one process.
 
-A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``LLM``), ``parallel`` (of ``ParallelConfig``),
-``prompts`` (token ids whose logits are wanted), and ``generate``, a list of ``{"prompts": …, "params": [{…}, …]}``.
+A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``LLM``), ``parallel`` (of
+``ParallelConfig``), ``prompts`` (token ids whose logits are wanted), and ``generate``, a list of
+``{"prompts": …, "params": [{…}, …]}``.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def test_memory_stays_within_the_workspace(
     result = length * k * 4
     peak = peak_memory(run)
     print(f"peak {peak / 2**20:.1f} MiB")
-    assert peak < workspace + result + (1 << 20)
+    # Rows in which scores tie at the last place are selected a second time, with more temporaries.
+    assert peak < workspace * (1.5 if ties else 1) + result + (1 << 20)
 
 
 def test_bad_segments(scattered_pages: Scatter) -> None:

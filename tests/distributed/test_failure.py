@@ -1,0 +1,98 @@
+"""A rank that fails ends the whole run: soon, with its own error first, and with one traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Failing = Callable[[str], subprocess.CompletedProcess[str]]
+LINE_OF_TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
+
+
+@pytest.fixture(scope="module")
+def failing(torchrun: Callable[..., subprocess.CompletedProcess[str]], oracle: Callable[..., object]) -> Failing:
+    """Starts ``failing.py`` on three ranks; every run has to end long before the default timeout of 600 s."""
+    folder: Path = oracle("deepseek_v32").folder  # type: ignore[attr-defined]
+
+    def run(how: str) -> subprocess.CompletedProcess[str]:
+        started = time.monotonic()
+        done = torchrun(3, "failing.py", how, folder, timeout=120)
+        print(f"{how}: {time.monotonic() - started:.1f} s\n{done.stderr}")
+        assert done.returncode != 0
+        return done
+
+    return run
+
+
+def said_by_ranks(done: subprocess.CompletedProcess[str]) -> str:
+    """What the ranks wrote to stderr; torchrun's report, which has a traceback of its own, is left out."""
+    lines = done.stderr.splitlines()
+    kept, own = [], False
+    for line in lines:
+        if LINE_OF_TORCHRUN in line or 'File "<frozen runpy>"' in line:
+            own = "<frozen runpy>" in line
+            if own and kept and kept[-1].startswith("Traceback"):
+                kept.pop()
+        elif not own or line.startswith("[rank "):
+            own = False
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
+    done = failing("one_rank_raises")
+    said = said_by_ranks(done)
+    assert said.startswith("[rank 1] failed and ends the run:\nTraceback (most recent call last):\n")
+    assert "ValueError: the third step\nof rank 1 was too much for it\n" in said
+    assert said.count("Traceback") == 1, "the transport errors of the others are not shown"
+    assert "ends, because rank 1: ValueError: the third step\n" in said + "\n"
+    assert "rank 1 has begun" in done.stdout, "what was printed before is not lost"
+
+
+@pytest.mark.parametrize("how", ["one_rank_is_killed", "one_rank_leaves"])
+def test_a_rank_that_vanishes_ends_the_run(how: str, failing: Failing) -> None:
+    done = failing(how)
+    said = said_by_ranks(done)
+    assert said.count("Traceback") == 1
+    assert "no word from rank" in said and "killed" in said
+    assert "rank      : 1 (local_rank: 1)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"
+
+
+def test_an_interrupt_needs_no_traceback(failing: Failing) -> None:
+    said = said_by_ranks(failing("one_rank_is_interrupted"))
+    assert said.startswith("[rank 1] interrupted")
+    assert "Traceback" not in said
+
+
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failing: Failing) -> None:
+    said = said_by_ranks(failing("one_rank_hangs"))
+    assert "failed and ends the run" in said.splitlines()[0]
+    assert "Timed out waiting 5000ms" in said
+    assert "no word from rank 1: it hangs" in said
+    assert said.count("Traceback") == 1
+
+
+def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing: Failing) -> None:
+    done = failing("all_alike")
+    said = said_by_ranks(done)
+    assert [f"rank {rank} goes on" in done.stdout for rank in range(3)] == [True] * 3
+    assert said.count("Traceback") == 1
+    assert "ValueError: token id 100000 is out of range" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no_such_model", "CheckpointError: no such model folder"),
+        ("bad_sizes", "ValueError: cp_size 2 does not divide the world size 3"),
+        ("too_many_ranks", "ValueError: n_routed_experts 4 cannot be divided over 3 ranks"),
+    ],
+)
+def test_a_wrong_start_is_one_traceback(how: str, message: str, failing: Failing) -> None:
+    said = said_by_ranks(failing(how))
+    assert said.count("Traceback") == 1
+    assert message in said

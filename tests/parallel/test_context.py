@@ -1,0 +1,99 @@
+"""The split of a sequence over ranks: complete for any length, and balanced in causal work for long ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dsa_engine import SamplingParams
+from dsa_engine.batch import StepPlan
+from dsa_engine.config import ModelConfig
+from dsa_engine.demo import demo_folder
+from dsa_engine.parallel.context import gather_cache_rows, split_sequence
+from dsa_engine.parallel.group import Group
+from dsa_engine.sequence import Chunk, Sequence
+
+LAYOUTS = ["head_tail", "contiguous"]
+
+
+def pairs(runs: list[tuple[int, int]]) -> int:
+    """Query-key pairs under the causal mask, counted one by one."""
+    return sum(position + 1 for start, length in runs for position in range(start, start + length))
+
+
+def imbalance(work: list[int]) -> float:
+    return max(work) / (sum(work) / len(work)) - 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(1, 70), st.sampled_from(LAYOUTS))
+@example(0, 0, 4, "head_tail")
+@example(0, 1, 64, "head_tail")
+@example(7, 2 * 5 - 1, 5, "head_tail")
+@example(7, 2 * 5 + 1, 5, "head_tail")
+def test_every_token_has_one_rank(start: int, length: int, ranks: int, layout: str) -> None:
+    divided = split_sequence(start, length, ranks, layout)
+    assert len(divided) == ranks
+    owned = [position for runs in divided for first, count in runs for position in range(first, first + count)]
+    assert sorted(owned) == list(range(start, start + length))
+    counts = [sum(count for _, count in runs) for runs in divided]
+    assert max(counts) - min(counts) <= 1
+    for runs in divided:
+        assert all(count > 0 for _, count in runs)
+        assert all(a + n < b for (a, n), (b, _) in pairwise(runs)), "in order, and joined where they meet"
+        assert len(runs) <= (2 if layout == "head_tail" else 1)
+
+
+def test_head_tail_pairs_a_head_with_a_tail_piece() -> None:
+    assert split_sequence(0, 16, 4) == [[(0, 2), (14, 2)], [(2, 2), (12, 2)], [(4, 2), (10, 2)], [(6, 4)]]
+    assert split_sequence(100, 3, 4) == [[(100, 1)], [(101, 1)], [(102, 1)], []]
+    assert split_sequence(0, 16, 4, "contiguous") == [[(0, 4)], [(4, 4)], [(8, 4)], [(12, 4)]]
+
+
+@settings(deadline=None)
+@given(st.integers(2, 64), st.integers(8192, 40000))
+@example(64, 8193)
+@example(64, 8257)
+@example(63, 8254)
+@example(48, 8209)
+def test_head_tail_is_balanced_from_8k_on(ranks: int, length: int) -> None:
+    work = [pairs(runs) for runs in split_sequence(0, length, ranks)]
+    assert sum(work) == length * (length + 1) // 2
+    assert imbalance(work) < 0.01
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(2, 1.5), (4, 1.75), (8, 1.875)])
+def test_contiguous_is_not_balanced(ranks: int, expected: float) -> None:
+    work = [pairs(runs) for runs in split_sequence(0, 8192, ranks, "contiguous")]
+    assert 1 + imbalance(work) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 64])
+@pytest.mark.parametrize(("length", "step"), [(32768, 8192), (32768, 32768), (32700, 4096)])
+def test_attention_work_of_a_chunked_prefill(ranks: int, length: int, step: int, demo_cache: object) -> None:
+    config = ModelConfig.from_pretrained(demo_folder())
+    sequence = Sequence(0, [2] * length, SamplingParams())
+    work = {layout: [0] * ranks for layout in LAYOUTS}
+    for layout in LAYOUTS:
+        for first in range(0, length, step):
+            chunk = Chunk(sequence, first, min(step, length - first), range(ranks))
+            plan = StepPlan.of([chunk], ranks, config, layout)
+            mine = plan.attention_pairs()
+            work[layout] = [a + b for a, b in zip(work[layout], mine, strict=True)]
+        assert sum(work[layout]) == length * (length + 1) // 2
+    print(f"{ranks} ranks, {length} by {step}: " + ", ".join(f"{k} {1 + imbalance(v):.5f}" for k, v in work.items()))
+    assert imbalance(work["head_tail"]) < 0.01
+    if ranks == 4 and step == length:
+        assert 1 + imbalance(work["contiguous"]) == pytest.approx(1.75, abs=0.01)
+
+
+def test_one_rank_gathers_its_own_rows() -> None:
+    alone = Group((0,), 0, None)
+    latent, key = torch.randn(5, 6), torch.randn(5, 3)
+    got_latent, got_key = gather_cache_rows(latent, key, 5, alone)()
+    assert torch.equal(got_latent, latent) and got_key is not None and torch.equal(got_key, key)
+    assert gather_cache_rows(latent, None, 5, alone)()[1] is None

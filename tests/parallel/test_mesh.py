@@ -1,0 +1,150 @@
+"""What a mesh and its configuration refuse, and which ranks stand together. Nothing here starts a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM
+from dsa_engine.config import ModelConfig
+from dsa_engine.layers import Placement
+from dsa_engine.model import Model
+from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel import mesh as mesh_module
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.tensor import shard
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"cp_size": 0}, "cp_size must be a positive integer, not 0"),
+        ({"cp_size": 2.0}, "cp_size must be a positive integer, not 2.0"),
+        ({"cp_size": True}, "cp_size must be a positive integer, not True"),
+        ({"tp_size": -1}, "tp_size must be a positive integer, not -1"),
+        ({"tp_size": "2"}, "tp_size must be a positive integer, not '2'"),
+        ({"moe_dispatch": "deepep"}, "moe_dispatch must be one of all_to_all, all_gather, not 'deepep'"),
+        ({"cp_layout": "zigzag"}, "cp_layout must be one of head_tail, contiguous, not 'zigzag'"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
+        ({"timeout": float("nan")}, "timeout must be a positive number of seconds, not nan"),
+        ({"timeout": float("inf")}, "timeout must be a positive number of seconds, not inf"),
+        ({"timeout": "10"}, "timeout must be a positive number of seconds, not '10'"),
+    ],
+)
+def test_parallel_config_refuses(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ParallelConfig(**keys)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "device 'gpu' is not known; give 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        ("meta", "device 'meta' is not supported; give 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        ("cuda:99", "device 'cuda:99' was asked for, but PyTorch sees no CUDA device; give 'cpu' or 'auto'"),
+    ],
+)
+def test_devices_that_do_not_exist(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError) as error:
+        Mesh.create(ParallelConfig(), device)
+    assert str(error.value) == message
+
+
+def test_devices_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="cuda:5 was asked for, but there are 2 CUDA devices"):
+        Mesh.create(ParallelConfig(), "cuda:5")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="cuda:2 was asked for, but there are 2 CUDA devices; start as many ranks"):
+        Mesh.create(ParallelConfig(), "cuda")
+    with pytest.raises(ValueError, match="'cuda:0' is one device, for 3 ranks on this machine; give 'cuda'"):
+        Mesh.create(ParallelConfig(), "cuda:0")
+
+
+@pytest.mark.parametrize(("keys", "name"), [({"cp_size": 4}, "cp_size 4"), ({"tp_size": 5}, "tp_size 5")])
+def test_sizes_that_do_not_divide_the_world(keys: dict[str, int], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} does not divide the world size 6; start a multiple of"):
+        Mesh(ParallelConfig(**keys), 0, 6, CPU)
+
+
+def test_one_process_refuses_sizes_above_one(oracle: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="cp_size 2 does not divide the world size 1"):
+        LLM(oracle("deepseek_v32").folder, parallel=ParallelConfig(cp_size=2))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The ranks of every process group that is made; none is made in truth."""
+    groups: list[tuple[int, ...]] = []
+
+    def new_group(ranks: list[int], timeout: object) -> str:
+        groups.append(tuple(ranks))
+        return f"group {ranks}"
+
+    monkeypatch.setattr(mesh_module.dist, "new_group", new_group)
+    return groups
+
+
+def test_groups_are_neighbours(made: list[tuple[int, ...]]) -> None:
+    mesh = Mesh(ParallelConfig(cp_size=4, tp_size=2), 5, 8, CPU)
+    assert mesh.ep.ranks == tuple(range(8)) and mesh.ep.index == 5
+    assert mesh.cp.ranks == (4, 5, 6, 7) and mesh.cp.index == 1
+    assert mesh.tp.ranks == (4, 5) and mesh.tp.index == 1
+    assert mesh.cp_group_count == 2 and mesh.cp_ranks(1) == range(4, 8)
+    # Every rank makes every group, in the same order; else the others would wait for it.
+    assert made == [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+def test_groups_of_the_same_ranks_are_one(made: list[tuple[int, ...]]) -> None:
+    mesh = Mesh(ParallelConfig(tp_size=4), 2, 4, CPU)
+    assert made == [(0, 1, 2, 3)]
+    assert mesh.ep.handle is mesh.cp.handle is mesh.tp.handle and mesh.ep is not mesh.cp
+
+
+def test_groups_of_one_rank_need_no_process_group(made: list[tuple[int, ...]]) -> None:
+    mesh = Mesh(ParallelConfig(), 0, 1, CPU)
+    rows = torch.randn(3, 2)
+    for group in (mesh.ep, mesh.cp, mesh.tp):
+        assert group.handle is None
+        assert torch.equal(group.all_gather(rows), rows)
+        assert torch.equal(group.reduce_scatter(rows), rows)
+        assert torch.equal(group.all_to_all(rows), rows)
+        assert group.bytes_sent == 0
+    assert made == []
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "message"),
+    [
+        (5, 1, "n_routed_experts 12 cannot be divided over 5 ranks"),
+        (8, 1, "n_routed_experts 12 cannot be divided over 8 ranks"),
+        (4, 4, "num_attention_heads 6 cannot be divided over 4 ranks"),
+        (3, 3, "vocab_size 200 cannot be divided over 3 ranks"),
+    ],
+)
+def test_models_that_do_not_divide(
+    world: int,
+    tp: int,
+    message: str,
+    oracle: Callable[..., Any],
+    made: list[tuple[int, ...]],
+) -> None:
+    folder: Path = oracle("deepseek_v32").folder
+    mesh = Mesh(ParallelConfig(tp_size=tp), 0, world, CPU)
+    with pytest.raises(ValueError, match=message):
+        Model(ModelConfig.from_pretrained(folder), Placement(mesh, torch.float32, 1 << 20))
+
+
+def test_shards_are_equal_and_consecutive() -> None:
+    parts = [shard(12, Group((0, 1, 2), i, None), "n") for i in range(3)]
+    assert parts == [(0, 4), (4, 8), (8, 12)]

@@ -1,0 +1,157 @@
+"""Sampling: parameters, the sets that top-k and top-p leave, reproducibility, and the distribution that comes out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsa_engine.sampling import SamplingParams, sample
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"temperature": float("nan")}, "temperature must be a finite number, not nan"),
+        ({"temperature": float("inf")}, "temperature must be a finite number, not inf"),
+        ({"temperature": "hot"}, "temperature must be a finite number, not 'hot'"),
+        ({"temperature": None}, "temperature must be a finite number, not None"),
+        ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or more, not -0.1"),
+        ({"top_p": 0.0}, r"top_p must lie in .*0.*1.*, not 0.0"),
+        ({"top_p": 1.01}, "top_p must lie in .*, not 1.01"),
+        ({"top_p": float("nan")}, "top_p must be a finite number"),
+        ({"top_k": -2}, "top_k must be .*, not -2"),
+        ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": None}, "max_tokens must be an integer, not None"),
+        ({"max_tokens": True}, "max_tokens must be an integer, not True"),
+        ({"min_tokens": -1}, "min_tokens must lie in"),
+        ({"min_tokens": 17}, r"min_tokens must lie in 0 … max_tokens \(16\), not 17"),
+        ({"stop": ""}, "stop must be non-empty strings, not ''"),
+        ({"stop": ["a", 3]}, "stop must be non-empty strings"),
+        ({"seed": "x"}, "seed must be an integer, not 'x'"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids must be token ids, not \[-1\]"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be token ids"),
+    ],
+)
+def test_refused_parameters(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**keys)
+
+
+def test_stop_strings() -> None:
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+def draws(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 0) -> Counter[int]:
+    return Counter(sample(logits, params, seed, position) for position in range(count))
+
+
+def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """Tokens that top-k, then top-p leave, and their probabilities: written out from their definitions."""
+    weights = [math.exp((x - max(logits)) / params.temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if params.top_k > 0:
+        least = logits[order[min(params.top_k, len(order)) - 1]]
+        order = [i for i in order if logits[i] >= least]
+    total = sum(weights[i] for i in order)
+    kept, before = [], 0.0
+    for i in order:
+        if before >= params.top_p:
+            break
+        kept.append(i)
+        before += weights[i] / total
+    total = sum(weights[i] for i in kept)
+    return {i: weights[i] / total for i in kept}
+
+
+def test_greedy_takes_the_best_whatever_else_is_set() -> None:
+    logits = torch.tensor([0.1, 3.0, 2.9, -5.0])
+    params = SamplingParams(temperature=0, top_p=0.5, top_k=3)
+    assert draws(logits, params, 20) == {1: 20}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 3},
+        {"top_k": -1},
+        {"top_k": 100},
+        {"top_p": 0.6},
+        {"top_p": 0.9, "temperature": 2.0},
+        {"top_k": 4, "top_p": 0.7},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+    ],
+)
+def test_the_distribution(keys: dict[str, Any]) -> None:
+    """Chi-square against the probabilities by definition; the bound is passed by chance in one of 10⁶ cases."""
+    logits = [1.0, -0.5, 2.0, 0.3, 0.3, -3.0, 1.7, 0.0]
+    params = SamplingParams(**keys)
+    expected = allowed(logits, params)
+    count = 4000
+    found = draws(torch.tensor(logits), params, count, seed=11)
+    assert set(found) <= set(expected)
+    chi_square = sum((found[i] - count * p) ** 2 / (count * p) for i, p in expected.items())
+    freedom = len(expected) - 1
+    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom) + 12
+
+
+@given(
+    st.lists(st.integers(-60, 60).map(lambda x: x / 8), min_size=1, max_size=12, unique=True),
+    st.floats(0.2, 5),
+    st.floats(0.01, 1),
+    st.integers(-1, 14),
+    st.integers(0, 1000),
+)
+def test_never_outside_of_the_allowed_set(
+    logits: list[float], temperature: float, top_p: float, top_k: int, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=min(1.0, top_p + 1e-4), top_k=top_k)
+    # 1e-4 more: sums that meet top_p up to rounding may fall on either side.
+    assert sample(torch.tensor(logits), SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), seed, 3) in (
+        allowed(logits, params)
+    )
+
+
+def test_a_seed_and_a_position_fix_the_choice() -> None:
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams()
+    torch.manual_seed(1)
+    first = [sample(logits, params, 7, p) for p in range(50)]
+    torch.manual_seed(2)
+    assert [sample(logits, params, 7, p) for p in range(50)] == first
+    assert [sample(logits, params, 8, p) for p in range(50)] != first
+    assert len(set(first)) > 20, "positions share their random numbers"
+
+
+def test_sampling_leaves_the_global_generator_and_the_logits_alone() -> None:
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    before, state = logits.clone(), torch.get_rng_state()
+    sample(logits, SamplingParams(top_k=3, top_p=0.5), 1, 1)
+    assert torch.equal(logits, before) and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**31, 2**64 + 3])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert sample(torch.zeros(9), SamplingParams(), seed, 5) in range(9)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    assert draws(torch.tensor([5.0, 8.0, 7.0, -90.0]), SamplingParams(temperature=temperature), 20) == {1: 20}
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([float("-inf"), 0.0, float("-inf"), 1.0])
+    assert set(draws(logits, SamplingParams(temperature=5.0), 200)) == {1, 3}

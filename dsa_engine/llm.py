@@ -183,10 +183,10 @@ class LLM:
             if not prompt:
                 raise ValueError("the prompt is empty; give some text or token ids")
             return self.tokenizer.encode(prompt)
-        ids = list(prompt)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        listed = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
+        if not listed or not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
             raise TypeError(f"a prompt is a text or a list of integer token ids, not {prompt!r:.80}")
-        return ids
+        return list(prompt)
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         if params.stop_strings:
@@ -228,7 +228,7 @@ def resolve_model(model: str | Path) -> Path:
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or not isinstance(prompts, Seq) or isinstance(next(iter(prompts), None), int):
         return [prompts]  # type: ignore[list-item]
     if len(prompts) == 0:
         raise ValueError("no prompts; give a text, a list of token ids, or a list of those")

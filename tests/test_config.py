@@ -96,7 +96,9 @@ def test_old_and_new_keys_mean_the_same() -> None:
     old = read(rope_theta=7000, rope_scaling=yarn | {"type": "yarn"}, torch_dtype="float16")
     new = read(rope_parameters=yarn | {"rope_type": "yarn", "rope_theta": 7000}, dtype="float16")
     assert old == new and old.rope.theta == 7000 and old.rope.factor == 40 and old.dtype == torch.float16
-    assert read(rope_theta=7000, rope_scaling=None) == read(rope_parameters={"rope_type": "default", "rope_theta": 7000})
+    assert read(rope_theta=7000, rope_scaling=None) == read(
+        rope_parameters={"rope_type": "default", "rope_theta": 7000}
+    )
     # Where both are there, as transformers writes them for old readers, the new ones count.
     assert read(rope_theta=1, rope_parameters={"rope_type": "default", "rope_theta": 7000}).rope.theta == 7000
 

@@ -34,7 +34,9 @@ def test_parse(value: int | str, expected: int) -> None:
 
 @pytest.mark.parametrize("value", ["4 apples", "", "GiB", "-1GiB", "1e3", "2X", "1,5GiB", "1 GiB free"])
 def test_what_is_no_size(value: str) -> None:
-    with pytest.raises(ValueError, match="cache_memory must be a positive number of bytes or a size such as '4GiB'.* not "):
+    with pytest.raises(
+        ValueError, match="cache_memory must be a positive number of bytes or a size such as '4GiB'.* not "
+    ):
         parse_bytes(value, "cache_memory")
 
 

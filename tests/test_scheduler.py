@@ -177,12 +177,17 @@ REQUESTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(WORLDS, REQUESTS)
-def test_every_rank_decides_the_same_and_nothing_leaks(
-    world: World, requests: list[tuple[int, int, int, int]]
-) -> None:
+def test_every_rank_decides_the_same_and_nothing_leaks(world: World, requests: list[tuple[int, int, int, int]]) -> None:
     ranks = [
-        make(rank=r, world=world.world, cp=world.cp, pages=world.pages, page_size=world.page_size, seqs=world.seqs,
-             tokens=world.tokens)  # fmt: skip
+        make(
+            rank=r,
+            world=world.world,
+            cp=world.cp,
+            pages=world.pages,
+            page_size=world.page_size,
+            seqs=world.seqs,
+            tokens=world.tokens,
+        )  # fmt: skip
         for r in range(world.world)
     ]
     # A process has its own objects of the same requests.

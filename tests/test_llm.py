@@ -1,0 +1,302 @@
+"""The generate API on the demo model, in one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.demo import demo_folder
+
+TEXT = "def selection(tokens):\n    return sorted(tokens)[:256]\n" * 8
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def load(model: str | Path = "demo", **options: Any) -> LLM:
+    return LLM(model, device="cpu", **{"max_model_len": 2048, "cache_memory": "32MiB", "progress": False} | options)
+
+
+@pytest.fixture(scope="module")
+def shared(demo_cache: Path) -> LLM:
+    return load()
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """The demo model; no test may leave a page taken or a request behind."""
+    yield shared
+    assert not shared.engine.scheduler.has_work
+    assert shared.engine.scheduler.free_pages == [shared.engine.cache.pages]
+
+
+def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    """Makes every request "sample" these tokens, the last of them for ever."""
+
+    def forced(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
+        return tokens[min(position - int(params.seed or 0), len(tokens) - 1)]
+
+    monkeypatch.setattr("dsa_engine.runner.sample", forced)
+
+
+def test_text_and_tokens_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    by_text, by_ids = llm.generate([TEXT, ids], GREEDY)
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == ids
+    assert by_text.token_ids == by_ids.token_ids and len(by_text.token_ids) == 12
+    assert by_text.text == llm.tokenizer.decode(by_text.token_ids) == by_ids.text
+    assert by_text.finish_reason == "length"
+
+
+def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    outputs = [llm.generate(p, GREEDY) for p in (TEXT, [TEXT], ids, [ids], tuple(ids))]
+    assert [len(o) for o in outputs] == [1] * 5
+    assert len({tuple(o[0].token_ids) for o in outputs}) == 1
+
+
+def test_greedy_follows_the_prompt_logits(llm: LLM) -> None:
+    """Every token is the best after all that stand before it, by a prefill of them all."""
+    output = llm.generate(TEXT, GREEDY)[0]
+    ids = output.prompt_token_ids + output.token_ids
+    logits = llm.prompt_logits(ids)
+    assert logits.shape == (len(ids), 320) and logits.dtype == torch.float32 and logits.device.type == "cpu"
+    assert logits[len(output.prompt_token_ids) - 1 : -1].argmax(dim=-1).tolist() == output.token_ids
+    assert torch.allclose(llm.engine.prefill(ids), logits[-1], atol=1e-4)
+    assert torch.equal(llm.prompt_logits(TEXT), llm.prompt_logits(output.prompt_token_ids))
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (1, 7, 3)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(o.token_ids) for o in outputs] == [1, 7, 3]
+    assert [o.token_ids for o in outputs] == [
+        llm.generate(p, q)[0].token_ids for p, q in zip("abc", params, strict=True)
+    ]
+
+
+def test_a_seed_gives_the_same_in_any_company(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, top_p=0.9, max_tokens=16, seed=5, ignore_eos=True)
+    alone = llm.generate(TEXT, params)[0].token_ids
+    others = SamplingParams(max_tokens=30, ignore_eos=True)
+    outputs = llm.generate([TEXT[:99], TEXT, "x"], [others, params, others])
+    assert outputs[1].token_ids == alone
+    changed = llm.generate(TEXT, SamplingParams(temperature=1.5, top_p=0.9, max_tokens=16, seed=6, ignore_eos=True))
+    assert changed[0].token_ids != alone
+
+
+def test_the_engine_seed_is_for_requests_without_their_own(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    first, second = ([o.token_ids for o in load(seed=3).generate(["a", "a"], params)] for _ in range(2))
+    assert first == second and first[0] != first[1]
+    assert [o.token_ids for o in load(seed=4).generate(["a", "a"], params)] != first
+
+
+def test_metrics(llm: LLM) -> None:
+    one, many = llm.generate([TEXT, TEXT], [SamplingParams(max_tokens=1), GREEDY])
+    assert one.metrics.ttft_s > 0 and one.metrics.tpot_s is None
+    assert many.metrics.ttft_s > 0 and many.metrics.tpot_s is not None and many.metrics.tpot_s > 0
+
+
+def test_stop_string(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = llm.tokenizer.encode("one, two, three, four")[1:]
+    seed = len(llm.tokenizer.encode("p"))  # where the forced tokens begin
+    force(monkeypatch, tokens)
+    for stop, text, length in ((", th", "one, two", 12), ("two", "one, ", 8), ("one", "", 3), ("zzz", None, 20)):
+        params = SamplingParams(max_tokens=20, stop=["never", stop], seed=seed)
+        output = llm.generate("p", params)[0]
+        assert len(output.token_ids) == length and output.token_ids == tokens[:length]
+        if text is None:
+            assert (output.text, output.finish_reason) == ("one, two, three, fou", "length")
+        else:
+            assert (output.text, output.finish_reason) == (text, "stop")
+        pieces = list(llm.stream("p", params))
+        assert "".join(map(str, pieces)) == output.text
+        assert [t for p in pieces for t in p.token_ids] == output.token_ids
+        assert [p.finish_reason for p in pieces] == [None] * (length - 1) + [output.finish_reason]
+
+
+def test_end_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [70, 71, 1, 72, 73]  # the demo's end-of-sentence token is 1
+    force(monkeypatch, tokens)
+    seed = len(llm.tokenizer.encode("p"))
+    ended, ignored = llm.generate(
+        ["p", "p"], [SamplingParams(max_tokens=5, seed=seed, ignore_eos=ignore) for ignore in (False, True)]
+    )
+    assert (ended.token_ids, ended.finish_reason) == (tokens[:3], "stop")
+    assert (ignored.token_ids, ignored.finish_reason) == (tokens, "length")
+    assert ended.text == llm.tokenizer.decode(tokens[:2])  # special tokens are no text
+
+
+def test_end_at_the_last_allowed_token_is_a_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, [70, 1])
+    seed = len(llm.tokenizer.encode("p"))
+    assert llm.generate("p", SamplingParams(max_tokens=2, seed=seed))[0].finish_reason == "stop"
+
+
+def test_stop_token_ids(llm: LLM) -> None:
+    plain = llm.generate(TEXT, GREEDY)[0].token_ids
+    wanted = plain[4]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[wanted])
+    output = llm.generate(TEXT, params)[0]
+    assert (output.token_ids, output.finish_reason) == (plain[: plain.index(wanted) + 1], "stop")
+
+
+def test_min_tokens_forbids_end_and_stop_tokens(llm: LLM) -> None:
+    plain = llm.generate(TEXT, GREEDY)[0].token_ids
+    stops = list(range(4, 320, 2)) + [plain[0]]
+    params = SamplingParams(temperature=0, max_tokens=30, min_tokens=9, stop_token_ids=stops)
+    output = llm.generate(TEXT, params)[0]
+    assert len(output.token_ids) > 9 or output.finish_reason == "length"
+    assert not set(output.token_ids[:9]) & {1, *stops}
+
+
+def test_output_ends_at_max_model_len(demo_cache: Path) -> None:
+    llm = load(max_model_len=40)
+    output = llm.generate(list(range(4, 34)), SamplingParams(max_tokens=100, min_tokens=90, ignore_eos=True))[0]
+    assert (len(output.token_ids), output.finish_reason) == (10, "length")
+    assert len(llm.generate(list(range(4, 43)), SamplingParams(max_tokens=100))[0].token_ids) == 1
+
+
+def test_more_requests_than_places_and_pages(demo_cache: Path) -> None:
+    small = load(max_model_len=256, max_num_seqs=2, cache_memory="1MiB", max_num_batched_tokens=50)
+    prompts = [TEXT[: 20 + 17 * i] for i in range(7)]
+    large = load(max_model_len=256)
+    assert small.engine.cache.pages < large.engine.cache.pages
+    assert [o.token_ids for o in small.generate(prompts, GREEDY)] == [
+        o.token_ids for o in large.generate(prompts, GREEDY)
+    ]
+
+
+def test_stream_gives_what_generate_gives(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, seed=3, temperature=2.0, ignore_eos=True)
+    output = llm.generate(TEXT, params)[0]
+    pieces = list(llm.stream(TEXT, params))
+    assert "".join(p.text for p in pieces) == output.text
+    assert [t for p in pieces for t in p.token_ids] == output.token_ids
+    assert pieces[-1].finish_reason == "length" and all(p.finish_reason is None for p in pieces[:-1])
+
+
+def test_stream_closed_early(llm: LLM) -> None:
+    stream = llm.stream(TEXT, SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    assert llm.engine.scheduler.free_pages[0] < llm.engine.cache.pages
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
+
+
+def test_streams_side_by_side_and_a_batch_between(llm: LLM) -> None:
+    """Steps are shared by all that runs; everybody gets his own tokens, however the iterators are advanced."""
+    params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (9, 6, 5)]
+    prompts = [TEXT[:50], TEXT[:300], "third"]
+    expected = [llm.generate(p, q)[0] for p, q in zip(prompts, params, strict=True)]
+    first, second = (llm.stream(p, q) for p, q in zip(prompts[:2], params[:2], strict=True))
+    found: list[list[Any]] = [[next(first), next(first)], [next(second)]]
+    third = llm.generate(prompts[2], params[2])[0]  # advances both streams
+    assert third.token_ids == expected[2].token_ids
+    with pytest.raises(RuntimeError, match="busy with other requests"):
+        llm.prompt_logits("x")
+    for stream, pieces in ((second, found[1]), (first, found[0])):
+        pieces += list(stream)
+    for pieces, output in zip(found, expected[:2], strict=True):
+        assert [t for p in pieces for t in p.token_ids] == output.token_ids
+        assert "".join(p.text for p in pieces) == output.text
+        assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hello"}]
+    ids = llm.tokenizer.chat(conversation)
+    assert llm.tokenizer.decode(ids) == "SHello" and ids[-1] == 3
+    one = llm.chat(conversation, GREEDY)[0]
+    assert one.prompt_token_ids == ids and one.token_ids == llm.generate([ids], GREEDY)[0].token_ids
+    several = llm.chat([conversation, [{"role": "user", "content": "Bye"}]], GREEDY)
+    assert len(several) == 2 and several[0].token_ids == one.token_ids
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
+def test_an_error_in_a_step_leaves_the_engine_usable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    expected = [o.token_ids for o in llm.generate([TEXT, "b"], GREEDY)]
+    step, calls = llm.engine.runner.step, []
+
+    def failing(chunks: Any) -> Any:
+        calls.append(chunks)
+        if len(calls) == 3:
+            raise error
+        return step(chunks)
+
+    for run in (lambda: llm.generate([TEXT, "b"], GREEDY), lambda: list(llm.stream(TEXT, GREEDY))):
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "step", failing)
+            with pytest.raises(type(error)):
+                run()
+        assert not llm.engine.scheduler.has_work
+        assert [o.token_ids for o in llm.generate([TEXT, "b"], GREEDY)] == expected
+
+
+def test_a_bad_prompt_among_good_ones_runs_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "step", lambda chunks: pytest.fail("a step has been run"))
+        with pytest.raises(ValueError, match="token id 320 is out of range"):
+            llm.generate([[5, 6], [5, 320]], GREEDY)
+    assert not llm.engine.scheduler.has_work
+
+
+def test_a_folder_without_tokenizer(demo_cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_folder(), tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    llm = load(tmp_path)
+    ids = list(range(4, 90))
+    output = llm.generate([ids], GREEDY)[0]
+    assert output.text == "" and output.token_ids == load().generate([ids], GREEDY)[0].token_ids
+    pieces = list(llm.stream(ids, GREEDY))
+    assert {p.text for p in pieces} == {""} and [t for p in pieces for t in p.token_ids] == output.token_ids
+    for call in (
+        lambda: llm.generate("text", GREEDY),
+        lambda: llm.generate([ids], SamplingParams(stop="x")),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+    ):
+        with pytest.raises(ValueError, match="has no tokenizer; give prompts as lists of token ids, and no stop"):
+            call()
+    assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
+
+
+def test_a_folder_without_chat_template(demo_cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_folder(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "chat_template"}))
+    with pytest.raises(ValueError, match="has no chat template; use generate"):
+        load(tmp_path).chat([{"role": "user", "content": "x"}])
+
+
+def test_dummy_weights_need_config_json_only(demo_cache: Path, tmp_path: Path) -> None:
+    shutil.copy(demo_folder() / "config.json", tmp_path)
+    first, second, other = (load(tmp_path, load_format="dummy", seed=s) for s in (1, 1, 2))
+    logits = first.prompt_logits([5, 6, 7])
+    assert bool(torch.isfinite(logits).all()) and float(logits.std()) > 0
+    assert torch.equal(logits, second.prompt_logits([5, 6, 7]))
+    assert not torch.equal(logits, other.prompt_logits([5, 6, 7]))
+    assert first.engine.bytes_read == 0
+
+
+def test_nothing_is_printed_when_no_terminal_is_there(demo_cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(progress=True).generate(TEXT, GREEDY)
+    captured = capfd.readouterr()
+    assert captured.out == "" and "generating" not in captured.err and "loading" not in captured.err
+
+
+def test_page_sizes_and_workspaces_do_not_matter(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+    ids = random_ids(700, vocab=320)
+    expected = llm.prompt_logits(ids)
+    for options in ({"page_size": 1}, {"page_size": 37, "workspace": "1MiB"}, {"max_num_batched_tokens": 255}):
+        ours = load(**options).prompt_logits(ids)
+        assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-4

@@ -88,7 +88,7 @@ class Attention(Weighted):
             q_nope, q_rope = self._queries(q_resid, batch)
             q_latent = torch.cat((_per_head(q_nope[dense:], self.w_uk), q_rope[dense:]), dim=-1)
         with stage("indexer prolog"):
-            index_query = indexer.queries(x, q_resid, batch, unscored) if indexer else None
+            index_query = indexer.queries(x, q_resid, batch, unscored) if indexer and plan.sparse else None
         with stage("communication"):
             if gathering:
                 latent, index_key = gathering()

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from dsa_engine.engine import Engine, EngineOptions, LoadFormat
-from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
+from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
+from dsa_engine.request import Request
 from dsa_engine.sampling import SamplingParams
-from dsa_engine.sequence import Sequence
-from dsa_engine.tokenizer import TextStream, Tokenizer
+from dsa_engine.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
 
@@ -110,15 +110,22 @@ class LLM:
                 raise ValueError(
                     f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
                 )
-        added: list[Sequence] = []
+        requests: list[Request] = []
         try:
             for prompt, p in zip(many, params, strict=True):
-                added.append(self._add(prompt, p))
-            return self._run(added, use_tqdm)
+                requests.append(self._add(prompt, p))
+            with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
+                running = list(requests)
+                while running:
+                    self.engine.step()
+                    for request in running:
+                        request.advance()
+                    running = [r for r in running if r.finish_reason is None]
+                    bar.update(len(requests) - len(running) - bar.n)
+            return [request.output() for request in requests]
         finally:  # after an error or an interrupt the engine is as before
-            for sequence in added:
-                if sequence.finish_reason is None:
-                    self.engine.finish(sequence, "abort")
+            for request in requests:
+                request.abort()
 
     def chat(
         self,
@@ -144,24 +151,15 @@ class LLM:
         Text that could still change (half a character, the beginning of a stop string) waits for the next piece.
         Closing the iterator ends the request.
         """
-        sequence = self._add(prompt, sampling_params or SamplingParams())
-        text = self._text_stream(sequence)
-        given, done = 0, False
+        request = self._add(prompt, sampling_params or SamplingParams())
         try:
-            while not done:
-                if given == len(sequence.output):  # other requests' steps may have been ahead of this iterator
+            while request.finish_reason is None:
+                if new := request.advance():
+                    yield request.piece(new)
+                else:
                     self.engine.step()
-                    continue
-                token = sequence.output[given]
-                given += 1
-                self._check_stop(sequence, text, token)
-                last = sequence.finish_reason is not None and given == len(sequence.output)
-                done = last or (text is not None and text.stopped)
-                new = text.new_text(final=done) if text else ""
-                yield StreamPiece(new, [token], sequence.finish_reason if done else None)
         finally:
-            if sequence.finish_reason is None:
-                self.engine.finish(sequence, "abort")
+            request.abort()
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
@@ -188,34 +186,11 @@ class LLM:
             raise TypeError(f"a prompt is a text or a list of integer token ids, not {prompt!r:.80}")
         return list(prompt)
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        if params.stop_strings:
-            _ = self.tokenizer  # stop strings need text: say so before anything runs
-        return self.engine.add(self._encode(prompt), params)
-
-    def _text_stream(self, sequence: Sequence) -> TextStream | None:
-        return TextStream(self.tokenizer, sequence.params.stop_strings) if Tokenizer.lies_in(self.folder) else None
-
-    def _check_stop(self, sequence: Sequence, text: TextStream | None, token: int) -> None:
-        """Gives a new token to the text, and ends the request where a stop string has appeared."""
-        if text is None:
-            return
-        text.add(token)
-        if text.stopped and sequence.finish_reason != "stop":
-            if sequence.finish_reason is None:
-                self.engine.finish(sequence, "stop")
-            sequence.finish_reason = "stop"
-
-    def _run(self, sequences: list[Sequence], use_tqdm: bool) -> list[RequestOutput]:
-        texts = {s.id: self._text_stream(s) for s in sequences}
-        with self.engine.progress(len(sequences), "req", "generating", use_tqdm) as bar:
-            while any(s.finish_reason is None for s in sequences):
-                for sequence, token in self.engine.step():
-                    if sequence.id not in texts:  # a request that is being streamed
-                        continue
-                    self._check_stop(sequence, texts[sequence.id], token)
-                    bar.update(sequence.finish_reason is not None)
-        return [_output(s, texts[s.id]) for s in sequences]
+    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        # Stop strings need text: where there is no tokenizer, this says so before anything runs.
+        texts = bool(params.stop_strings) or Tokenizer.lies_in(self.folder)
+        tokenizer = self.tokenizer if texts else None
+        return Request(self.engine, self.engine.add(self._encode(prompt), params), tokenizer)
 
 
 def resolve_model(model: str | Path) -> Path:
@@ -233,14 +208,3 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if len(prompts) == 0:
         raise ValueError("no prompts; give a text, a list of token ids, or a list of those")
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _output(sequence: Sequence, text: TextStream | None) -> RequestOutput:
-    assert sequence.first_token is not None and sequence.last_token is not None and sequence.finish_reason
-    return RequestOutput(
-        text=text.finish() if text else "",
-        token_ids=sequence.output,
-        prompt_token_ids=sequence.prompt,
-        finish_reason=sequence.finish_reason,
-        metrics=RequestMetrics.of(sequence.arrival, sequence.first_token, sequence.last_token, len(sequence.output)),
-    )

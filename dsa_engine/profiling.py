@@ -65,7 +65,9 @@ class StageTimer:
 
     def __exit__(self, *_: object) -> None:
         global _active
+        self._stack.append("")  # what follows, up to the next entry, is nobody's
         self._mark()
+        self._stack.pop()
         _active = None
 
     def enter(self, name: str) -> None:
@@ -92,5 +94,6 @@ class StageTimer:
             torch.cuda.synchronize()
         total = dict.fromkeys((*STAGES, "other"), 0.0)
         for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            total[name] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+            if name:
+                total[name] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
         return total

@@ -46,6 +46,7 @@ class Scheduler:
         self._page_size = page_size
         self._max_num_seqs = max_num_seqs
         self._group_tokens = max_num_batched_tokens * cp_size
+        self._budget: list[int] = []  # tokens that each group can still take in the step being planned
         self._allocator = PageAllocator(pages)
         self._free = [pages] * world_size
         self._held: dict[int, dict[int, int]] = {}  # sequence id -> rank -> pages
@@ -80,6 +81,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The next step: chunks of prompts where any are left, else one token of every running request."""
+        self._budget = [self._group_tokens] * len(self._groups)
         chunks = self._continue_prefills() + self._admit()
         if chunks:
             return chunks
@@ -106,7 +108,6 @@ class Scheduler:
         self._held.pop(sequence.id, None)
 
     def _continue_prefills(self) -> list[Chunk]:
-        self._budget = [self._group_tokens] * len(self._groups)
         return [c for s in self._running if not s.prefilled and (c := self._prompt_chunk(s))]
 
     def _admit(self) -> list[Chunk]:

@@ -23,7 +23,6 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 _STORE_WAIT = timedelta(seconds=5)  # longest wait for the store, and for the first error to be shown
 _PEERS_S = 1.0  # how long the peers of a lost rank get to fail too, before they count as lost themselves
 
-
 _reporter: _Reporter | None = None
 
 
@@ -47,7 +46,7 @@ class _Reporter:
     def __init__(self, show: ExceptHook):
         self.store: dist.Store | None = None
         self._show = show
-        self._rank = int(os.environ["RANK"])
+        self._rank = int(os.environ.get("RANK", "0"))
         self._world_size = int(os.environ["WORLD_SIZE"])
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

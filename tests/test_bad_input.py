@@ -145,7 +145,7 @@ def test_parallel_options(demo_cache: Path, keys: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     "overrides, error, message",
     [
-        ({"num_hidden_layers": 40}, CheckpointError, "lacks .*model.layers"),
+        ({"num_hidden_layers": 40}, CheckpointError, "has no tensor 'model.layers.5.*', which config.json implies"),
         ({"hidden_size": 128}, CheckpointError, r"model.embed_tokens.weight.* \[320, 256\]"),
         ({"n_routed_experts": 32}, CheckpointError, r"\[16, 256\]"),
         ({"model_type": "llama"}, ValueError, "model_type 'llama' is not supported; supported are deepseek_v32"),

@@ -17,7 +17,7 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 LAYERS = (
     ("cli", "latency"),
     ("arguments", "benchmark"),
-    ("llm",),
+    ("llm", "request"),
     ("engine",),
     ("scheduler", "runner", "tokenizer", "demo"),
     ("model",),

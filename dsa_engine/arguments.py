@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-import torch.distributed as dist
-
 from dsa_engine.engine import LoadFormat
 from dsa_engine.llm import LLM
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.mesh import CpLayout, MoeDispatch
 
 
@@ -101,14 +100,12 @@ def check_writable(*paths: str | None) -> None:
 
 def run(main: Callable[[], None]) -> None:
     """Runs a script; an error that a user can mend ends it with one line and exit status 2, not with a traceback."""
+    mendable = (ValueError, TypeError, OSError)
+    report_failures(brief=mendable)
     try:
         main()
-    except (ValueError, TypeError, OSError) as error:
-        if os.environ.get("RANK", "0") != "0":
-            if dist.is_initialized():
-                raise  # this rank may be the only one that failed: it says so itself
-            sys.exit(2)  # the same options failed on rank 0, which says so
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        if dist.is_initialized():
-            os._exit(2)  # an orderly exit would wait for the other ranks
+    except mendable as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise  # one line for the whole run, see parallel/failure.py
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -60,7 +60,7 @@ def demo_config() -> dict[str, Any]:
         "moe_intermediate_size": 128,
         "moe_layer_freq": 1,
         "n_group": 4,
-        "n_routed_experts": 16,
+        "n_routed_experts": 24,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_attention_heads": 16,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from dsa_engine.batch import StepPlan
 from dsa_engine.cache import KVCache, cache_bytes_per_token, pages_for
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
-from dsa_engine.config import DTYPES, ModelConfig
+from dsa_engine.config import DTYPES, ModelConfig, read_config_json
 from dsa_engine.errors import CapacityError
 from dsa_engine.layers import Placement
 from dsa_engine.memory import default_cache_memory, default_workspace, format_bytes, parse_bytes
@@ -76,6 +76,7 @@ class Engine:
     def __init__(self, folder: Path, options: EngineOptions):
         self.options = options
         self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
+        self._refuse_extra_layers(folder)
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
             raise ValueError(
@@ -213,6 +214,15 @@ class Engine:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(
                 f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}"
+            )
+
+    def _refuse_extra_layers(self, folder: Path) -> None:
+        # The layer behind the last one in a checkpoint is its MTP module: it would load, and be wrong.
+        layers = read_config_json(folder).get("num_hidden_layers")
+        if self.options.load_format == "auto" and isinstance(layers, int) and self.config.num_hidden_layers > layers:
+            raise ValueError(
+                f"hf_overrides ask for {self.config.num_hidden_layers} layers, the checkpoint has {layers}; "
+                "ask for fewer, or use load_format='dummy'"
             )
 
     def _load(self, folder: Path) -> int:

@@ -21,12 +21,14 @@ def sparse_attention_reference(
     flat = pool.view(-1, width)
     out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    block = max(1, block_bytes // (slots.shape[1] * (width * flat.element_size() + 4 * heads)))
+    block = max(1, block_bytes // (max(1, slots.shape[1]) * (width * flat.element_size() + 4 * heads)))
     for first in range(0, tokens, block):
         part = slice(first, first + block)
         chosen = slots[part]
         skipped = chosen < 0
         rows = flat[chosen.clamp(min=0)]  # [n, k, width]
+        if bool(skipped.any()):
+            rows.masked_fill_(skipped[..., None], 0.0)  # a row that was never written may hold NaN, and 0 · NaN is NaN
         scores = torch.bmm(q[part], rows.transpose(1, 2)).float().mul_(scale)  # [n, heads, k]
         scores.masked_fill_(skipped[:, None], float("-inf"))
         lse[part] = torch.logsumexp(scores, dim=-1)

@@ -16,8 +16,8 @@ def select_topk_reference(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, t
     threshold = top.values.amin(dim=-1, keepdim=True)
     positions = top.indices
     # Rows in which more scores equal the threshold than were taken: torch.topk's choice among them is arbitrary.
-    taken = (top.values == threshold).sum(dim=-1)
-    tied = ((scores == threshold).sum(dim=-1) > taken).nonzero().squeeze(-1)
+    taken = (top.values == threshold).sum(dim=-1, dtype=torch.int32)
+    tied = ((scores == threshold).sum(dim=-1, dtype=torch.int32) > taken).nonzero().squeeze(-1)
     if tied.numel():
         row, line = scores[tied], threshold[tied]
         equal = row == line

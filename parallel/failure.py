@@ -26,16 +26,18 @@ _PEERS_S = 1.0  # how long the peers of a lost rank get to fail too, before they
 _reporter: _Reporter | None = None
 
 
-def report_failures(*, connect: bool = False) -> None:
+def report_failures(*, connect: bool = False, brief: tuple[type[Exception], ...] = ()) -> None:
     """Makes an uncaught exception of this process end it at once, the run's first one with its full traceback.
 
     Nothing happens in a run of one process. Call it again after ``init_process_group``, which puts a hook of its own
-    before this one, then with ``connect``: the store of the run is there.
+    before this one, then with ``connect``: the store of the run is there. Errors of the types ``brief`` are a user's to
+    mend: they end the run with one line and exit status 2.
     """
     global _reporter
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _reporter = _reporter or _Reporter(sys.excepthook)
         sys.excepthook = _reporter
+        _reporter.brief = brief or _reporter.brief
         if connect:
             _reporter.store = _connect()
 
@@ -45,6 +47,7 @@ class _Reporter:
 
     def __init__(self, show: ExceptHook):
         self.store: dist.Store | None = None
+        self.brief: tuple[type[Exception], ...] = ()
         self._show = show
         self._rank = int(os.environ.get("RANK", "0"))
         self._world_size = int(os.environ["WORLD_SIZE"])
@@ -54,6 +57,8 @@ class _Reporter:
             # torchrun ends all ranks as soon as one has ended; this one is about to, and has something to say.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         interrupted, lost = issubclass(kind, KeyboardInterrupt), _is_transport_error(error)
+        brief = isinstance(error, self.brief) and not lost
+        code = 130 if interrupted else 2 if brief else 1
         mine = f"rank {self._rank}: {kind.__name__}: {error}".splitlines()[0].removesuffix(": ")
         try:
             first = self._first(mine)
@@ -64,10 +69,13 @@ class _Reporter:
             with suppress(Exception):
                 assert self.store is not None
                 self.store.wait(["shown"], _STORE_WAIT)
-            _say(f"[rank {self._rank}] ends, because {first}")
-            _end(130 if interrupted else 1)
+            if not (brief and first.partition(": ")[2] == mine.partition(": ")[2]):  # all fail alike: once is enough
+                _say(f"[rank {self._rank}] ends, because {first}")
+            _end(code)
         if interrupted:
             _say(f"[rank {self._rank}] interrupted")
+        elif brief:
+            _say(f"error: {error}")
         else:
             _say(f"[rank {self._rank}] failed and ends the run:")
             with suppress(Exception):
@@ -77,7 +85,7 @@ class _Reporter:
                 _say(f"[rank {self._rank}] {self._lost()}")
             assert self.store is not None
             self.store.set("shown", "")
-        _end(130 if interrupted else 1)
+        _end(code)
 
     def _first(self, mine: str) -> str:
         """Leaves this rank's error in the store, and returns the run's first one."""

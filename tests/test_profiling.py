@@ -59,9 +59,9 @@ def test_a_stage_that_fails_ends(clock: Clock) -> None:
 
 
 def test_unknown_stage() -> None:
-    with StageTimer(CPU), pytest.raises(ValueError, match="'lunch' is no stage; stages are embedding, MLA prolog"):
-        with stage("lunch"):
-            raise AssertionError("entered")
+    message = "'lunch' is no stage; stages are embedding, MLA prolog"
+    with StageTimer(CPU), pytest.raises(ValueError, match=message), stage("lunch"):
+        raise AssertionError("entered")
     with stage("embedding"):  # without a timer a stage costs and says nothing
         pass
 
@@ -92,7 +92,7 @@ def test_a_forward_pass_goes_through_every_stage(demo_cache: Path) -> None:
 
 
 def test_stages_are_seen_by_the_profiler() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with stage("lightning indexer"):
-            torch.ones(3).sum()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu]) as profile, stage("lightning indexer"):
+        torch.ones(3).sum()
     assert "lightning indexer" in {event.key for event in profile.key_averages()}

@@ -83,7 +83,7 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
         seconds.append(time.perf_counter() - begin)
     stages = {name: s / repeat for name, s in timer.seconds().items()}
     pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
-    everybodys = _from_all_ranks(engine, [float(peak_bytes(device)), *stages.values(), *seconds])
+    everybodys = from_all_ranks(engine, [float(peak_bytes(device)), *stages.values(), *seconds])
     first = 1 + len(stages)
     return PrefillResult(
         input_len=len(prompt),
@@ -97,13 +97,13 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Requests of one length, generated together. Times are in seconds, one value a request and repeat."""
+    """Requests of one length, generated together. Times are in seconds."""
 
     input_len: int
     output_len: int
     batch_size: int
-    ttft: list[float]
-    tpot: list[float]
+    ttft: list[float]  # of every request and repeat
+    tpot: list[float]  # of every repeat: per token after the first, while the whole batch decodes
     peak_memory_bytes: list[int]  # per rank
 
     def to_json(self) -> dict[str, Any]:
@@ -132,15 +132,18 @@ def measure_latency(
         outputs = llm.generate(prompts, params)
         if i >= warmup:
             ttft += [o.metrics.ttft_s for o in outputs]
-            tpot += [o.metrics.tpot_s for o in outputs if o.metrics.tpot_s is not None]
-    peaks = _from_all_ranks(engine, [float(peak_bytes(engine.mesh.device))])
+            # Requests that were prefilled before others have also waited for these; the quickest has only decoded.
+            if output_len > 1:
+                tpot.append(min(o.metrics.tpot_s or 0.0 for o in outputs))
+    peaks = from_all_ranks(engine, [float(peak_bytes(engine.mesh.device))])
     return LatencyResult(input_len, output_len, batch_size, ttft, tpot, [int(row[0]) for row in peaks])
 
 
-def _from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
+def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
+    """The same numbers of every rank, to every rank, in rank order."""
     mine = torch.tensor([values], dtype=torch.float64, device=engine.mesh.device)
     return engine.mesh.ep.all_gather(mine).tolist()
 
 
 def _barrier(engine: Engine) -> None:
-    _from_all_ranks(engine, [0.0])
+    from_all_ranks(engine, [0.0])

@@ -121,6 +121,7 @@ class LLM:
                     for request in running:
                         request.advance()
                     running = [r for r in running if r.finish_reason is None]
+                    bar.set_postfix_str(_progress(requests), refresh=False)
                     bar.update(len(requests) - len(running) - bar.n)
             return [request.output() for request in requests]
         finally:  # after an error or an interrupt the engine is as before
@@ -208,3 +209,8 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if len(prompts) == 0:
         raise ValueError("no prompts; give a text, a list of token ids, or a list of those")
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _progress(requests: list[Request]) -> str:
+    computed, prompts = sum(r.prompt_computed for r in requests), sum(r.prompt_len for r in requests)
+    return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(r.generated for r in requests):,}"

@@ -24,6 +24,19 @@ class Request:
         self._tokens: list[int] = []  # those taken from the sequence so far
         self.finish_reason: str | None = None
 
+    @property
+    def prompt_len(self) -> int:
+        return len(self._sequence.prompt)
+
+    @property
+    def prompt_computed(self) -> int:
+        """Tokens of the prompt that have been prefilled."""
+        return min(self._sequence.computed, self.prompt_len)
+
+    @property
+    def generated(self) -> int:
+        return len(self._tokens)
+
     def advance(self) -> int:
         """Takes the tokens that are new in the sequence, up to a stop string; returns how many."""
         before = len(self._tokens)

@@ -13,7 +13,7 @@ import torch
 from dsa_engine.kernels.paged import read_rows
 
 # The per-head products of one tile on a CPU stay within a core's cache.
-_CPU_TILE_BYTES = 2 << 20
+_CPU_TILE_BYTES = 4 << 20
 _KEY_TILE = 1024
 
 

@@ -17,7 +17,7 @@ def select_topk_reference(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, t
     positions = top.indices
     # Rows in which more scores equal the threshold than were taken: torch.topk's choice among them is arbitrary.
     taken = (top.values == threshold).sum(dim=-1, dtype=torch.int32)
-    tied = ((scores == threshold).sum(dim=-1, dtype=torch.int32) > taken).nonzero().squeeze(-1)
+    tied = ((scores == threshold).count_nonzero(dim=-1) > taken).nonzero().squeeze(-1)
     if tied.numel():
         row, line = scores[tied], threshold[tied]
         equal = row == line

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dsa_engine.arguments import add_engine_arguments, check_writable, lengths, llm_from, run
-from dsa_engine.benchmark import PrefillResult, measure_prefill, random_prompt
+from dsa_engine.benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
 from dsa_engine.llm import LLM
 from dsa_engine.memory import format_bytes
 from dsa_engine.plots import plot_prefill
@@ -41,6 +41,7 @@ def main() -> None:
     engine = llm.engine
     prompts = [llm.tokenizer.encode(text)] if text else [random_prompt(engine, n, args.seed) for n in args.seq_len]
     first = engine.mesh.rank == 0
+    load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
     results = []
     for prompt in prompts:
         results.append(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat))
@@ -53,7 +54,8 @@ def main() -> None:
     if args.json:
         where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
         options = {key: value for key, value in vars(args).items() if value is not None}
-        write_json(args.json, {**where, "options": options, "results": [r.to_json() for r in results]})
+        loaded = {"load_seconds": [rank[0] for rank in load], "weight_bytes_read": [int(rank[1]) for rank in load]}
+        write_json(args.json, {**where, "options": options, **loaded, "results": [r.to_json() for r in results]})
     if args.dump_logits:
         with open(args.dump_logits, "wb") as file:
             np.save(file, results[-1].logits.numpy())

@@ -105,7 +105,9 @@ def write_oracle(folder: Path, model_type: str, seed: int = 0, **overrides: Any)
             if "inv_freq" in name:
                 continue
             if tensor.dim() >= 2:
-                tensor.normal_(std=1.0 if "embed" in name else 1.5 * tensor.shape[-1] ** -0.5)
+                # What a layer adds is small beside the residual, as in a trained model: a near tie stays one row's.
+                gain = 0.3 if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")) else 1.5
+                tensor.normal_(std=1.0 if "embed" in name else gain * tensor.shape[-1] ** -0.5)
             elif name.endswith("bias"):
                 tensor.normal_(std=0.1)
             else:

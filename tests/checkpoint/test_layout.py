@@ -135,7 +135,7 @@ def test_a_random_checkpoint_holds_the_layout_and_every_rank_can_load_it(
 
 
 def check_scale(spec: TensorSpec, values: torch.Tensor) -> None:
-    """A projection keeps the variance of its input, or damps it before the residual; norms are near 1, biases near 0."""
+    """A projection keeps its input's variance, or damps it before the residual; norms are near 1, biases near 0."""
     assert torch.isfinite(values).all() and values.unique().numel() > 4, spec.name
     if values.dim() == 2:
         fan_in = 1 if "embed_tokens" in spec.name else values.shape[1]

@@ -1,0 +1,62 @@
+"""The scripts under torchrun: one report, balanced work, and the demo as `make demo` starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsa_engine import LLM
+from dsa_engine.benchmark import random_prompt
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.mark.parametrize("layout, imbalance", [("head_tail", 1.0), ("contiguous", 1.75)])
+def test_bench_prefill_on_four_ranks(
+    torchrun: Callable[..., Any], demo_cache: Path, tmp_path: Path, layout: str, imbalance: float
+) -> None:
+    report, logits = tmp_path / "out.json", tmp_path / "out.npy"
+    options = ["--seq-len", 1024, "--warmup", 0, "--repeat", 1, "--cp-layout", layout, "--moe-dispatch", "all_gather"]
+    done = torchrun(4, SCRIPTS / "bench_prefill.py", *options, "--json", report, "--dump-logits", logits)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1024 tokens: TTFT") == 1  # rank 0 reports for all
+    result = json.loads(report.read_text())
+    (measured,) = result["results"]
+    assert result["world_size"] == 4 and len(measured["peak_memory_bytes"]) == len(measured["stage_ms"]) == 4
+    assert sum(measured["attention_pairs"]) == 1024 * 1025 // 2
+    assert measured["imbalance"] == pytest.approx(imbalance, abs=0.005)
+    llm = LLM("demo", device="cpu")
+    assert np.load(logits) == pytest.approx(llm.engine.prefill(random_prompt(llm.engine, 1024)).numpy(), abs=1e-2)
+
+
+def test_measure_tpot_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Path) -> None:
+    options = ["--input-len", 300, "--batch-size", 3, "--output-len", 4, "--repeat", 1]
+    done = torchrun(2, SCRIPTS / "measure_tpot.py", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("median TPOT ms") == 1
+
+
+def test_a_bad_option_is_said_once(torchrun: Callable[..., Any], demo_cache: Path) -> None:
+    done = torchrun(3, SCRIPTS / "bench_prefill.py", "--cp-size", 2)
+    assert done.returncode != 0
+    assert done.stderr.count("error: cp_size 2 does not divide the world size 3") == 1
+
+
+def test_the_demo(demo_cache: Path, tmp_path: Path) -> None:
+    document = tmp_path / "document.txt"
+    document.write_text("A long story. " * 100)
+    options = ["--nproc-per-node", "2", "--tokens", "900", "--max-tokens", "4", "--prompt-file", str(document)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(SCRIPTS / "demo.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    for words in ("prefill of 900 tokens on 2 ranks", "attention imbalance", "largest difference", "4 tokens"):
+        assert words in done.stdout, done.stdout

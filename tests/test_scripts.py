@@ -1,0 +1,160 @@
+"""What a user starts from a shell, in one process, on small inputs; under torchrun: distributed/test_scripts.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsa_engine import LLM
+from dsa_engine.benchmark import random_prompt
+from dsa_engine.cli import main as dsa_engine_command
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(demo_cache: Path) -> Run:
+    def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+
+    return start
+
+
+def test_bench_prefill_reports_every_length(run: Run, tmp_path: Path) -> None:
+    outputs = {name: tmp_path / f"out.{name}" for name in ("json", "npy", "png", "trace")}
+    done = run(
+        *("bench_prefill.py", "--seq-len", "300,700", "--warmup", 0, "--repeat", 2, "--json", outputs["json"]),
+        *("--dump-logits", outputs["npy"], "--plot", outputs["png"], "--profile", outputs["trace"]),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(outputs["json"].read_text())
+    assert result["world_size"] == 1 and result["dtype"] == "float32" and "torch" in result["versions"]
+    assert [r["input_len"] for r in result["results"]] == [300, 700]
+    for r in result["results"]:
+        assert 0 < r["min_ttft_ms"] <= r["median_ttft_ms"] <= r["max_ttft_ms"] and r["p99_ttft_ms"] > 0
+        assert r["attention_pairs"] == [r["input_len"] * (r["input_len"] + 1) // 2] and r["imbalance"] == 1
+        assert r["peak_memory_bytes"][0] > 50e6
+        stages = r["stage_ms"][0]
+        assert all(stages[name] > 0 for name in ("MLA prolog", "lightning indexer", "MLA epilog", "MoE experts"))
+        # Stages are exclusive and averaged over the runs, so together they are the average time.
+        assert sum(stages.values()) == pytest.approx(r["mean_ttft_ms"], rel=0.05)
+    llm = LLM("demo", device="cpu")
+    expected = llm.engine.prefill(random_prompt(llm.engine, 700))
+    assert np.load(outputs["npy"]) == pytest.approx(expected.numpy(), abs=1e-4)
+    assert outputs["png"].read_bytes().startswith(b"\x89PNG")
+    names = {event.get("name") for event in json.loads(outputs["trace"].read_text())["traceEvents"]}
+    assert {"MLA prolog", "indexer prolog", "lightning indexer", "sparse flash attention", "MLA epilog"} <= names
+    assert "700 tokens: TTFT" in done.stdout and "lightning indexer" in done.stdout
+
+
+def test_bench_prefill_takes_a_text_and_a_model_of_configuration_only(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "prompt.txt"
+    text.write_text("word " * 100)
+    done = run("bench_prefill.py", "--prompt-file", text, "--warmup", 0, "--repeat", 1)
+    assert done.returncode == 0, done.stderr
+    assert "501 tokens: TTFT" in done.stdout  # bytes, and the beginning of the sentence
+    folder = tmp_path / "model"
+    made = run("make_checkpoint.py", "--config", "demo", "--output", folder)
+    assert made.returncode == 0, made.stderr
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    options = ["--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}', "--dtype", "bfloat16"]
+    done = run("bench_prefill.py", "--model", folder, "--seq-len", 300, "--warmup", 0, "--repeat", 1, *options)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_prefill_of_32k_tokens_stays_under_1500_mb(run: Run, tmp_path: Path) -> None:
+    peaks = {}
+    for length in (16384, 32768):
+        report = tmp_path / f"{length}.json"
+        done = run("bench_prefill.py", "--seq-len", length, "--warmup", 0, "--repeat", 1, "--json", report)
+        assert done.returncode == 0, done.stderr
+        peaks[length] = json.loads(report.read_text())["results"][0]["peak_memory_bytes"][0]
+    assert peaks[32768] < 1.5e9
+    assert peaks[32768] < 2 * peaks[16384]  # linear at most
+
+
+def test_latency_scripts(run: Run, tmp_path: Path) -> None:
+    for script, metric in (("measure_ttft.py", "ttft"), ("measure_tpot.py", "tpot")):
+        report, plot = tmp_path / f"{metric}.json", tmp_path / f"{metric}.png"
+        options = ["--input-len", "100,300", "--batch-size", "1,3", "--repeat", 2, "--json", report, "--plot", plot]
+        done = run(script, *options, *(["--output-len", 4] if metric == "tpot" else []))
+        assert done.returncode == 0, done.stderr
+        results = json.loads(report.read_text())["results"]
+        assert [(r["input_len"], r["batch_size"]) for r in results] == [(100, 1), (100, 3), (300, 1), (300, 3)]
+        for r in results:
+            assert 0 < r[f"median_{metric}_ms"] <= r[f"p90_{metric}_ms"] <= r[f"p99_{metric}_ms"]
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        assert f"median {metric.upper()} ms" in done.stdout
+
+
+def test_compare_transformers(run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "compare.json"
+    sizes = ["--seq-len", 300, "--context", 280, "--batch-size", 2, "--output-len", 4, "--repeat", 1]
+    done = run("compare_transformers.py", *sizes, "--threads", 1, "--json", report)
+    assert done.returncode == 0, done.stderr
+    prefill, decode = json.loads(report.read_text())["results"]
+    assert prefill["relative_error"] < 1e-4 and decode["equal_tokens"] == decode["tokens"] == 8
+    assert prefill["ratio"] > 0 and decode["transformers_peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "script, options, message",
+    [
+        ("bench_prefill.py", ["--seq-len", "0"], "give positive numbers separated by commas"),
+        ("bench_prefill.py", ["--repeat", "0"], "--repeat must be at least 1"),
+        ("bench_prefill.py", ["--hf-overrides", "{"], "--hf-overrides is not valid JSON"),
+        ("bench_prefill.py", ["--prompt-file", "/nowhere/at/all"], "No such file"),
+        ("bench_prefill.py", ["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        ("bench_prefill.py", ["--model", "/nowhere"], "no such model folder: /nowhere"),
+        ("bench_prefill.py", ["--seq-len", "200000"], "max_model_len is 163840; shorten the prompt"),
+        ("bench_prefill.py", ["--cache-memory", "1MB"], "the cache is too small for this request"),
+        ("measure_tpot.py", ["--output-len", "1"], "--output-len must be at least 2"),
+        ("compare_transformers.py", ["--threads", "0"], "must be at least 1"),
+        ("demo.py", ["--tokens", "0"], "--tokens must be at least 1"),
+    ],
+)
+def test_bad_options_end_with_one_line(run: Run, script: str, options: list[str], message: str) -> None:
+    done = run(script, *options)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dsa_engine_command(["generate", "--prompt", "def f():", "--max-tokens", "5", "--device", "cpu"])
+    text = capsys.readouterr().out
+    llm = LLM("demo", device="cpu")
+    from dsa_engine import SamplingParams
+
+    assert text == llm.generate("def f():", SamplingParams(temperature=0.0, max_tokens=5))[0].text + "\n"
+    file = tmp_path / "prompt.txt"
+    file.write_text("def f():")
+    dsa_engine_command(["generate", "--prompt-file", str(file), "--max-tokens", "5", "--device", "cpu"])
+    assert capsys.readouterr().out == text
+    dsa_engine_command(["generate", "--prompt", "hi", "--chat", "--max-tokens", "2", "--device", "cpu"])
+    assert capsys.readouterr().out
+
+
+def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "info.json"
+    dsa_engine_command(["info", "demo", "--memory", "1GB", "--ranks", "2", "--json", str(report)])
+    text = capsys.readouterr().out
+    info = json.loads(report.read_text())
+    assert f"{info['parameters']:,} parameters" in text and "cache per token" in text
+    by_dtype = {row["dtype"]: row for row in info["per_dtype"]}
+    row = by_dtype["bfloat16"]
+    assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
+    assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
+    with pytest.raises(SystemExit, match="2"):
+        dsa_engine_command(["info", "demo", "--ranks", "7"])
+    assert "error: --ranks 7 does not divide the 24 routed experts" in capsys.readouterr().err

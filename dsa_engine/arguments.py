@@ -15,6 +15,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.mesh import CpLayout, MoeDispatch
+from dsa_engine.plots import load_pyplot
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +92,23 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def check_writable(*paths: str | None) -> None:
-    """``ValueError`` for an output path whose folder does not exist: said before anything is measured, not after."""
-    for path in paths:
+def read_text(path: str) -> str:
+    """The text of a file; ``ValueError`` where it is empty."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    if not text:
+        raise ValueError(f"the file {path} is empty; give one with a text")
+    return text
+
+
+def check_outputs(*paths: str | None, plot: str | None = None) -> None:
+    """Says before anything is measured, not after, that an output path has no folder or a plot cannot be drawn.
+
+    Raises:
+        ValueError: what is missing.
+    """
+    if plot is not None:
+        load_pyplot()
+    for path in (*paths, plot):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
 

@@ -160,7 +160,9 @@ class Attention(Weighted):
             longest = max(s.end for s in segments)
             rows = read_rows(pool, batch.block_tables[sequence], 0, longest)
             latent, k_rope = rows.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-            per_head = longest * (config.qk_head_dim + config.v_head_dim) * rows.element_size()
+            # A head's keys without and with their rotated part, its values, and these as wide as the keys.
+            widths = config.qk_nope_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
+            per_head = longest * widths * rows.element_size()
             step = max(1, self.place.workspace // 2 // per_head)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)

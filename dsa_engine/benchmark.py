@@ -12,7 +12,7 @@ import torch
 
 from dsa_engine.engine import Engine
 from dsa_engine.llm import LLM
-from dsa_engine.memory import peak_bytes
+from dsa_engine.memory import peak_bytes, reset_peak
 from dsa_engine.profiling import StageTimer
 from dsa_engine.sampling import SamplingParams
 
@@ -48,6 +48,7 @@ class PrefillResult:
     seconds: list[float]  # of every repeat
     peak_memory_bytes: list[int]
     attention_pairs: list[int]  # query-key pairs under the causal mask
+    bytes_sent: list[int]  # payload put into collectives, per repeat
     stage_seconds: list[dict[str, float]]  # per repeat, averaged over the repeats
     logits: torch.Tensor  # float32 [vocab], after the last token
 
@@ -64,17 +65,24 @@ class PrefillResult:
             "input_throughput": self.input_len / ttft["median_ttft_ms"] * 1e3,  # tokens/s
             "peak_memory_bytes": self.peak_memory_bytes,
             "attention_pairs": self.attention_pairs,
+            "bytes_sent": self.bytes_sent,
             "imbalance": self.imbalance,
             "stage_ms": [{name: s * 1e3 for name, s in rank.items()} for rank in self.stage_seconds],
         }
 
 
 def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3) -> PrefillResult:
-    """Prefills ``prompt`` ``warmup + repeat`` times on all ranks together; the same result on every rank."""
-    device = engine.mesh.device
+    """Prefills ``prompt`` ``warmup + repeat`` times; the same result on every rank.
+
+    One context-parallel group computes it (all ranks, by default). A stage's time is what the main stream or thread
+    spends in it: waits for what runs beside it are counted where they end.
+    """
+    device, groups = engine.mesh.device, (engine.mesh.cp, engine.mesh.tp, engine.mesh.ep)
+    reset_peak(device)
     for _ in range(warmup):
         engine.prefill(prompt)
     seconds, timer = [], StageTimer(device)
+    sent = -sum(group.bytes_sent for group in groups)
     for _ in range(repeat):
         _barrier(engine)
         begin = time.perf_counter()
@@ -83,14 +91,16 @@ def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repea
         seconds.append(time.perf_counter() - begin)
     stages = {name: s / repeat for name, s in timer.seconds().items()}
     pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
-    everybodys = from_all_ranks(engine, [float(peak_bytes(device)), *stages.values(), *seconds])
-    first = 1 + len(stages)
+    sent += sum(group.bytes_sent for group in groups)
+    everybodys = from_all_ranks(engine, [float(peak_bytes(device)), sent / repeat, *stages.values(), *seconds])
+    first = 2 + len(stages)
     return PrefillResult(
         input_len=len(prompt),
         seconds=[max(row[first + i] for row in everybodys) for i in range(repeat)],  # the slowest rank's
         peak_memory_bytes=[int(row[0]) for row in everybodys],
         attention_pairs=pairs,
-        stage_seconds=[dict(zip(stages, row[1:first], strict=True)) for row in everybodys],
+        bytes_sent=[int(row[1]) for row in everybodys],
+        stage_seconds=[dict(zip(stages, row[2:first], strict=True)) for row in everybodys],
         logits=logits,
     )
 
@@ -126,6 +136,7 @@ def measure_latency(
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     ttft, tpot = [], []
+    reset_peak(engine.mesh.device)
     for i in range(warmup + repeat):
         prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
         _barrier(engine)

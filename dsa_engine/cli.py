@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, json_object, llm_from, run
+from dsa_engine.arguments import add_engine_arguments, json_object, llm_from, read_text, run
 from dsa_engine.cache import cache_bytes_per_token
 from dsa_engine.checkpoint import parameter_counts
 from dsa_engine.config import ModelConfig
@@ -54,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(args: argparse.Namespace) -> None:
     if args.prompt_file:
-        text = Path(args.prompt_file).read_text(encoding="utf-8", errors="replace")
+        text = read_text(args.prompt_file)
     else:
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = SamplingParams(
@@ -106,6 +105,7 @@ def _info(args: argparse.Namespace) -> None:
         for r in rows
     ]
     print(format_table(("dtype", "weights per rank", "cache per token", "cached tokens that fit"), table))
+    print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load and caches in the run's dtype")
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
         result |= {"mtp_parameters": counts.mtp, "ranks": args.ranks, "memory_bytes": memory, "per_dtype": rows}

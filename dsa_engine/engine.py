@@ -131,6 +131,11 @@ class Engine:
         self._next_id += 1
         return sequence
 
+    def check(self, prompt: list[int]) -> None:
+        """Raises what :meth:`prefill` would raise for this prompt, and runs nothing."""
+        self._check_prompt(prompt, room=0)
+        self.scheduler.check(len(prompt), max_tokens=1)
+
     def step(self) -> list[tuple[Sequence, int]]:
         """Runs one step; returns the sequences that got a token, with it. Those with a ``finish_reason`` are done."""
         chunks = self.scheduler.schedule()
@@ -169,6 +174,7 @@ class Engine:
 
     def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
         """float32 CPU logits ``[len, vocab]`` at every position of a prompt, the same on every rank."""
+        self.check(prompt)
         into = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
         block = max(1, self.workspace // (8 * self.config.vocab_size))
         for chunk in self._prefill_alone(prompt):
@@ -187,7 +193,7 @@ class Engine:
         """The chunks of a prompt's prefill, each to be run before the next is asked for."""
         if self.scheduler.has_work:
             raise RuntimeError("the engine is busy with other requests; finish them first")
-        self._check_prompt(prompt, room=0)
+        self.check(prompt)
         sequence = Sequence(-1, prompt, SamplingParams(max_tokens=1))
         self.scheduler.add(sequence)
         try:
@@ -244,7 +250,10 @@ class Engine:
         one = page_size * cache_bytes_per_token(config, self.dtype)
         if options.cache_memory is None:
             tokens, device = options.max_num_batched_tokens, self.mesh.device
-            memory = default_cache_memory(config, tokens, self.dtype, device, self.workspace)
+            # all_gather brings every rank's tokens; all_to_all as many as this rank has, twice that where it is skewed.
+            ranks = self.mesh.world_size
+            meeting = tokens * (ranks if options.parallel.moe_dispatch == "all_gather" else min(ranks, 2))
+            memory = default_cache_memory(config, tokens, meeting, self.dtype, device, self.workspace)
         else:
             memory = parse_bytes(options.cache_memory, "cache_memory")
         useful = options.max_num_seqs * pages_for(self.max_model_len, page_size)

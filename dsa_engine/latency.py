@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dsa_engine.arguments import add_engine_arguments, check_writable, lengths, llm_from
+from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, llm_from
 from dsa_engine.benchmark import measure_latency
 from dsa_engine.memory import format_bytes
 from dsa_engine.plots import plot_latency
@@ -38,9 +38,16 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
             f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
             f"not {args.output_len}, {args.repeat} and {args.warmup}"
         )
-    check_writable(args.json, args.plot)
+    check_outputs(args.json, plot=args.plot)
+    if max(args.batch_size) > args.max_num_seqs:
+        raise ValueError(
+            f"--batch-size {max(args.batch_size)} exceeds --max-num-seqs {args.max_num_seqs}: they would not run at once"
+        )
     llm = llm_from(args)
     engine = llm.engine
+    for input_len in args.input_len:  # all of them, before any is measured
+        engine.check([0] * input_len)
+        engine.scheduler.check(input_len, args.output_len, max(args.batch_size))
     results: list[dict[str, Any]] = []
     for input_len in args.input_len:
         for batch_size in args.batch_size:

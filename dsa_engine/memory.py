@@ -12,6 +12,8 @@ from dsa_engine.config import ModelConfig
 
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
+_CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: forgets the peak of the resident set
+
 # A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
 _CPU_DEFAULT_CACHE = 4 << 30
 
@@ -45,29 +47,35 @@ def default_workspace(device: torch.device) -> int:
 
 
 def default_cache_memory(
-    config: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, workspace: int
+    config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype, device: torch.device, workspace: int
 ) -> int:
     """Bytes for the caches from what is free now, the weights being loaded.
 
     Args:
         config: the model.
         tokens: most tokens of a forward pass on this rank.
+        gathered: most tokens that meet on this rank for its experts.
         dtype: of activations and caches.
         device: of this rank.
         workspace: bytes set apart for score tiles.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        return max(0, int(0.9 * (free - workspace - activation_bytes(config, tokens, dtype))))
+        return max(0, int(0.9 * (free - workspace - activation_bytes(config, tokens, gathered, dtype))))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_ranks)
 
 
-def activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once."""
+def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
+    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once.
+
+    ``gathered`` tokens meet for this rank's experts: their rows arrive, and their sums are float32. What the experts make
+    of them is counted for ``tokens``, since a rank holds as many choices as it has tokens when routing is balanced.
+    """
     attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
     experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
-    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts))
+    meeting = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
+    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + meeting
 
 
 def available_bytes() -> int:
@@ -78,10 +86,20 @@ def available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def reset_peak(device: torch.device) -> None:
+    """Makes :func:`peak_bytes` count from now on; without effect on a CPU that is not Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")
+
+
 def peak_bytes(device: torch.device) -> int:
     """Most memory that this process has held: device memory on CUDA, resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows, where only the CUDA path could run anyway
+    if _CLEAR_REFS.exists():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

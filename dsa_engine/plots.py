@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """``matplotlib.pyplot``, set up to draw to files; ``ValueError`` where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -23,7 +24,7 @@ def plot_prefill(results: list[dict[str, Any]], path: str) -> None:
         results: of :meth:`dsa_engine.benchmark.PrefillResult.to_json`.
         path: of the PNG.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     tokens = [r["input_len"] for r in results]
     left.plot(tokens, [r["median_ttft_ms"] / 1e3 for r in results], marker="o")
@@ -49,7 +50,7 @@ def plot_latency(results: list[dict[str, Any]], metric: str, path: str) -> None:
         results: of :meth:`dsa_engine.benchmark.LatencyResult.to_json`.
         path: of the PNG.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(6, 4.2), layout="constrained")
     for batch in sorted({r["batch_size"] for r in results}):
         rows = [r for r in results if r["batch_size"] == batch]

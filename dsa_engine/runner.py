@@ -54,18 +54,19 @@ class ModelRunner:
         """Computes a chunk and writes the logits of its positions to ``into [prompt, vocab]`` (float32, CPU), on
         every rank.
 
-        ``block`` rows are multiplied with the LM head at a time.
+        About ``block`` rows, of all ranks together, are gathered and multiplied with the LM head at a time.
         """
         plan = self.plan([chunk])
-        most = max(p.rows for p in plan.ranks)
         hidden = self._forward(plan)
-        gathered = self._mesh.ep.all_gather(F.pad(hidden, (0, 0, 0, most - hidden.shape[0])))
-        for rank, share in enumerate(plan.ranks):
-            positions = share.positions()
-            for first in range(0, share.rows, block):
-                part = positions[first : first + block]
-                begin = rank * most + first
-                into[part] = self._model.logits(gathered[begin : begin + len(part)]).cpu()
+        positions = [share.positions() for share in plan.ranks]
+        step = max(1, block // len(plan.ranks))
+        for first in range(0, max(share.rows for share in plan.ranks), step):
+            mine = hidden[first : first + step]
+            gathered = self._mesh.ep.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
+            logits = self._model.logits(gathered).cpu()
+            for rank, theirs in enumerate(positions):
+                part = theirs[first : first + step]
+                into[part] = logits[rank * step : rank * step + len(part)]
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """All ranks' shares of the chunks."""

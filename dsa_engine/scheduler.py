@@ -62,21 +62,25 @@ class Scheduler:
         """Free pages of every rank."""
         return list(self._free)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a request.
+    def check(self, prompt_len: int, max_tokens: int, requests: int = 1) -> None:
+        """Whether requests of this size can run at the same time.
 
         Raises:
-            CapacityError: it could not run even alone; says what it needs and what there is.
+            CapacityError: not even alone; says what they need and what there is.
         """
-        need = self._pages_at_most(sequence)
+        need = requests * self._pages_at_most(prompt_len, max_tokens)
         if need > self._pages:
-            tokens = len(sequence.prompt) + sequence.params.max_tokens
+            what = "this request" if requests == 1 else f"{requests} such requests at once"
             raise CapacityError(
-                f"the cache is too small for this request: {len(sequence.prompt)} prompt tokens and up to "
-                f"{sequence.params.max_tokens} new ones ({tokens} in all) need {need} pages of {self._page_size} "
-                f"tokens, the cache has {self._pages}; raise cache_memory by a factor of {need / self._pages:.2f}, "
-                "shorten the prompt or lower max_tokens"
+                f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
+                f"({prompt_len + max_tokens} in all) need {need} pages of {self._page_size} tokens, the cache has "
+                f"{self._pages}; raise cache_memory by a factor of {need / self._pages:.2f}, shorten the prompt or "
+                "lower max_tokens"
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
+        self.check(len(sequence.prompt), sequence.params.max_tokens)
         self._waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
@@ -138,7 +142,7 @@ class Scheduler:
         group = max(open_groups, key=lambda g: sum(self._free[r] for r in self._groups[g]))
         owner = max(self._groups[group], key=lambda r: self._free[r])
         held = dict.fromkeys(self._groups[group], pages_for(len(sequence.prompt), self._page_size))
-        held[owner] = self._pages_at_most(sequence)
+        held[owner] = self._pages_at_most(len(sequence.prompt), sequence.params.max_tokens)
         if any(count > self._free[rank] for rank, count in held.items()):
             return False
         for rank, count in held.items():
@@ -154,6 +158,6 @@ class Scheduler:
             self._allocator.give_back(sequence.pages)
             sequence.pages = []
 
-    def _pages_at_most(self, sequence: Sequence) -> int:
+    def _pages_at_most(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.
-        return pages_for(len(sequence.prompt) + sequence.params.max_tokens - 1, self._page_size)
+        return pages_for(prompt_len + max_tokens - 1, self._page_size)

@@ -20,13 +20,13 @@ def dense_mla_reference(
     q: torch.Tensor, rows: torch.Tensor, start: int, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count, heads, width = q.shape
-    scores = (q.reshape(-1, width) @ rows.t()).view(count, heads, -1).float().mul_(scale)
+    rows = rows.float()
+    scores = (q.reshape(-1, width).float() @ rows.t()).view(count, heads, -1).mul_(scale)
     future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., start:].masked_fill_(future[:, None], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
-    probabilities = scores.sub_(lse[..., None]).exp_().to(q.dtype)
-    out = probabilities.view(count * heads, -1) @ rows[:, :value_dim]
-    return out.view(count, heads, value_dim), lse
+    out = scores.sub_(lse[..., None]).exp_().view(count * heads, -1) @ rows[:, :value_dim]
+    return out.view(count, heads, value_dim).to(q.dtype), lse
 
 
 def dense_mla(

@@ -35,6 +35,8 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     """
     if x.shape[1] != weight.shape[2] or weight.shape[0] != counts.shape[0]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts {tuple(counts.shape)} do not fit")
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.shape[1])
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
     if x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm"):
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -73,5 +75,5 @@ def expert_mlp(
     counts = torch.bincount(chosen[order], minlength=gate_up.shape[0])
     hidden = grouped_matmul(silu_mul(grouped_matmul(x[tokens], gate_up, counts)), down, counts)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    out.index_add_(0, tokens, hidden.float() * weights.flatten()[order, None])
+    out.index_add_(0, tokens, hidden.float().mul_(weights.flatten()[order, None]))
     return out.to(x.dtype)

@@ -21,21 +21,20 @@ def sparse_attention_reference(
     flat = pool.view(-1, width)
     out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    block = max(1, block_bytes // (max(1, slots.shape[1]) * (width * flat.element_size() + 4 * heads)))
+    block = max(1, block_bytes // (max(1, slots.shape[1]) * 4 * (width + heads)))
     for first in range(0, tokens, block):
         part = slice(first, first + block)
         chosen = slots[part]
         skipped = chosen < 0
-        rows = flat[chosen.clamp(min=0)]  # [n, k, width]
+        rows = flat[chosen.clamp(min=0)].float()  # [n, k, width]
         if bool(skipped.any()):
             rows.masked_fill_(skipped[..., None], 0.0)  # a row that was never written may hold NaN, and 0 · NaN is NaN
-        scores = torch.bmm(q[part], rows.transpose(1, 2)).float().mul_(scale)  # [n, heads, k]
+        scores = torch.bmm(q[part].float(), rows.transpose(1, 2)).mul_(scale)  # [n, heads, k]
         scores.masked_fill_(skipped[:, None], float("-inf"))
         lse[part] = torch.logsumexp(scores, dim=-1)
         # An empty row has a log-sum-exp of −inf; 0 in its place makes its probabilities exp(−inf) = 0, not NaN.
         top = lse[part].masked_fill(lse[part] == float("-inf"), 0.0)
-        probabilities = scores.sub_(top[..., None]).exp_().to(q.dtype)
-        torch.bmm(probabilities, rows[..., :value_dim], out=out[part])
+        out[part] = torch.bmm(scores.sub_(top[..., None]).exp_(), rows[..., :value_dim])
     return out, lse
 
 

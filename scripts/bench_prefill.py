@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, check_writable, lengths, llm_from, run
+from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, llm_from, read_text, run
 from dsa_engine.benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
 from dsa_engine.llm import LLM
 from dsa_engine.memory import format_bytes
@@ -35,11 +34,17 @@ def main() -> None:
     args = parse()
     if args.repeat < 1 or args.warmup < 0:
         raise ValueError(f"--repeat must be at least 1 and --warmup at least 0, not {args.repeat} and {args.warmup}")
-    check_writable(args.json, args.dump_logits, args.plot, args.profile)
-    text = Path(args.prompt_file).read_text(encoding="utf-8", errors="replace") if args.prompt_file else None
+    check_outputs(args.json, args.dump_logits, args.profile, plot=args.plot)
+    text = read_text(args.prompt_file) if args.prompt_file else None
     llm = llm_from(args)
     engine = llm.engine
-    prompts = [llm.tokenizer.encode(text)] if text else [random_prompt(engine, n, args.seed) for n in args.seq_len]
+    prompts = (
+        [llm.tokenizer.encode(text)]
+        if text is not None
+        else [random_prompt(engine, n, args.seed) for n in args.seq_len]
+    )
+    for prompt in prompts:
+        engine.check(prompt)  # all of them, before any is measured
     first = engine.mesh.rank == 0
     load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
     results = []
@@ -71,9 +76,9 @@ def report(result: PrefillResult) -> None:
         f"{j['max_ttft_ms']:.0f}, {len(result.seconds)} runs), {j['input_throughput']:.0f} tokens/s, "
         f"attention imbalance {result.imbalance:.4f} (max/mean)\n"
     )
-    ranks = zip(result.peak_memory_bytes, result.attention_pairs, strict=True)
-    rows = [(rank, format_bytes(peak), f"{pairs:,}") for rank, (peak, pairs) in enumerate(ranks)]
-    print(format_table(("rank", "peak memory", "attention pairs"), rows))
+    ranks = zip(result.peak_memory_bytes, result.attention_pairs, result.bytes_sent, strict=True)
+    rows = [(i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)]
+    print(format_table(("rank", "peak memory", "attention pairs", "sent"), rows))
     count = len(result.stage_seconds)
     rows = []
     total = sum(sum(rank.values()) for rank in result.stage_seconds) / count

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import check_writable, lengths, run
+from dsa_engine.arguments import check_outputs, lengths, run
 from dsa_engine.benchmark import random_prompt
 from dsa_engine.checkpoint import dequantize_checkpoint
 from dsa_engine.config import ModelConfig
 from dsa_engine.llm import resolve_model
-from dsa_engine.memory import format_bytes
+from dsa_engine.memory import format_bytes, peak_bytes, reset_peak
 from dsa_engine.report import environment, format_table, write_json
 
 
@@ -33,10 +33,11 @@ class Side:
 
     def measure(self, work: Callable[[], float]) -> None:
         """Runs ``work``, which returns the seconds that count."""
-        before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        cpu = torch.device("cpu")
+        reset_peak(cpu)
+        before = peak_bytes(cpu)
         self.seconds.append(work())
-        self.peak_bytes = max(self.peak_bytes, _resident("VmHWM") - before)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes(cpu) - before)
 
     @property
     def median(self) -> float:
@@ -60,7 +61,7 @@ def main() -> None:
     args = parse()
     if min(args.repeat, args.threads) < 1 or args.output_len < 2:
         raise ValueError("--repeat and --threads must be at least 1, --output-len at least 2")
-    check_writable(args.json)
+    check_outputs(args.json)
     if not Path("/proc/self/clear_refs").exists():
         raise ValueError("peak memory is read from /proc, which only Linux has")
     torch.set_num_threads(args.threads)
@@ -190,14 +191,6 @@ def row(r: dict[str, Any]) -> tuple[str, ...]:
         format_bytes(r["transformers_peak_bytes"]),
         difference,
     )
-
-
-def _resident(key: str) -> int:
-    """VmRSS (now) or VmHWM (the peak) of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import run
+from dsa_engine.arguments import check_outputs, read_text, run
 from dsa_engine.benchmark import measure_prefill
 from dsa_engine.memory import format_bytes
-from dsa_engine.report import format_table
+from dsa_engine.report import environment, format_table, write_json
 
 
 def parse() -> argparse.Namespace:
@@ -29,6 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-file", metavar="PATH", help="a text; default: sources of Python's standard library")
     parser.add_argument("--tokens", type=int, default=16384, help="use this many tokens of the document")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--json", metavar="PATH", help="write the result here")
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
     return parser.parse_args()
 
@@ -39,6 +40,7 @@ def main() -> None:
         raise ValueError(
             f"--nproc-per-node and --tokens must be at least 1, not {args.nproc_per_node} and {args.tokens}"
         )
+    check_outputs(args.json)
     if "RANK" in os.environ:
         parallel(args)
     elif args.reference:
@@ -67,7 +69,7 @@ def start(args: argparse.Namespace) -> None:
 
 def single(args: argparse.Namespace) -> None:
     """The reference: the same prefill in one process."""
-    llm = LLM("demo")
+    llm = load(args)
     prompt = document(llm, args)
     print(f"document: {len(prompt):,} tokens; reference prefill in one process …", flush=True)
     np.save(args.reference, llm.engine.prefill(prompt).numpy())
@@ -75,7 +77,7 @@ def single(args: argparse.Namespace) -> None:
 
 def parallel(args: argparse.Namespace) -> None:
     """Under torchrun: prefill, compare, generate, report."""
-    llm = LLM("demo")
+    llm = load(args)
     engine = llm.engine
     prompt = document(llm, args)
     result = measure_prefill(engine, prompt, warmup=0, repeat=1)
@@ -110,15 +112,25 @@ def parallel(args: argparse.Namespace) -> None:
         summary.append(("time per output token", f"{output.metrics.tpot_s * 1e3:.1f} ms"))
     print("\n" + format_table(("", "value"), summary))
     print(f"\nthe text (the demo model is untrained, so it is noise): {output.text!r}")
+    if args.json:
+        where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
+        figures = {"largest_difference": difference, "relative_difference": relative, "output_ids": output.token_ids}
+        write_json(args.json, {**where, **result.to_json(), **figures})
     # Rounding alone gives 1e-6. It may also break a near tie in the selection the other way: one token of 256.
     if not relative <= 0.05:
         raise RuntimeError(f"context parallelism changed the logits by {relative:.1%}, more than rounding can")
 
 
+def load(args: argparse.Namespace) -> LLM:
+    """The demo model in float32, so that ranks can be compared; on the CPU unless every rank has a GPU."""
+    enough = torch.cuda.device_count() >= args.nproc_per_node
+    return LLM("demo", dtype="float32", device="cuda" if enough else "cpu")
+
+
 def document(llm: LLM, args: argparse.Namespace) -> list[int]:
     """The first tokens of ``--prompt-file``, or of the standard library's sources in order of their names."""
     if args.prompt_file:
-        text = Path(args.prompt_file).read_text(encoding="utf-8", errors="replace")
+        text = read_text(args.prompt_file)
     else:
         text = ""
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):

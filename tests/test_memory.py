@@ -64,11 +64,11 @@ def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytes
     cpu = torch.device("cpu")
     monkeypatch.setattr(memory, "available_bytes", lambda: 6 << 30)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert default_cache_memory(config, 100, torch.float32, cpu, 1 << 20) == 3 << 30
+    assert default_cache_memory(config, 100, 100, torch.float32, cpu, 1 << 20) == 3 << 30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert default_cache_memory(config, 100, torch.float32, cpu, 1 << 20) == 1 << 30
+    assert default_cache_memory(config, 100, 100, torch.float32, cpu, 1 << 20) == 1 << 30
     monkeypatch.setattr(memory, "available_bytes", lambda: 600 << 30)
-    assert default_cache_memory(config, 100, torch.float32, cpu, 1 << 20) == 4 << 30
+    assert default_cache_memory(config, 100, 100, torch.float32, cpu, 1 << 20) == 4 << 30
 
 
 def _any_released() -> dict[str, object]:
@@ -79,9 +79,11 @@ def _any_released() -> dict[str, object]:
 
 def test_activations_grow_with_tokens_and_width() -> None:
     config = ModelConfig.from_dict(_any_released())
-    one = memory.activation_bytes(config, 1, torch.bfloat16)
-    assert memory.activation_bytes(config, 1000, torch.bfloat16) == 1000 * one
-    assert memory.activation_bytes(config, 1, torch.float32) == 2 * one
+    one = memory.activation_bytes(config, 1, 1, torch.bfloat16)
+    assert memory.activation_bytes(config, 1000, 1000, torch.bfloat16) == 1000 * one
+    # What is gathered from other ranks counts: rows twice, in and out, and their float32 sums.
+    more = memory.activation_bytes(config, 1, 64, torch.bfloat16)
+    assert more - one == 63 * config.hidden_size * (2 * 2 + 4)
     # The widest sets of a DeepSeek layer: absorbed queries and results of 128 heads, or 8 experts' inputs and outputs.
     assert one >= 2 * 128 * (576 + 512)
 

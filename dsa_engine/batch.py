@@ -77,24 +77,25 @@ class StepPlan:
         fewest = unabsorbed_min_queries(config)
         parts: list[list[tuple[list[Segment], int, int, int]]] = [[] for _ in plans]
         for chunk in chunks:
-            for rank, runs in zip(
-                chunk.ranks, split_sequence(chunk.start, chunk.length, len(chunk.ranks), layout), strict=True
-            ):
+            count = len(chunk.ranks)
+            for i, runs in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
+                # Turned by the sequence, or the odd tokens of many short prompts would all fall to the first ranks.
+                rank = chunk.ranks[(i + chunk.sequence.id) % count]
                 plan = plans[rank]
                 plan.chunks.append(chunk)
                 for start, length in runs:
                     # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
                     dense = min(length, max(0, config.index_topk - start)) if config.has_indexer else length
                     path = plan.unabsorbed if dense >= fewest else plan.absorbed
-                    for where, first, count in ((path, start, dense), (plan.sparse, start + dense, length - dense)):
-                        if count:
-                            parts[rank].append((where, len(plan.chunks) - 1, first, count))
+                    for where, first, n in ((path, start, dense), (plan.sparse, start + dense, length - dense)):
+                        if n:
+                            parts[rank].append((where, len(plan.chunks) - 1, first, n))
         for plan, mine in zip(plans, parts, strict=True):
             for path in (plan.unabsorbed, plan.absorbed, plan.sparse):
-                for where, sequence, first, count in mine:
+                for where, sequence, first, n in mine:
                     if where is path:
-                        path.append(Segment(plan.rows, count, sequence, first))
-                        plan.rows += count
+                        path.append(Segment(plan.rows, n, sequence, first))
+                        plan.rows += n
             for s in plan.segments:
                 chunk = plan.chunks[s.sequence]
                 if s.end == chunk.end and chunk.samples:

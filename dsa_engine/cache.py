@@ -40,7 +40,6 @@ class KVCache:
     def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
         self.pages = pages
         self.page_size = page_size
-        self.bytes = pages * page_size * cache_bytes_per_token(config, dtype)
 
         def pool(width: int) -> torch.Tensor:
             # Not cleared: no row is read before it is written, and on a CPU untouched pages take no memory.

@@ -38,7 +38,6 @@ class ModelConfig:
     rms_norm_eps: float
     dtype: torch.dtype  # the checkpoint's activation dtype
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     tie_word_embeddings: bool
     # attention
     num_attention_heads: int
@@ -99,11 +98,17 @@ class ModelConfig:
             CheckpointError: no such folder, no ``config.json`` in it, or not JSON.
             ValueError: the configuration is not supported or contradicts itself.
         """
-        return cls.from_dict(read_config_json(folder), overrides)
+        raw = read_config_json(folder)
+        generation = Path(folder) / "generation_config.json"
+        if generation.is_file():  # it may name more tokens that end a text, as chat models do
+            ends = _as_list(raw.get("eos_token_id")) + _as_list(_read_object(generation).get("eos_token_id"))
+            raw["eos_token_id"] = list(dict.fromkeys(ends))
+        return cls.from_dict(raw, overrides)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
         """Builds the configuration from the keys of a ``config.json``; see :meth:`from_pretrained`."""
+        raw = _without_aliases(raw, overrides or {})
         raw = merge_overrides(raw, overrides or {})
         get = _Keys(raw)
         model_type = raw.get("model_type")
@@ -115,7 +120,6 @@ class ModelConfig:
         has_indexer = model_type != "deepseek_v3"
         rope_dim = get.size("qk_rope_head_dim")
         max_positions = get.size("max_position_embeddings")
-        eos = raw.get("eos_token_id")
         quantization = raw.get("quantization_config")
         config = cls(
             model_type=model_type,
@@ -125,8 +129,7 @@ class ModelConfig:
             max_position_embeddings=max_positions,
             rms_norm_eps=float(get("rms_norm_eps", 1e-6)),
             dtype=_dtype(raw),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=tuple(_as_list(raw.get("eos_token_id"))),
             tie_word_embeddings=bool(get("tie_word_embeddings", False)),
             num_attention_heads=get.size("num_attention_heads"),
             q_lora_rank=get.size("q_lora_rank"),
@@ -189,6 +192,10 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
         raise CheckpointError(f"{folder} is no checkpoint: it has no config.json (it holds {found})")
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -196,6 +203,10 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")
     return raw
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
 class _Keys:
@@ -228,6 +239,30 @@ def merge_overrides(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str
     return merged
 
 
+# The same thing under several names: an override of one takes the others' place, also where they would go before it.
+_ALIASES: tuple[set[str], ...] = (
+    {"dtype", "torch_dtype"},
+    {"mlp_layer_types", "first_k_dense_replace"},
+    {"rope_parameters", "rope_scaling"},
+)
+_INDEXER_SCHEDULES = ("indexer_types", "index_topk_pattern", "index_topk_freq")  # the earlier goes before the later
+
+
+def _without_aliases(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``raw`` without what the overrides say under another name."""
+    gone = {name for names in _ALIASES if names & overrides.keys() for name in names - overrides.keys()}
+    for i, name in enumerate(_INDEXER_SCHEDULES):
+        if name in overrides:
+            gone |= set(_INDEXER_SCHEDULES[:i]) - overrides.keys()
+    kept = {key: value for key, value in raw.items() if key not in gone}
+    theta = (raw.get("rope_parameters") or {}).get("rope_theta")
+    if "rope_theta" in overrides and "rope_parameters" in kept:
+        kept["rope_parameters"] = {k: v for k, v in (kept["rope_parameters"] or {}).items() if k != "rope_theta"}
+    elif "rope_parameters" in gone and theta is not None:
+        kept.setdefault("rope_theta", theta)  # it is no part of rope_scaling
+    return kept
+
+
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     only: dict[str, Any] = {
         "attention_bias": False,
@@ -242,6 +277,9 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
             raise ValueError(f"{key} = {raw[key]!r} is not supported; supported is {supported!r}")
     if "q_lora_rank" in raw and raw["q_lora_rank"] is None:
         raise ValueError("q_lora_rank = null (a full-rank q_proj) is not supported; give the rank of q_a_proj")
+    for key, kind in (("quantization_config", dict), ("rope_scaling", dict), ("rope_parameters", dict)):
+        if raw.get(key) is not None and not isinstance(raw[key], kind):
+            raise ValueError(f"{key} must be a JSON object, not {raw[key]!r}")
     quantization = raw.get("quantization_config")
     if quantization is not None and (quantization.get("quant_method"), quantization.get("fmt", "e4m3")) != (
         "fp8",
@@ -272,6 +310,8 @@ def _weight_block_size(quantization: dict[str, Any] | None) -> tuple[int, int] |
 def _per_layer(raw: dict[str, Any], key: str, layers: int, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """A per-layer list, cut to ``layers`` so that an override of ``num_hidden_layers`` keeps the first ones."""
     values = raw[key]
+    if not isinstance(values, list):
+        raise ValueError(f"{key} must be a list with one of {', '.join(allowed)} for each layer, not {values!r}")
     if len(values) < layers:
         raise ValueError(f"{key} names {len(values)} layers, num_hidden_layers is {layers}")
     for value in values:

@@ -50,6 +50,11 @@ class EngineOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        for name, kind in (("dtype", str), ("device", str), ("hf_overrides", dict), ("parallel", ParallelConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an integer, not {self.seed!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.load_format not in get_args(LoadFormat):

@@ -41,7 +41,7 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
     check_outputs(args.json, plot=args.plot)
     if max(args.batch_size) > args.max_num_seqs:
         raise ValueError(
-            f"--batch-size {max(args.batch_size)} exceeds --max-num-seqs {args.max_num_seqs}: they would not run at once"
+            f"--batch-size {max(args.batch_size)} exceeds --max-num-seqs {args.max_num_seqs}; raise --max-num-seqs"
         )
     llm = llm_from(args)
     engine = llm.engine

@@ -142,8 +142,13 @@ class LLM:
         """
         if not messages:
             raise ValueError("the conversation is empty; give at least one message")
-        several = [messages] if isinstance(messages[0], dict) else messages
-        prompts = [self.tokenizer.chat(list(conversation)) for conversation in several]  # type: ignore[arg-type]
+        several: Any = [messages] if isinstance(messages[0], dict) else messages
+        for conversation in several:
+            if not isinstance(conversation, (list, tuple)) or not all(
+                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in conversation
+            ):
+                raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, not {conversation!r:.80}")
+        prompts = [self.tokenizer.chat(list(conversation)) for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -188,6 +193,8 @@ class LLM:
         return list(prompt)
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Stop strings need text: where there is no tokenizer, this says so before anything runs.
         texts = bool(params.stop_strings) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None

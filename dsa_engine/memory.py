@@ -69,8 +69,8 @@ def default_cache_memory(
 def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
     """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once.
 
-    ``gathered`` tokens meet for this rank's experts: their rows arrive, and their sums are float32. What the experts make
-    of them is counted for ``tokens``, since a rank holds as many choices as it has tokens when routing is balanced.
+    ``gathered`` tokens meet for this rank's experts: their rows arrive, and their sums are float32. What the experts
+    make of them is counted for ``tokens``: so many fall to a rank when routing is balanced.
     """
     attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
     experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)

@@ -20,7 +20,9 @@ class Request:
     def __init__(self, engine: Engine, sequence: Sequence, tokenizer: Tokenizer | None):
         self._engine = engine
         self._sequence = sequence
-        self._text = TextStream(tokenizer, sequence.params.stop_strings) if tokenizer else None
+        self._text = (
+            TextStream(tokenizer, sequence.params.stop_strings, sequence.params.min_tokens) if tokenizer else None
+        )
         self._tokens: list[int] = []  # those taken from the sequence so far
         self.finish_reason: str | None = None
 

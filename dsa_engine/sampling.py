@@ -17,7 +17,7 @@ class SamplingParams:
         top_p: sample from the most likely tokens that together have this probability, in (0, 1].
         top_k: sample from this many most likely tokens; 0 or -1 for all.
         max_tokens: at most this many tokens are generated.
-        min_tokens: no end-of-sequence or stop token before this many.
+        min_tokens: no end-of-sequence token, stop token or stop string before this many.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the output, besides the model's end-of-sequence tokens.
         ignore_eos: go on after an end-of-sequence token.
@@ -36,6 +36,10 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, (list, tuple)) or (name == "stop" and isinstance(value, str))):
+                raise ValueError(f"{name} must be a list, not {value!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
         for name in ("temperature", "top_p"):
@@ -60,7 +64,7 @@ class SamplingParams:
             raise ValueError(f"stop must be non-empty strings, not {self.stop!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ValueError(f"seed must be an integer, not {self.seed!r}")
-        if not all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids or ()):
+        if not all(isinstance(t, int) and 0 <= t < 2**31 for t in self.stop_token_ids or ()):
             raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
 
 

@@ -45,9 +45,11 @@ class TextStream:
     A character may need several tokens, and a stop string may lie across several; what could still change is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int = 0):
         self._tokenizer = tokenizer
         self._stop = stop
+        self._min_tokens = min_tokens  # no stop string is seen in their text
+        self._searched = 0  # text before this is not searched
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text can no longer change
         self._window = 0  # decoding starts here, a little before, for the sake of spaces between words
@@ -62,10 +64,13 @@ class TextStream:
         after = self._tokenizer.decode(self._tokens[self._window :])
         if after.endswith("\ufffd"):
             return  # an unfinished character
-        searched = len(self._text) - max((len(s) for s in self._stop), default=0)
+        first = max(self._searched, len(self._text) - max((len(s) for s in self._stop), default=0))
         self._text += after[len(before) :]
         self._window, self._settled = self._settled, len(self._tokens)
-        places = [p for s in self._stop if (p := self._text.find(s, max(0, searched))) >= 0]
+        if len(self._tokens) <= self._min_tokens:
+            self._searched = len(self._text)
+            return
+        places = [p for s in self._stop if (p := self._text.find(s, first)) >= 0]
         if places:
             self._text = self._text[: min(places)]
             self.stopped = True

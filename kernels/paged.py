@@ -29,7 +29,7 @@ def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: i
     """Rows of the positions ``start … stop-1`` of the sequence with ``block_table [max_pages]``: ``[stop-start,
     width]``.
 
-    For the references, which read a cache tile by tile; a kernel reads the pool in place.
+    For the references, which copy what they are about to read; a kernel reads the pool in place.
     """
     page_size = pool.shape[1]
     first, last = start // page_size, -(-stop // page_size)

@@ -24,7 +24,7 @@ def apply_rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Rotates ``x [T, ..., dim]`` by ``cos, sin [T, dim / 2]`` (float32); the result has the shape and dtype of ``x``."""
+    """Rotates ``x [T, ..., dim]`` by float32 ``cos, sin [T, dim / 2]``; the result has the shape and dtype of ``x``."""
     if x.shape[-1] != 2 * cos.shape[-1] or x.shape[0] != cos.shape[0]:
         raise ValueError(f"x {tuple(x.shape)} does not fit cos {tuple(cos.shape)}")
     return apply_rope_reference(x, cos, sin, interleaved)

@@ -109,10 +109,6 @@ class Mesh:
             report_failures(connect=True)
         return cls(config, rank, world_size, chosen)
 
-    @property
-    def cp_group_count(self) -> int:
-        return self.world_size // self.cp_size
-
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""
         return range(cp_group * self.cp_size, (cp_group + 1) * self.cp_size)

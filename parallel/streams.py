@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
-
-T = TypeVar("T")
 
 
 class SideStream:

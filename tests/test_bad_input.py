@@ -223,3 +223,44 @@ def test_no_such_folder(tmp_path: Path) -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no config.json \(it holds nothing\)"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"parallel": {"cp_size": 1}}, "parallel must be a ParallelConfig, not {'cp_size': 1}"),
+        ({"hf_overrides": '{"a": 1}'}, "hf_overrides must be a dict, not"),
+        ({"seed": "x"}, "seed must be an integer, not 'x'"),
+        ({"dtype": [1]}, r"dtype must be a str, not \[1\]"),
+    ],
+)
+def test_options_of_the_wrong_type(demo_cache: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        LLM("demo", **options)
+
+
+def test_parameters_of_the_wrong_type(demo_cache: Path) -> None:
+    llm = LLM("demo", device="cpu")
+    for wrong in ({"temperature": 0}, [{"temperature": 0}]):
+        with pytest.raises(TypeError, match="must be a SamplingParams"):
+            llm.generate("a", wrong)  # type: ignore[arg-type]
+    for conversation in ("hello", [{"role": "user"}], [["hello"]]):
+        with pytest.raises(TypeError, match="a conversation is a list of"):
+            llm.chat(conversation)  # type: ignore[arg-type]
+    for stop in ({"stop": 5}, {"stop_token_ids": 5}):
+        with pytest.raises(ValueError, match="must be a list, not 5"):
+            SamplingParams(**stop)  # type: ignore[arg-type]
+    assert not llm.engine.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"quantization_config": "fp8"}, "quantization_config must be a JSON object, not 'fp8'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be a JSON object, not 'yarn'"),
+        ({"indexer_types": 5}, "indexer_types must be a list with one of full, shared for each layer, not 5"),
+    ],
+)
+def test_configuration_values_of_the_wrong_type(demo_cache: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(hf_overrides=overrides)

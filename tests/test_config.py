@@ -204,3 +204,36 @@ def test_files(tmp_path: Path) -> None:
             read_config_json(tmp_path)
     path.write_text(json.dumps(SMALL))
     assert ModelConfig.from_pretrained(tmp_path, {"index_topk": 9}).index_topk == 9
+
+
+@pytest.mark.parametrize(
+    "base, overrides, check",
+    [
+        ({"dtype": "float32"}, {"torch_dtype": "float16"}, lambda c: c.dtype == torch.float16),
+        ({"mlp_layer_types": ["dense"] * 3}, {"first_k_dense_replace": 1}, lambda c: c.mlp_layer_types[1] == "sparse"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_theta": 5e5},
+            lambda c: c.rope.theta == 5e5,
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 512}},
+            lambda c: c.rope.factor == 4 and c.rope.theta == 1e6,
+        ),
+        (
+            {"indexer_types": ["full"] * 3},
+            {"index_topk_pattern": "FSS"},
+            lambda c: c.indexer_types[1:] == ("shared",) * 2,
+        ),
+    ],
+)
+def test_an_override_counts_under_every_name(base: dict[str, Any], overrides: dict[str, Any], check: Any) -> None:
+    assert check(ModelConfig.from_dict(SMALL | {"model_type": "glm_moe_dsa", "num_hidden_layers": 3} | base, overrides))
+
+
+def test_more_end_tokens_from_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"eos_token_id": 1}))
+    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (1,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (1, 7)

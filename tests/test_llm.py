@@ -300,3 +300,13 @@ def test_page_sizes_and_workspaces_do_not_matter(llm: LLM, random_ids: Callable[
     for options in ({"page_size": 1}, {"page_size": 37, "workspace": "1MiB"}, {"max_num_batched_tokens": 255}):
         ours = load(**options).prompt_logits(ids)
         assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+def test_no_stop_string_before_min_tokens(llm: LLM) -> None:
+    params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    (free,) = llm.generate("def main():", SamplingParams(**params))
+    early = free.text[0]
+    (kept,) = llm.generate("def main():", SamplingParams(**params, stop=[early], min_tokens=10))
+    assert len(kept.token_ids) > 10
+    (cut,) = llm.generate("def main():", SamplingParams(**params, stop=[early]))
+    assert cut.text == "" and cut.finish_reason == "stop"

@@ -73,16 +73,15 @@ def test_bench_prefill_takes_a_text_and_a_model_of_configuration_only(run: Run, 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_prefill_of_32k_tokens_stays_under_1500_mb(run: Run, tmp_path: Path) -> None:
     peaks = {}
-    for length in (16384, 32768):
+    for length in (8192, 32768):
         report = tmp_path / f"{length}.json"
         done = run("bench_prefill.py", "--seq-len", length, "--warmup", 0, "--repeat", 1, "--json", report)
         assert done.returncode == 0, done.stderr
         peaks[length] = json.loads(report.read_text())["results"][0]["peak_memory_bytes"][0]
     assert peaks[32768] < 1.5e9
-    assert peaks[32768] < 2 * peaks[16384]  # linear at most
+    assert peaks[32768] < 4 * peaks[8192]  # linear at most
 
 
 def test_latency_scripts(run: Run, tmp_path: Path) -> None:

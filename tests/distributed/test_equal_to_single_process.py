@@ -22,7 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm_moe_dsa", SIZES | {"indexer_types": ["full", "shared", "full"]}),
     "v3": ("deepseek_v3", SIZES),
 }
-OPTIONS = {"max_model_len": 1024, "cache_memory": "256MiB"}
+OPTIONS = {"device": "cpu", "max_model_len": 1024, "cache_memory": "256MiB"}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "max_tokens": 12, "ignore_eos": True}
 RAGGED = [5, 150, 1, 300, 64, 33, 9, 2]

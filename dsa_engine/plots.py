@@ -25,7 +25,7 @@ def plot_prefill(results: list[dict[str, Any]], path: str) -> None:
         path: of the PNG.
     """
     pyplot = load_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     tokens = [r["input_len"] for r in results]
     left.plot(tokens, [r["median_ttft_ms"] / 1e3 for r in results], marker="o")
     left.set(xlabel="prompt tokens", ylabel="TTFT, s (median)", title="Time to first token")
@@ -38,7 +38,7 @@ def plot_prefill(results: list[dict[str, Any]], path: str) -> None:
             right.bar([f"{t:,}" for t in tokens], shares, bottom=floor, label=name, color=pyplot.cm.tab20(i % 20))
             floor = [low + s for low, s in zip(floor, shares, strict=True)]
     right.set(xlabel="prompt tokens", ylabel="s", title="Stages (mean over ranks)")
-    right.legend(fontsize="x-small", loc="upper left")
+    right.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

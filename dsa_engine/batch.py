@@ -109,13 +109,10 @@ class StepPlan:
 
 @dataclass
 class ForwardBatch:
-    """One rank's tensors for one forward pass over T tokens (T may be 0: the rank then only takes part in
-    collectives)."""
+    """One rank's tensors for one forward pass over T tokens; with T = 0 the rank only takes part in collectives."""
 
     plan: RankPlan
-    input_ids: (
-        torch.Tensor
-    )  # [tp_size, tp_rows] int64: the ids of every rank of the tensor-parallel group, padded with 0
+    input_ids: torch.Tensor  # [tp_size, tp_rows] int64: of every rank of the tensor-parallel group, padded with 0
     cos: torch.Tensor  # [T, rope / 2] float32
     sin: torch.Tensor
     sequences: torch.Tensor  # [T] int64, row of the block table

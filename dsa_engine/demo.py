@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.checkpoint.random_init import write_random_checkpoint
+from dsa_engine.checkpoint.released import released_config
 from dsa_engine.errors import CheckpointError
 
 VERSION = 1  # raise it when the weights or the tokenizer change but the configuration does not
@@ -40,6 +41,7 @@ deleted at any time, and is made again when needed.
 
 def demo_config() -> dict[str, Any]:
     """The demo model's ``config.json``, with the keys of a released one; a new dictionary every time."""
+    released = released_config("deepseek_v32")
     return {
         "description": "untrained random weights, for trying out dsa_engine without a download",
         "architectures": ["DeepseekV32ForCausalLM"],
@@ -71,23 +73,9 @@ def demo_config() -> dict[str, Any]:
         "q_lora_rank": 128,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
-        "quantization_config": {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "scale_fmt": "ue8m0",
-            "weight_block_size": [128, 128],
-        },
+        "quantization_config": released["quantization_config"],
         "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
+        "rope_scaling": released["rope_scaling"],
         "rope_theta": 10000,
         "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid",

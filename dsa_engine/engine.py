@@ -198,7 +198,7 @@ class Engine:
         """The chunks of a prompt's prefill, each to be run before the next is asked for."""
         if self.scheduler.has_work:
             raise RuntimeError("the engine is busy with other requests; finish them first")
-        self.check(prompt)
+        self._check_prompt(prompt, room=0)
         sequence = Sequence(-1, prompt, SamplingParams(max_tokens=1))
         self.scheduler.add(sequence)
         try:

@@ -98,7 +98,7 @@ class Attention(Weighted):
                 store_rows(key_pool, index_key, batch.slots)
 
         if indexer and index_query and key_pool is not None:
-            selection = indexer.select(*index_query, key_pool, batch, unscored)
+            selection = indexer.select(*index_query, key_pool, batch)
         with stage("sparse flash attention"):
             out_latent = self._absorbed(q_latent, latent_pool, batch, selection, dense, unscored)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
@@ -136,9 +136,8 @@ class Attention(Weighted):
         tables = batch.block_tables
         parts = []
         if border:
-            segments = [s._replace(row=s.row - dense) for s in batch.plan.absorbed]
             over_all = dense_mla(
-                q[:border], pool, tables, segments, value_dim=value_dim, scale=scale, workspace=workspace
+                q[:border], pool, tables, batch.absorbed, value_dim=value_dim, scale=scale, workspace=workspace
             )
             parts.append(over_all[0])
         if q.shape[0] > border:

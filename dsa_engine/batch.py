@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.context import split_sequence
 from dsa_engine.parallel.group import Group
@@ -115,7 +115,8 @@ class ForwardBatch:
     input_ids: torch.Tensor  # [tp_size, tp_rows] int64: of every rank of the tensor-parallel group, padded with 0
     cos: torch.Tensor  # [T, rope / 2] float32
     sin: torch.Tensor
-    sequences: torch.Tensor  # [T] int64, row of the block table
+    absorbed: Segments  # plan.absorbed and plan.sparse, with rows counted from each one's first
+    sparse: Segments
     block_tables: torch.Tensor  # [sequences, max_pages] int32
     slots: torch.Tensor  # [R] int32: where each (gathered) cache row goes; R is T, or cp_size · cp_rows
     gathers: bool  # whether cache rows are gathered over the context-parallel group
@@ -149,7 +150,8 @@ class ForwardBatch:
             input_ids=torch.stack(ids).to(device),
             cos=cos.to(device),
             sin=sin.to(device),
-            sequences=sequences.to(device),
+            absorbed=_from_row_0(plan.absorbed, device),
+            sparse=_from_row_0(plan.sparse, device),
             block_tables=tables.to(device),
             slots=slots.to(device),
             gathers=gathers,
@@ -157,6 +159,11 @@ class ForwardBatch:
             tp_rows=tp_rows,
             ep_rows=max(rows),
         )
+
+
+def _from_row_0(segments: list[Segment], device: torch.device) -> Segments:
+    first = segments[0].row if segments else 0
+    return Segments.of([s._replace(row=s.row - first) for s in segments], device)
 
 
 def _of(step: StepPlan, group: Group) -> list[RankPlan]:

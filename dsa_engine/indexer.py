@@ -52,16 +52,19 @@ class Indexer(Weighted):
         scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
         return q, F.linear(x[first:].float(), self.weights_proj) * scale
 
-    def select(
-        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, first: int
-    ) -> torch.Tensor:
-        """Slots ``[T - first, index_topk]`` int32 of the tokens that the sparse rows, from ``first`` on, attend to."""
-        segments = [s._replace(row=s.row - first) for s in batch.plan.sparse]
+    def select(self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Slots ``[sparse rows, index_topk]`` int32 of the tokens that the sparse rows attend to."""
         with stage("lightning indexer"):
             positions = lightning_indexer(
-                q, weights, pool, batch.block_tables, segments, self.config.index_topk, workspace=self.place.workspace
+                q,
+                weights,
+                pool,
+                batch.block_tables,
+                batch.sparse,
+                self.config.index_topk,
+                workspace=self.place.workspace,
             )
-            return slots_of(positions, batch.block_tables, batch.sequences[first:], pool.shape[1])
+            return slots_of(positions, batch.block_tables, batch.sparse.sequences, pool.shape[1])
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """RoPE on the first dimensions only."""

@@ -8,12 +8,10 @@ without an indexer): expanding the cache to per-head keys and values would cost 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from dsa_engine.kernels.paged import read_rows
-from dsa_engine.kernels.segment import Segment, check_segments
+from dsa_engine.kernels.segment import Segments
 
 
 def dense_mla_reference(
@@ -33,7 +31,7 @@ def dense_mla(
     q: torch.Tensor,
     pool: torch.Tensor,
     block_tables: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Segments,
     *,
     value_dim: int,
     scale: float,
@@ -45,7 +43,7 @@ def dense_mla(
         q: ``[T, heads, width]`` absorbed queries.
         pool: latent pool ``[pages, page_size, width]``, same dtype as q.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: the runs of queries; together they cover the T rows.
+        segments: the runs of queries.
         value_dim: leading columns of a row that are its value.
         scale: softmax scale.
         workspace: bytes for the scores; queries are taken in as many blocks as that needs.
@@ -55,7 +53,7 @@ def dense_mla(
     """
     if q.shape[-1] != pool.shape[-1] or q.dtype != pool.dtype:
         raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit pool {pool.dtype} {tuple(pool.shape)}")
-    check_segments(segments, q.shape[0], block_tables, pool.shape[1])
+    segments.check(q.shape[0], block_tables, pool.shape[1])
     heads = q.shape[1]
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)

@@ -8,12 +8,12 @@ with S².
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 
 from dsa_engine.kernels.indexer_scores import indexer_scores
-from dsa_engine.kernels.segment import Segment, check_segments
+from dsa_engine.kernels.segment import Segments
 from dsa_engine.kernels.topk import select_topk
 
 
@@ -22,7 +22,7 @@ def lightning_indexer(
     weights: torch.Tensor,
     pool: torch.Tensor,
     block_tables: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Segments,
     k: int,
     *,
     workspace: int = 256 << 20,
@@ -34,29 +34,37 @@ def lightning_indexer(
         weights: ``[T, heads]`` float32 head weights, all scales included.
         pool: index-key pool ``[pages, page_size, dim]``.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: the runs of queries; together they cover the T rows.
+        segments: the runs of queries.
         k: how many to select.
         workspace: bytes for scores and intermediate products.
 
     Returns:
         positions ``[T, k]`` int32, ascending, −1 behind the last where a query sees fewer than k tokens.
     """
-    check_segments(segments, q.shape[0], block_tables, pool.shape[1])
+    segments.check(q.shape[0], block_tables, pool.shape[1])
     positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
-    for segment in segments:
-        # A quarter of the workspace for the scores, half for the products; the selection over the scores, when the
-        # products are gone, takes twice their bytes (and more in rows full of ties).
-        block = max(1, workspace // 4 // (4 * segment.end))
-        for done in range(0, segment.length, block):
-            rows = slice(segment.row + done, segment.row + min(done + block, segment.length))
-            scores = indexer_scores(
-                q[rows],
-                weights[rows],
-                pool,
-                block_tables[segment.sequence],
-                segment.start + done,
-                workspace=workspace // 2,
-            )
-            positions[rows] = select_topk(scores, k)[0]
-            del scores  # before the next block's are made
+    # A quarter of the workspace for the scores, half for the reference's products; the selection over the scores, when
+    # the products are gone, takes twice their bytes (and more in rows full of ties).
+    for first, last in _pieces(segments, workspace // 4 // 4):
+        piece, rows = segments.part(first, last), slice(first, last)
+        scores = indexer_scores(q[rows], weights[rows], pool, block_tables, piece, workspace=workspace // 2)
+        positions[rows] = select_topk(scores, k, piece.visible)[0]
+        del scores  # before the next piece's are made
     return positions
+
+
+def _pieces(segments: Segments, elements: int) -> Iterator[tuple[int, int]]:
+    """Cuts the rows into runs ``(first, last)`` whose scores, as wide as the most that any row of the run sees, are at
+    most ``elements`` numbers; a single row is always taken."""
+    first = row = width = 0
+    for s in segments:
+        end = s.row + s.length
+        while row < end:
+            width = max(width, s.end)
+            full = first + max(1, elements // width)
+            row = max(row, min(end, full))
+            if row >= full:
+                yield first, row
+                first, width = row, 0
+    if first < row:
+        yield first, row

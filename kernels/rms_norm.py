@@ -7,24 +7,72 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.launch import runs_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
 
 
+@triton.jit
+def rms_norm_kernel(
+    x, residual, weight, normed, summed, x_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row a program, held in registers. With ADD, ``x + residual`` is stored and then normalised."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    if ADD:
+        values = values + tl.load(residual + row * width + columns, mask=inside, other=0.0)
+        tl.store(summed + row * width + columns, values, mask=inside)
+    full = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(full * full) / width + eps)
+    # Rounded before the weight as well, as the model's definition does.
+    result = tl.load(weight + columns, mask=inside, other=0.0) * (full * scale).to(values.dtype)
+    tl.store(normed + row * width + columns, result.to(normed.dtype.element_ty), mask=inside)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [rows, width]`` with any row stride; the sum is x itself where there is no residual."""
+    rows, width = x.shape
+    normed = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    summed = x if residual is None else torch.empty_like(normed)
+    if rows:
+        block = triton.next_power_of_2(width)
+        # 8 elements, one 16-byte load, a thread at least, and at most 16 warps: 7168 columns take 16 a thread.
+        warps = min(16, max(1, block // 256))
+        rms_norm_kernel[(rows,)](
+            x, residual, weight, normed, summed, x.stride(0), width, eps,
+            ADD=residual is not None, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return normed, summed
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises ``x [..., width]`` and scales it by ``weight [width]``; the result has the dtype of ``x``."""
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x has width {x.shape[-1]}, the weight has {weight.shape[0]}")
-    return rms_norm_reference(x, weight, eps)
+    if not runs_triton(x):
+        return rms_norm_reference(x, weight, eps)
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    return _launch(rows, None, weight, eps)[0].view(x.shape)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``residual + x``, and its RMSNorm: returns ``(normed, summed)``, both ``[T, width]``."""
-    if x.shape != residual.shape:
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ")
-    summed = residual + x
-    return rms_norm(summed, weight, eps), summed
+    if x.shape != residual.shape or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, residual {tuple(residual.shape)} and weight {tuple(weight.shape)} do not fit together"
+        )
+    if not runs_triton(x):
+        summed = residual + x
+        return rms_norm_reference(summed, weight, eps), summed
+    return _launch(x.contiguous(), residual.contiguous(), weight, eps)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.segment import Segment, Segments
 
 Scatter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 HEADS, WIDTH, VALUE, SCALE = 3, 20, 16, 0.3
@@ -44,7 +44,7 @@ def naive(q: torch.Tensor, rows: list[torch.Tensor]) -> tuple[torch.Tensor, torc
 def test_ragged_batch(page_size: int, workspace: int, scattered_pages: Scatter) -> None:
     q, rows = problem()
     pool, tables = scattered_pages(rows, page_size)
-    out, lse = dense_mla(q, pool, tables, SEGMENTS, value_dim=VALUE, scale=SCALE, workspace=workspace)
+    out, lse = dense_mla(q, pool, tables, Segments.of(SEGMENTS), value_dim=VALUE, scale=SCALE, workspace=workspace)
     expected, expected_lse = naive(q, rows)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -54,7 +54,7 @@ def test_ragged_batch(page_size: int, workspace: int, scattered_pages: Scatter) 
 def test_half_precision(dtype: torch.dtype, bound: float, scattered_pages: Scatter) -> None:
     q, rows = problem(dtype)
     pool, tables = scattered_pages(rows, 8)
-    out, lse = dense_mla(q, pool, tables, SEGMENTS, value_dim=VALUE, scale=SCALE)
+    out, lse = dense_mla(q, pool, tables, Segments.of(SEGMENTS), value_dim=VALUE, scale=SCALE)
     expected, _ = naive(q, rows)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert float((out.double() - expected).norm() / expected.norm()) < bound
@@ -68,7 +68,7 @@ def test_memory_stays_within_the_workspace(peak_memory: Callable[..., int]) -> N
     segments = [Segment(0, count, 0, start)]
 
     def run() -> object:
-        return dense_mla(q, pool, tables, segments, value_dim=VALUE, scale=SCALE, workspace=workspace)
+        return dense_mla(q, pool, tables, Segments.of(segments), value_dim=VALUE, scale=SCALE, workspace=workspace)
 
     results = count * 4 * (VALUE + 1) * 4
     rows = pool.numel() * 4
@@ -80,10 +80,10 @@ def test_bad_arguments(scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages(rows, 8)
     kwargs = {"value_dim": VALUE, "scale": SCALE}
     with pytest.raises(ValueError, match="does not fit pool"):
-        dense_mla(q[..., 1:], pool, tables, SEGMENTS, **kwargs)
+        dense_mla(q[..., 1:], pool, tables, Segments.of(SEGMENTS), **kwargs)
     with pytest.raises(ValueError, match="torch.float16"):
-        dense_mla(q.half(), pool, tables, SEGMENTS, **kwargs)
-    with pytest.raises(ValueError, match="does not lie within the 77 rows"):
-        dense_mla(q[:77], pool, tables, SEGMENTS, **kwargs)
+        dense_mla(q.half(), pool, tables, Segments.of(SEGMENTS), **kwargs)
+    with pytest.raises(ValueError, match="have 78 rows, the batch has 77"):
+        dense_mla(q[:77], pool, tables, Segments.of(SEGMENTS), **kwargs)
     with pytest.raises(ValueError, match="ends at token 30, its block table holds 2 pages of 8"):
-        dense_mla(q, pool, tables[:, :2], SEGMENTS, **kwargs)
+        dense_mla(q, pool, tables[:, :2], Segments.of(SEGMENTS), **kwargs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.segment import Segment, Segments
 
 Scatter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 HEADS, DIM = 3, 8
@@ -41,7 +41,7 @@ def test_ragged_batch(page_size: int, workspace: int, scattered_pages: Scatter) 
     q, weights = whole_numbers(132, HEADS, DIM, seed=1), whole_numbers(132, HEADS, seed=2)
     pool, tables = scattered_pages(keys, page_size)
     k = 16
-    positions = lightning_indexer(q, weights, pool, tables, segments, k, workspace=workspace)
+    positions = lightning_indexer(q, weights, pool, tables, Segments.of(segments), k, workspace=workspace)
     assert positions.dtype == torch.int32 and positions.shape == (132, k)
     for s in segments:
         for i in range(s.length):
@@ -53,13 +53,15 @@ def test_k_beyond_what_is_visible(scattered_pages: Scatter) -> None:
     keys = whole_numbers(5, DIM, seed=0)
     pool, tables = scattered_pages([keys], 4)
     q, weights = whole_numbers(5, HEADS, DIM, seed=1), whole_numbers(5, HEADS, seed=2)
-    positions = lightning_indexer(q, weights, pool, tables, [Segment(0, 5, 0, 0)], 9)
+    positions = lightning_indexer(q, weights, pool, tables, Segments.of([Segment(0, 5, 0, 0)]), 9)
     assert positions.tolist() == [[*range(t + 1), *[-1] * (8 - t)] for t in range(5)]
 
 
 def test_no_queries(scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([torch.zeros(3, DIM)], 4)
-    assert lightning_indexer(torch.empty(0, HEADS, DIM), torch.empty(0, HEADS), pool, tables, [], 6).shape == (0, 6)
+    assert lightning_indexer(
+        torch.empty(0, HEADS, DIM), torch.empty(0, HEADS), pool, tables, Segments.of([]), 6
+    ).shape == (0, 6)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -77,7 +79,7 @@ def test_memory_stays_within_the_workspace(
     segments = [Segment(0, length, 0, start)]
 
     def run() -> Any:
-        return lightning_indexer(q, weights, pool, tables, segments, k, workspace=workspace)
+        return lightning_indexer(q, weights, pool, tables, Segments.of(segments), k, workspace=workspace)
 
     result = length * k * 4
     peak = peak_memory(run)
@@ -90,10 +92,9 @@ def test_bad_segments(scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([torch.zeros(10, DIM)], 4)
     q, weights = torch.zeros(3, HEADS, DIM), torch.zeros(3, HEADS)
     for segment, message in (
-        (Segment(0, 4, 0, 0), "does not lie within the 3 rows"),
-        (Segment(0, 0, 0, 0), "does not lie within"),
+        (Segment(0, 4, 0, 0), "have 4 rows, the batch has 3"),
         (Segment(0, 3, 1, 0), "outside of the block table with 1 rows"),
         (Segment(0, 3, 0, 10), "ends at token 13, its block table holds 3 pages of 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            lightning_indexer(q, weights, pool, tables, [segment], 2)
+            lightning_indexer(q, weights, pool, tables, Segments.of([segment]), 2)

@@ -60,6 +60,17 @@ def test_the_relu_case() -> None:
     assert positions.tolist() == [[0, 1, 2, 3, 4, 5, 500, 999], list(range(8))] and counts.tolist() == [8, 8]
 
 
+def test_lengths() -> None:
+    """What lies behind a row's length counts nothing, whatever it holds; a row shorter than k passes through."""
+    scores = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([0, 1, 7, 8, 30, 50], dtype=torch.int32)
+    masked = scores.masked_fill(torch.arange(50) >= lengths[:, None], -math.inf)
+    expected = [by_sorting(row, 8) for row in masked.tolist()]
+    undefined = torch.tensor([math.nan, math.inf, 1e30])[torch.randint(3, (6, 50))]
+    positions, counts = select_topk(torch.where(masked == -math.inf, undefined, scores), 8, lengths)
+    assert positions.tolist() == [p for p, _ in expected] and counts.tolist() == [c for _, c in expected]
+
+
 def test_a_view_and_no_rows() -> None:
     wide = torch.randn(6, 90, generator=torch.Generator().manual_seed(0))
     check(wide[::2, 10:70], 7)
@@ -77,3 +88,5 @@ def test_bad_arguments() -> None:
         select_topk(torch.empty(3, 0), 2)
     with pytest.raises(ValueError, match="k must be at least 1, not 0"):
         select_topk(scores, 0)
+    with pytest.raises(ValueError, match=r"lengths must be \[2\], one for each row, not \(3,\)"):
+        select_topk(scores, 2, torch.zeros(3, dtype=torch.int32))

@@ -1,0 +1,74 @@
+"""The FP8 cache formats, as the field's other kernels share them. Both pools are uint8.
+
+    latent row   [rank e4m3 | rank/128 float32 scales | rope bfloat16]      656 bytes for 512 + 64
+    index keys   of one page: page_size · dim e4m3, then page_size float32 scales      132 bytes a key for 128
+
+A scale belongs to 128 values of a latent row, and to a whole index key: ``value = e4m3 · scale``. The rotated part of a
+latent row stays in bfloat16. In the index-key pool ``[pages, page_size, dim + 4]`` only the page has a meaning of its
+own: values of all its keys lie before their scales.
+
+These functions define the formats and serve the references and tests; kernels read and write the bytes themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LATENT_BLOCK = 128  # values of a latent row that share a scale
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
+def latent_row_bytes(rank: int, rope: int) -> int:
+    """Bytes of a latent row in FP8: 656 for rank 512 and 64 rotated columns."""
+    return rank + 4 * (rank // LATENT_BLOCK) + 2 * rope
+
+
+def latent_rank(row_bytes: int, width: int) -> int:
+    """Rank of FP8 latent rows of ``row_bytes`` that hold ``width`` numbers: the inverse of :func:`latent_row_bytes`.
+
+    Raises:
+        ValueError: no multiple of 128 fits.
+    """
+    # row_bytes = rank + rank / 32 + 2 (width - rank)
+    rank = (2 * width - row_bytes) * 32 // 31
+    if rank < LATENT_BLOCK or rank % LATENT_BLOCK or latent_row_bytes(rank, width - rank) != row_bytes:
+        raise ValueError(f"no FP8 latent row of {width} numbers has {row_bytes} bytes (ranks are multiples of 128)")
+    return rank
+
+
+def quantize_rows(values: torch.Tensor, block: int, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """1×block quantisation of ``values [..., width]``: e4m3 values and float32 scales ``[..., width / block]``."""
+    blocks = values.float().unflatten(-1, (-1, block))
+    scales = (blocks.abs().amax(dim=-1) / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa > 0.5, exponent, exponent - 1))
+    # A smallest scale, rounded, may lift a value over the end of the range; e4m3 has no infinity to catch it.
+    scaled = (blocks / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+def pack_latent_rows(rows: torch.Tensor, rank: int, power_of_two: bool = False) -> torch.Tensor:
+    """``rows [R, rank + rope]`` to uint8 ``[R, latent_row_bytes(rank, rope)]``."""
+    values, scales = quantize_rows(rows[:, :rank], LATENT_BLOCK, power_of_two)
+    rope = rows[:, rank:].to(torch.bfloat16).contiguous()
+    return torch.cat((values.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8)), dim=-1)
+
+
+def unpack_latent_rows(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """uint8 ``[R, bytes]`` to float32 ``[R, width]``: the numbers that a kernel computes with."""
+    rank = latent_rank(packed.shape[-1], width)
+    values, scales, rope = packed.split((rank, rank // 32, 2 * (width - rank)), dim=-1)
+    blocks = values.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, LATENT_BLOCK))
+    latent = blocks * scales.contiguous().view(torch.float32)[..., None]
+    return torch.cat((latent.flatten(-2), rope.contiguous().view(torch.bfloat16).float()), dim=-1)
+
+
+def index_key_views(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of an index-key pool, uint8 ``[pages, page_size, dim + 4]``: e4m3 values ``[pages, page_size, dim]`` and
+    float32 scales ``[pages, page_size]``."""
+    pages, page_size, row = pool.shape
+    flat = pool.view(pages, page_size * row)
+    border = page_size * (row - 4)
+    values = flat[:, :border].view(torch.float8_e4m3fn).unflatten(-1, (page_size, row - 4))
+    return values, flat[:, border:].view(torch.float32)

@@ -1,0 +1,50 @@
+"""The same tests prove an operation three ways: the reference on a CPU (plain ``pytest``), the kernel's arithmetic in
+Triton's interpreter (``TRITON_INTERPRET=1 pytest tests/kernels``), and the kernel on a GPU where there is one.
+
+The expected values are worked out in each test, in float64 and in the plainest way, never with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsa_engine.kernels.launch import INTERPRETED
+
+# ‖got − wanted‖ / ‖wanted‖ that the rounding of inputs and results of each type allows.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+
+@pytest.fixture(params=list(BOUNDS), ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if INTERPRETED and request.param == torch.bfloat16:
+        pytest.skip("Triton's interpreter computes nonsense in bfloat16")
+    return request.param
+
+
+@pytest.fixture
+def bound(dtype: torch.dtype) -> float:
+    """Largest relative error of a result in ``dtype``."""
+    return BOUNDS[dtype]
+
+
+def measure_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """‖got − wanted‖ / ‖wanted‖ in float64; infinite where one holds NaN and the other does not."""
+    assert got.shape == wanted.shape
+    difference = (got.double() - wanted.double().to(got.device)).norm()
+    error = float(difference / wanted.double().norm().clamp(min=1e-30))
+    print(f"relative error {error:.1e}")
+    return error if error == error else float("inf")
+
+
+@pytest.fixture(scope="session")
+def relative_error() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """See :func:`measure_error`."""
+    return measure_error

@@ -123,6 +123,7 @@ class ForwardBatch:
     cp_rows: int  # largest token count in the context-parallel group
     tp_rows: int  # … in the tensor-parallel group
     ep_rows: int  # … in the world
+    live: torch.Tensor | None = None  # [T] bool: rows that are tokens; None where all are
 
     @classmethod
     def build(cls, step: StepPlan, config: ModelConfig, mesh: Mesh, page_size: int) -> ForwardBatch:

@@ -51,6 +51,8 @@ class MoE(Weighted):
                 normalise=config.norm_topk_prob,
                 factor=config.routed_scaling_factor,
             )
+            if batch.live is not None:
+                experts = experts.masked_fill(~batch.live[:, None], -1)
         with stage("MoE dispatch"):
             here = self._dispatch(x, experts, weights, batch)
         with stage("MoE experts"):

@@ -73,7 +73,10 @@ class Segments:
         return max((run.end for run in self.runs), default=0)
 
     def part(self, first: int, last: int) -> Segments:
-        """The rows ``first … last-1``, numbered from 0; on the device these are views."""
+        """The rows ``first … last-1``, numbered from 0; on the device these are views. All of them are the same
+        object, with its tiles."""
+        if (first, last) == (0, self.rows):
+            return self
         runs = []
         for run in self.runs:
             begin, end = max(run.row, first), min(run.row + run.length, last)

@@ -15,7 +15,10 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 
 # From the top: a module imports from its own row and the rows below it. A folder is one entry.
 LAYERS = (
-    ("cli", "latency"),
+    ("cli", "latency", "kernel_inspection"),
+    ("kernel_cases",),
+    ("kernel_peers", "kernel_bench"),
+    ("kernel_inputs",),
     ("arguments", "benchmark"),
     ("llm", "request"),
     ("engine",),

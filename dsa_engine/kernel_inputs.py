@@ -1,0 +1,100 @@
+"""Inputs for kernels at given sizes: random for measuring, or untouched memory for compiling only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dsa_engine.kernels.fp8_cache import index_key_views, latent_row_bytes, pack_latent_rows, quantize_rows
+from dsa_engine.kernels.segment import Segment, Segments
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: production by default, in tokens, rows and requests."""
+
+    contexts: tuple[int, ...] = (8_192, 32_768, 131_072)
+    batches: tuple[int, ...] = (1, 8, 32, 128)  # of decode
+    prefill: int = 4_096  # queries of a sparse-attention call
+    scored: int = 1_024  # queries of an indexer call: as many as the workspace holds scores for
+    tokens: int = 8_192  # rows of a step, for what works by row
+    most_cached: int = 4 << 20  # tokens in the caches of a decode batch
+
+    @classmethod
+    def small(cls) -> Sizes:
+        """For trying the scripts on a CPU."""
+        return cls((512,), (2,), 16, 16, 32, 2_048)
+
+
+class Inputs:
+    """Makes tensors on one device.
+
+    Args:
+        device: where they lie.
+        dtype: of activations and caches.
+        untouched: allocate only. On a CPU, memory that nobody touches takes no space, whatever its size.
+        seed: of the random values.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, untouched: bool = False, seed: int = 0):
+        self.device = device
+        self.dtype = dtype
+        self.untouched = untouched
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Standard normal values."""
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return out if self.untouched else out.normal_(generator=self._generator)
+
+    def block_tables(self, sequences: int, tokens: int) -> tuple[torch.Tensor, int]:
+        """Pages of ``sequences`` that hold ``tokens`` each, in random order: int32 ``[sequences, pages a sequence]``,
+        and how many pages there are."""
+        each = -(-tokens // PAGE_SIZE)
+        order = torch.randperm(sequences * each, generator=self._generator, device=self.device)
+        return order.int().view(sequences, each), sequences * each
+
+    def pool(self, pages: int, width: int) -> torch.Tensor:
+        return self.normal(pages, PAGE_SIZE, width)
+
+    def fp8_latent_pool(self, pages: int, rank: int, rope: int) -> torch.Tensor:
+        out = torch.empty(pages, PAGE_SIZE, latent_row_bytes(rank, rope), dtype=torch.uint8, device=self.device)
+        if not self.untouched:
+            for part in out.split(1024):  # bounded temporaries
+                rows = self.normal(part.shape[0] * PAGE_SIZE, rank + rope)
+                part.copy_(pack_latent_rows(rows, rank).view(part.shape))
+        return out
+
+    def fp8_index_pool(self, pages: int, dim: int) -> torch.Tensor:
+        out = torch.empty(pages, PAGE_SIZE, dim + 4, dtype=torch.uint8, device=self.device)
+        if not self.untouched:
+            for part in out.split(4096):
+                values, scales = index_key_views(part)
+                quantised = quantize_rows(self.normal(part.shape[0], PAGE_SIZE, dim), dim, power_of_two=True)
+                values.copy_(quantised[0])
+                scales.copy_(quantised[1][..., 0])
+        return out
+
+    def fp8(self, *shape: int) -> torch.Tensor:
+        if self.untouched:
+            return torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        return self.normal(*shape).to(torch.float8_e4m3fn)
+
+    def selected(self, tokens: int, context: int, k: int) -> torch.Tensor:
+        """int32 ``[tokens, k]`` rows of a pool with ``context`` tokens, ascending and distinct: one at random from each
+        of k stretches, as selections spread over a context."""
+        k = min(k, context)
+        stretch = context // k
+        offsets = torch.randint(stretch, (tokens, k), generator=self._generator, device=self.device, dtype=torch.int32)
+        return offsets.add_(torch.arange(k, device=self.device, dtype=torch.int32) * stretch)
+
+    def prefill(self, queries: int, context: int) -> Segments:
+        """The last ``queries`` tokens of one sequence of ``context`` tokens."""
+        return Segments.of([Segment(0, queries, 0, context - queries)], self.device)
+
+    def decode(self, batch: int, context: int) -> Segments:
+        """One query for each of ``batch`` sequences of ``context`` tokens."""
+        return Segments.of([Segment(i, 1, i, context - 1) for i in range(batch)], self.device)

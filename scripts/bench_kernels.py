@@ -1,0 +1,65 @@
+"""Measures every kernel at production sizes, beside the device's ceilings and what a user would otherwise call."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from dsa_engine.arguments import check_outputs, run
+from dsa_engine.config import DTYPES
+from dsa_engine.kernel_bench import Ceilings, measure, rows
+from dsa_engine.kernel_cases import CASES
+from dsa_engine.kernel_inputs import Inputs, Sizes
+from dsa_engine.report import environment, format_table, write_json
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="of activations and caches")
+    parser.add_argument("--small", action="store_true", help="small sizes, to try the script on a CPU")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no further case after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    names = args.only.split(",") if args.only else list(CASES)
+    if unknown := [name for name in names if name not in CASES]:
+        raise ValueError(f"no kernel is named {', '.join(unknown)}; --only takes some of {', '.join(CASES)}")
+    check_outputs(args.json)
+    if args.device == "cpu" and not args.small:
+        raise ValueError("production sizes are for a GPU; add --small to try the script on a CPU")
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    sizes = Sizes.small() if args.small else Sizes()
+    begin = time.perf_counter()
+    ceilings = Ceilings.measure(device, dtype)
+    print(
+        f"ceilings: {ceilings.flops_per_s / 1e12:.4g} TFLOP/s ({args.dtype} matrix product), "
+        f"{ceilings.bytes_per_s / 1e9:.4g} GB/s (copy, read plus written)"
+    )
+    results, left_out = [], []
+    for name in names:
+        if args.time_limit and time.perf_counter() - begin > args.time_limit:
+            left_out.append(name)
+            continue
+        measured = []
+        for case in CASES[name](Inputs(device, dtype, seed=args.seed), sizes):
+            measured.append(measure(case, ceilings, device))
+        print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
+        results += measured
+    if left_out:
+        print(f"left out for lack of time: {', '.join(left_out)}")
+    if args.json:
+        where = environment(device, dtype, 1)
+        ceiling = {"matmul_tflops_per_s": ceilings.flops_per_s / 1e12, "copy_gb_per_s": ceilings.bytes_per_s / 1e9}
+        write_json(args.json, {**where, "ceilings": ceiling, "left_out": left_out, "results": results})
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,52 @@
+"""Compiles every kernel at production sizes, with no GPU needed, and shows what it takes on the chip."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from dsa_engine.arguments import check_outputs, run
+from dsa_engine.kernel_cases import CASES
+from dsa_engine.kernel_inspection import SHARED_LIMIT, faults, inspect
+from dsa_engine.report import environment, format_table, write_json
+
+COLUMNS = ("kernel", "warps", "registers", "spilled", "shared", "wgmma", "mma", "tcgen05", "loads_16")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--target", type=int, nargs="+", default=[90], choices=sorted(SHARED_LIMIT), help="compute capabilities"
+    )
+    parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
+    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    names = args.only.split(",") if args.only else list(CASES)
+    if unknown := [name for name in names if name not in CASES]:
+        raise ValueError(f"no kernel is named {', '.join(unknown)}; --only takes some of {', '.join(CASES)}")
+    check_outputs(args.json)
+    result = {}
+    for target in args.target:
+        kernels = inspect(target, names)
+        for kernel in kernels:
+            kernel["faults"] = faults(kernel, target)
+        print(f"sm_{target}: bytes spilled a thread, bytes of shared memory a program; not run, not timed")
+        table = [(*(k[c] for c in COLUMNS), f"{k['operation']}: {k['shape']}") for k in kernels]
+        print(format_table((*COLUMNS, "first launched by"), table))
+        for kernel in kernels:
+            for fault in kernel["faults"]:
+                print(f"{kernel['kernel']} ({kernel['operation']}: {kernel['shape']}) {fault}")
+        print()
+        result[f"sm_{target}"] = kernels
+    if args.json:
+        versions = environment(torch.device("cpu"), torch.bfloat16, 1)["versions"]
+        write_json(args.json, {"versions": versions, "measured_on": None, "kernels": result})
+
+
+if __name__ == "__main__":
+    run(main)

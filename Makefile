@@ -17,12 +17,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv test test-slow lint demo clean
+.PHONY: help venv test test-kernels test-slow lint demo clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make venv        create $(VENV) with the package (editable) and everything for development"
 	@echo "make test        run every test that is not slow      (ARGS='tests/test_x.py -k name' for a part)"
+	@echo "make test-kernels  the part of make test that runs the Triton kernels, in the interpreter"
 	@echo "make test-slow   run the slow tests"
 	@echo "make lint        ruff and mypy"
 	@echo "make demo        generate from a tiny random model on two processes"
@@ -45,8 +46,15 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 # The pytest command, not `python -m pytest`: that would put this folder, and with it a top-level `kernels`, on sys.path.
+# The kernel tests run a second time in Triton's interpreter: once for the references, once for the kernels.
 test: $(STAMP)
 	$(BIN)/pytest $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	$(MAKE) --no-print-directory test-kernels
+endif
+
+test-kernels: $(STAMP)
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels tests/test_decode_graphs.py $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(ARGS)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from dsa_engine.engine import LoadFormat
 from dsa_engine.llm import LLM
+from dsa_engine.options import LoadFormat
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.mesh import CpLayout, MoeDispatch
@@ -29,6 +29,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, help="default: the model's")
     group.add_argument("--max-num-seqs", type=int, default=64)
     group.add_argument("--max-num-batched-tokens", type=int, default=8192, help="prefill chunk per rank")
+    group.add_argument(
+        "--max-prefill-share",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="most prefill steps while some request decodes, in (0, 1]; 1: prefill first",
+    )
     group.add_argument("--page-size", type=int, default=64, help="tokens per cache page")
     group.add_argument("--cache-memory", metavar="SIZE", help="of each rank's caches, e.g. 4GiB; default: what is free")
     group.add_argument("--workspace", metavar="SIZE", help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU")
@@ -50,6 +57,7 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_prefill_share": args.max_prefill_share,
         "page_size": args.page_size,
         "cache_memory": args.cache_memory,
         "workspace": args.workspace,

@@ -7,6 +7,7 @@ model without an indexer, that dense attention over expanded keys is the cheaper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -23,8 +24,9 @@ from dsa_engine.kernels.rms_norm import rms_norm
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.segment import Segment
 from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.layers import Placement, Weighted
-from dsa_engine.parallel.context import gather_cache_rows
+from dsa_engine.kernels.store_cache_rows import packed_width, store_cache_rows
+from dsa_engine.kernels.store_latent import store_latent
+from dsa_engine.layers import Placement, Streams, Weighted
 from dsa_engine.parallel.tensor import head_parallel_projection, shard
 from dsa_engine.profiling import stage
 
@@ -32,9 +34,10 @@ from dsa_engine.profiling import stage
 class Attention(Weighted):
     """Attention of one layer. Projections are whole on every rank, o_proj is sharded by heads over the tp group."""
 
-    def __init__(self, layer: int, config: ModelConfig, place: Placement):
+    def __init__(self, layer: int, config: ModelConfig, place: Placement, streams: Streams):
         super().__init__(place)
         self.layer = layer
+        self.streams = streams
         self.config = config
         prefix = f"model.layers.{layer}.self_attn"
         heads, rank = config.num_attention_heads, config.kv_lora_rank
@@ -75,51 +78,92 @@ class Attention(Weighted):
         unscored = dense + sum(s.length for s in plan.absorbed)  # rows [unscored, T) select
 
         # What others need first: it travels while q is computed.
-        with stage("MLA prolog"):
-            latent = self._latent(x, batch)
-        with stage("indexer prolog"):
-            index_key = indexer.keys(x, batch) if indexer else None
-        with stage("communication"):
-            gathering = (
-                gather_cache_rows(latent, index_key, batch.cp_rows, self.place.mesh.cp) if batch.gathers else None
-            )
+        gathering = self._gather_cache_rows(x, batch, key_pool) if batch.gathers else None
         with stage("MLA prolog"):
             q_resid = rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_NORM_EPS)
-            q_nope, q_rope = self._queries(q_resid, batch)
-            q_latent = torch.cat((_per_head(q_nope[dense:], self.w_uk), q_rope[dense:]), dim=-1)
-        with stage("indexer prolog"):
-            index_query = indexer.queries(x, q_resid, batch, unscored) if indexer and plan.sparse else None
-        with stage("communication"):
-            if gathering:
-                latent, index_key = gathering()
+
+        def index() -> tuple[torch.Tensor, ...]:
+            """The indexer's prolog: what it caches, and its queries."""
+            if indexer is None or key_pool is None:
+                return ()
+            with stage("indexer prolog"):
+                if gathering is None:
+                    indexer.store_keys(x, batch, key_pool, batch.slots)
+                return indexer.queries(x, q_resid, batch, unscored) if plan.sparse else ()
+
+        indexed = self.streams.indexer.run(index, x, q_resid)
         with stage("MLA prolog"):
-            store_rows(latent_pool, latent, batch.slots)
-            if index_key is not None and key_pool is not None:
-                store_rows(key_pool, index_key, batch.slots)
+            if gathering is None:
+                self._store_latent(x, batch, latent_pool, batch.slots)
+            q_expanded, q_latent = self._queries(q_resid, batch, dense)
+        index_query = indexed()
+        if gathering is not None:
+            with stage("communication"):
+                rows = gathering()
+            with stage("MLA prolog"):
+                self._store_gathered(rows, latent_pool, key_pool, batch.slots)
 
         if indexer and index_query and key_pool is not None:
-            selection = indexer.select(*index_query, key_pool, batch)
+            selection = indexer.select(index_query[0], index_query[1], key_pool, batch)
         with stage("sparse flash attention"):
-            out_latent = self._absorbed(q_latent, latent_pool, batch, selection, dense, unscored)
+            out_latent = self._absorbed(q_latent, latent_pool, batch, selection, unscored - dense)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._unabsorbed(torch.cat((q_nope[:dense], q_rope[:dense]), dim=-1), latent_pool, batch, out)
+            self._unabsorbed(q_expanded, latent_pool, batch, out)
         with stage("MLA epilog"):
-            out[dense:] = _per_head(out_latent, self.w_uv.transpose(1, 2))
+            _per_head(out_latent, self.w_uv.transpose(1, 2), out[dense:])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.place.mesh.tp), selection
 
-    def _latent(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Cache rows ``[T, latent_dim]``: normed latent, then the rotated key that all heads share."""
-        config = self.config
-        compressed, k_rope = F.linear(x, self.kv_a).split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-        k_rope = apply_rope(k_rope, batch.cos, batch.sin, interleaved=config.rope_interleaved)
-        return torch.cat((rms_norm(compressed, self.kv_a_norm, LATENT_NORM_EPS), k_rope), dim=-1)
+    def _store_latent(
+        self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> None:
+        """Latent rows of the local tokens: to their slots of a pool, or row by row."""
+        compressed = F.linear(x, self.kv_a)
+        interleaved = self.config.rope_interleaved
+        store_latent(
+            compressed, self.kv_a_norm, LATENT_NORM_EPS, batch.cos, batch.sin, into, slots, interleaved=interleaved
+        )
 
-    def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, heads, nope]`` and, rotated, ``[T, heads, rope]``."""
+    def _gather_cache_rows(
+        self, x: torch.Tensor, batch: ForwardBatch, key_pool: torch.Tensor | None
+    ) -> Callable[[], torch.Tensor]:
+        """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
+        side; the rows behind this rank's tokens hold anything, and their slots are −1."""
+        tokens, latent = x.shape[0], self.config.latent_dim
+        index_key = 0 if key_pool is None else key_pool.shape[-1]
+        rows = x.new_empty(batch.cp_rows, packed_width(latent, index_key, x.dtype))
+        with stage("MLA prolog"):
+            self._store_latent(x, batch, rows[:tokens, :latent])
+        if self.indexer is not None:
+            with stage("indexer prolog"):
+                self.indexer.store_keys(x, batch, rows[:tokens, latent : latent + index_key])
+        with stage("communication"):
+            return self.place.mesh.cp.all_gather_async(rows)
+
+    def _store_gathered(
+        self, rows: torch.Tensor, latent_pool: torch.Tensor, key_pool: torch.Tensor | None, slots: torch.Tensor
+    ) -> None:
+        """Gathered rows straight to their causal places."""
+        if key_pool is None:
+            store_rows(latent_pool, rows[:, : self.config.latent_dim], slots)
+        else:
+            store_cache_rows(latent_pool, key_pool, rows, slots)
+
+    def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch, dense: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries of the first rows as they are, ``[dense, heads, qk_head_dim]``, and of the others with W_UK absorbed,
+        ``[T - dense, heads, latent_dim]``."""
         config = self.config
+        nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
         q = F.linear(q_resid, self.q_b).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        nope, rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-        return nope, apply_rope(rope, batch.cos, batch.sin, interleaved=config.rope_interleaved)
+        expanded, absorbed = q[:dense], q[dense:]
+        if dense:
+            turned = expanded[..., nope:]
+            apply_rope(turned, batch.cos[:dense], batch.sin[:dense], interleaved=interleaved, out=turned)
+        latent = q.new_empty(absorbed.shape[0], config.num_attention_heads, config.latent_dim)
+        _per_head(absorbed[..., :nope], self.w_uk, latent[..., :rank])
+        apply_rope(
+            absorbed[..., nope:], batch.cos[dense:], batch.sin[dense:], interleaved=interleaved, out=latent[..., rank:]
+        )
+        return expanded, latent
 
     def _absorbed(
         self,
@@ -127,15 +171,14 @@ class Attention(Weighted):
         pool: torch.Tensor,
         batch: ForwardBatch,
         selection: torch.Tensor | None,
-        dense: int,
-        unscored: int,
+        border: int,
     ) -> torch.Tensor:
-        """``q [T - dense, heads, latent_dim] -> [T - dense, heads, kv_lora_rank]``, over all or over selected rows."""
-        border = unscored - dense
+        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: the rows before ``border`` over all that they
+        see, the others over what is selected."""
         value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.place.workspace
-        tables = batch.block_tables
         parts = []
         if border:
+            tables = batch.block_tables
             over_all = dense_mla(
                 q[:border], pool, tables, batch.absorbed, value_dim=value_dim, scale=scale, workspace=workspace
             )
@@ -146,7 +189,9 @@ class Attention(Weighted):
                 q[border:], pool, selection, value_dim=value_dim, scale=scale, workspace=workspace
             )
             parts.append(over_selected[0])
-        return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], self.config.kv_lora_rank)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], value_dim)
 
     def _unabsorbed(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Dense attention of the first rows, ``q [dense, heads, qk_head_dim]``, into the same rows of ``out``.
@@ -179,6 +224,7 @@ class Attention(Weighted):
                     )
 
 
-def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x [T, heads, in]`` by ``weight [heads, in, out]``: ``[T, heads, out]``."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+def _per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, strided as it may be."""
+    if x.shape[0]:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

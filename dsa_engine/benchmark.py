@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dsa_engine.communication import Communication, Pass, watched
 from dsa_engine.engine import Engine
+from dsa_engine.figures import Figure
+from dsa_engine.generation import Generation, generate_batch
 from dsa_engine.llm import LLM
 from dsa_engine.memory import peak_bytes, reset_peak
-from dsa_engine.profiling import StageTimer
-from dsa_engine.sampling import SamplingParams
+from dsa_engine.parallel.links import Links
 
 
 def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
@@ -23,138 +24,242 @@ def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(engine.config.vocab_size) for _ in range(length)]
 
 
-def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
-    """Mean, median, 90th and 99th percentile, least and most, in milliseconds, named as ``vllm bench`` names them."""
-    ms = sorted(s * 1e3 for s in seconds)
-
-    def at(share: float) -> float:
-        return ms[min(len(ms) - 1, round(share * (len(ms) - 1)))]
-
-    return {
-        f"mean_{name}_ms": statistics.fmean(ms),
-        f"median_{name}_ms": statistics.median(ms),
-        f"p90_{name}_ms": at(0.9),
-        f"p99_{name}_ms": at(0.99),
-        f"min_{name}_ms": ms[0],
-        f"max_{name}_ms": ms[-1],
-    }
-
-
 @dataclass(frozen=True)
 class PrefillResult:
-    """A prefill, measured. Lists have one value a rank."""
+    """A prefill, measured. Lists have one value a rank; of an emulated run, that rank's alone."""
 
     input_len: int
-    seconds: list[float]  # of every repeat
+    world_size: int
+    seconds: list[float]  # of every repeat; of an emulated rank, its computation
     peak_memory_bytes: list[int]
     attention_pairs: list[int]  # query-key pairs under the causal mask
+    imbalance: float  # most attention work of a rank over the average, of all ranks
     bytes_sent: list[int]  # payload put into collectives, per repeat
     stage_seconds: list[dict[str, float]]  # per repeat, averaged over the repeats
-    logits: torch.Tensor  # float32 [vocab], after the last token
+    logits: torch.Tensor  # float32 [vocab], after the last token; of an emulated rank they mean nothing
+    communication: Communication | None = None  # modelled, of an emulated rank, per repeat
 
     @property
-    def imbalance(self) -> float:
-        """Most attention work of a rank over the average."""
-        return max(self.attention_pairs) * len(self.attention_pairs) / sum(self.attention_pairs)
+    def ttft(self) -> Figure:
+        return Figure("ttft", self.seconds, self.input_len, self.world_size, self.communication)
 
     def to_json(self) -> dict[str, Any]:
-        ttft = percentiles("ttft", self.seconds)
         return {
             "input_len": self.input_len,
-            **ttft,
-            "input_throughput": self.input_len / ttft["median_ttft_ms"] * 1e3,  # tokens/s
+            **self.ttft.to_json("input_throughput"),
             "peak_memory_bytes": self.peak_memory_bytes,
             "attention_pairs": self.attention_pairs,
             "bytes_sent": self.bytes_sent,
             "imbalance": self.imbalance,
-            "stage_ms": [{name: s * 1e3 for name, s in rank.items()} for rank in self.stage_seconds],
+            "stage_ms": [_ms(rank) for rank in self.stage_seconds],
         }
 
 
-def measure_prefill(engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3) -> PrefillResult:
+def measure_prefill(
+    engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3, links: Links | None = None
+) -> PrefillResult:
     """Prefills ``prompt`` ``warmup + repeat`` times; the same result on every rank.
 
     One context-parallel group computes it (all ranks, by default). A stage's time is what the main stream or thread
-    spends in it: waits for what runs beside it are counted where they end.
+    spends in it: waits for what runs beside it are counted where they end. ``links`` are those of an emulated run.
     """
-    device, groups = engine.mesh.device, (engine.mesh.cp, engine.mesh.tp, engine.mesh.ep)
-    reset_peak(device)
+    mesh = engine.mesh
+    prepare_emulation(engine)
+    reset_peak(mesh.device)
     for _ in range(warmup):
         engine.prefill(prompt)
-    seconds, timer = [], StageTimer(device)
-    sent = -sum(group.bytes_sent for group in groups)
+    seconds: list[float] = []
+    passes: list[Pass] = []
+    sent = 0
     for _ in range(repeat):
         _barrier(engine)
+        sent -= sum(group.bytes_sent for group in mesh.groups)
         begin = time.perf_counter()
-        with timer:
+        with watched(engine) as watch:
             logits = engine.prefill(prompt)  # on the CPU: all device work is done
         seconds.append(time.perf_counter() - begin)
-    stages = {name: s / repeat for name, s in timer.seconds().items()}
+        sent += sum(group.bytes_sent for group in mesh.groups)
+        passes.append(watch)
+    seconds = [s - watch.emulation_seconds() for s, watch in zip(seconds, passes, strict=True)]
+    stages = _mean([watch.stage_seconds() for watch in passes])
+    communication = None
+    if mesh.emulated:
+        model = links or Links()
+        communication = Communication.sum(watch.communication(model) for watch in passes).scaled(1 / repeat)
     pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
-    sent += sum(group.bytes_sent for group in groups)
-    everybodys = from_all_ranks(engine, [float(peak_bytes(device)), sent / repeat, *stages.values(), *seconds])
+    everybodys = from_all_ranks(engine, [float(peak_bytes(mesh.device)), sent / repeat, *stages.values(), *seconds])
     first = 2 + len(stages)
     return PrefillResult(
         input_len=len(prompt),
+        world_size=mesh.world_size,
         seconds=[max(row[first + i] for row in everybodys) for i in range(repeat)],  # the slowest rank's
         peak_memory_bytes=[int(row[0]) for row in everybodys],
-        attention_pairs=pairs,
+        attention_pairs=[pairs[mesh.rank]] if mesh.emulated else pairs,
+        imbalance=max(pairs) * len(pairs) / sum(pairs),
         bytes_sent=[int(row[1]) for row in everybodys],
         stage_seconds=[dict(zip(stages, row[2:first], strict=True)) for row in everybodys],
         logits=logits,
+        communication=communication,
     )
 
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Requests of one length, generated together. Times are in seconds."""
+    """Requests of one length, generated together. Times are in seconds; of an emulated rank, its computation.
+
+    Stages have one dictionary a rank. They are taken in one more run, which is not timed.
+    """
 
     input_len: int
     output_len: int
     batch_size: int
-    ttft: list[float]  # of every request and repeat
-    tpot: list[float]  # of every repeat: per token after the first, while the whole batch decodes
+    ttft: Figure  # of every request and repeat
+    prefill: Figure  # of every repeat: until the last request has its first token
+    tpot: Figure | None  # of every repeat: per token after the first, while the whole batch decodes
+    itl: Figure | None  # of every such step
     peak_memory_bytes: list[int]  # per rank
+    prefill_stages: list[dict[str, float]]  # until every request has its first token
+    decode_stages: list[dict[str, float]]  # per token after that; empty without
 
     def to_json(self) -> dict[str, Any]:
         result: dict[str, Any] = {
             "input_len": self.input_len,
             "output_len": self.output_len,
             "batch_size": self.batch_size,
-            **percentiles("ttft", self.ttft),
+            **self.ttft.to_json(),
+            **self.prefill.to_json("input_throughput"),
         }
-        if self.tpot:
-            result |= percentiles("tpot", self.tpot)
-            result["output_throughput"] = self.batch_size / statistics.median(self.tpot)  # tokens/s
-        return result | {"peak_memory_bytes": self.peak_memory_bytes}
+        if self.tpot and self.itl:
+            result |= self.tpot.to_json("output_throughput") | self.itl.to_json()
+        stages = {"prefill": self.prefill_stages, "decode": self.decode_stages}
+        stage_ms = {phase: [_ms(rank) for rank in ranks] for phase, ranks in stages.items() if ranks}
+        return result | {"peak_memory_bytes": self.peak_memory_bytes, "stage_ms": stage_ms}
 
 
 def measure_latency(
-    llm: LLM, input_len: int, output_len: int, *, batch_size: int = 1, warmup: int = 1, repeat: int = 3, seed: int = 0
+    llm: LLM,
+    input_len: int,
+    output_len: int,
+    *,
+    batch_size: int = 1,
+    warmup: int = 1,
+    repeat: int = 3,
+    seed: int = 0,
+    links: Links | None = None,
 ) -> LatencyResult:
-    """Generates ``output_len`` tokens for ``batch_size`` random prompts, ``warmup + repeat`` times."""
-    engine = llm.engine
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    ttft, tpot = [], []
-    reset_peak(engine.mesh.device)
-    for i in range(warmup + repeat):
+    """Generates ``output_len`` tokens for ``batch_size`` random prompts, ``warmup + repeat`` times, and once more.
+
+    The last run is not timed: in it the stages are, and the collectives of an emulated rank are written down, which
+    costs time of its own in small steps. ``links`` are those of an emulated run.
+    """
+    engine, mesh = llm.engine, llm.engine.mesh
+    prepare_emulation(engine)
+    runs: list[Generation] = []
+    reset_peak(mesh.device)
+    for i in range(warmup + repeat + 1):
         prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
         _barrier(engine)
-        outputs = llm.generate(prompts, params)
+        run = generate_batch(engine, prompts, output_len, watch=i == warmup + repeat)
         if i >= warmup:
-            ttft += [o.metrics.ttft_s for o in outputs]
-            # Requests that were prefilled before others have also waited for these; the quickest has only decoded.
-            if output_len > 1:
-                tpot.append(min(o.metrics.tpot_s or 0.0 for o in outputs))
-    peaks = from_all_ranks(engine, [float(peak_bytes(engine.mesh.device))])
-    return LatencyResult(input_len, output_len, batch_size, ttft, tpot, [int(row[0]) for row in peaks])
+            runs.append(run)
+    seen = _Seen(runs.pop(), mesh.emulated, links or Links())
+    peaks = from_all_ranks(engine, [float(peak_bytes(mesh.device))])
+    world, last = mesh.world_size, max(seen.run.first)
+    # The request in the middle of the batch stands for all: it has waited for the steps up to its first token.
+    middle = sorted(seen.run.first)[batch_size // 2]
+
+    def figure(name: str, seconds: list[float], tokens: int, steps: slice, per: float = 1.0) -> Figure:
+        """``seconds`` of ``steps``, the rank's own share of them; and the communication in those for ``per`` tokens."""
+        own = seen.own_share(steps)
+        return Figure(name, [s * own for s in seconds], tokens, world, seen.communication(steps, per))
+
+    times = [
+        s * seen.own_share(slice(0, step + 1)) for run in runs for s, step in zip(run.ttft, run.first, strict=True)
+    ]
+    ttft = Figure("ttft", times, input_len, world, seen.communication(slice(0, middle + 1)))
+    prefill = figure("prefill", [max(run.ttft) for run in runs], input_len * batch_size, slice(0, last + 1))
+    tpot = itl = None
+    decode_stages: list[dict[str, float]] = []
+    if seen.run.decode is not None:
+        steps, count = slice(*seen.run.decode), seen.run.decode[1] - seen.run.decode[0]
+        per_token = [sum(run.itl) / run.decoded for run in runs]
+        tpot = figure("tpot", per_token, batch_size, steps, per=seen.run.decoded)
+        itl = figure("itl", [s for run in runs for s in run.itl], batch_size, steps, per=count)
+        decode_stages = _of_all_ranks(engine, seen.stages(steps, seen.run.decoded))
+    return LatencyResult(
+        input_len=input_len,
+        output_len=output_len,
+        batch_size=batch_size,
+        ttft=ttft,
+        prefill=prefill,
+        tpot=tpot,
+        itl=itl,
+        peak_memory_bytes=[int(row[0]) for row in peaks],
+        prefill_stages=_of_all_ranks(engine, seen.stages(slice(0, last + 1))),
+        decode_stages=decode_stages,
+    )
+
+
+class _Seen:
+    """What a watched run tells of its steps."""
+
+    def __init__(self, run: Generation, emulated: bool, links: Links):
+        self.run = run
+        self._stages = [one.stage_seconds() for one in run.passes]
+        self._emulation = [one.emulation_seconds() for one in run.passes]
+        self._communication = [one.communication(links) for one in run.passes] if emulated else None
+
+    def stages(self, steps: slice, per: float = 1.0) -> dict[str, float]:
+        return {name: s / per for name, s in _sum(self._stages[steps]).items()}
+
+    def own_share(self, steps: slice) -> float:
+        """The share of the time that was the rank's own work; the rest went into standing in for other ranks."""
+        own = sum(sum(stages.values()) for stages in self._stages[steps])
+        return own / (own + sum(self._emulation[steps]))
+
+    def communication(self, steps: slice, per: float = 1.0) -> Communication | None:
+        return None if self._communication is None else Communication.sum(self._communication[steps]).scaled(1 / per)
+
+
+def prepare_emulation(engine: Engine) -> None:
+    """Tells a planned routing what it cannot know: the experts' groups, and how many tokens each rank has in a step."""
+    mesh, runner = engine.mesh, engine.runner
+    mesh.limit_routing(engine.config.n_group, engine.config.topk_group)
+    if mesh.ep.routing is None or "plan" in vars(runner):
+        return
+    plan = runner.plan
+
+    def told(chunks: Any) -> Any:
+        step = plan(chunks)
+        mesh.begin_step([share.rows for share in step.ranks])
+        return step
+
+    runner.plan = told  # type: ignore[method-assign]
 
 
 def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
-    """The same numbers of every rank, to every rank, in rank order."""
+    """The same numbers of every rank, to every rank, in rank order; of an emulated run there is one rank."""
+    if engine.mesh.emulated:
+        return [values]
     mine = torch.tensor([values], dtype=torch.float64, device=engine.mesh.device)
     return engine.mesh.ep.all_gather(mine).tolist()
 
 
+def _of_all_ranks(engine: Engine, values: dict[str, float]) -> list[dict[str, float]]:
+    return [dict(zip(values, row, strict=True)) for row in from_all_ranks(engine, list(values.values()))]
+
+
 def _barrier(engine: Engine) -> None:
     from_all_ranks(engine, [0.0])
+
+
+def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _mean(parts: list[dict[str, float]]) -> dict[str, float]:
+    return {name: s / len(parts) for name, s in _sum(parts).items()}
+
+
+def _ms(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: s * 1e3 for name, s in seconds.items()}

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most likely token")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--min-p", type=float, default=0.0)
     add_engine_arguments(generate)
     generate.set_defaults(command=_generate)
 
@@ -57,7 +58,12 @@ def _generate(args: argparse.Namespace) -> None:
     else:
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = SamplingParams(
-        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens, seed=args.seed
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
     )
     llm = llm_from(args)
     prompt = llm.tokenizer.chat([{"role": "user", "content": text}]) if args.chat else text
@@ -66,6 +72,10 @@ def _generate(args: argparse.Namespace) -> None:
             print(piece, end="", flush=True)
     if llm.engine.mesh.rank == 0:
         print()
+        if piece.error:
+            print(f"error: {piece.error}", file=sys.stderr)
+    if piece.error:
+        sys.exit(1)
 
 
 def _info(args: argparse.Namespace) -> None:

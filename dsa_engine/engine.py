@@ -6,10 +6,10 @@ Under ``torchrun`` every rank makes the same engine and calls the same methods w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import torch
 from tqdm import tqdm
@@ -19,55 +19,16 @@ from dsa_engine.cache import KVCache, cache_bytes_per_token, pages_for
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.config import DTYPES, ModelConfig, read_config_json
 from dsa_engine.errors import CapacityError
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.layers import Placement
 from dsa_engine.memory import default_cache_memory, default_workspace, format_bytes, parse_bytes
 from dsa_engine.model import Model
-from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.runner import ModelRunner
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+from dsa_engine.runner import ModelRunner, Sampled
 from dsa_engine.sampling import SamplingParams
 from dsa_engine.scheduler import Scheduler
 from dsa_engine.sequence import Chunk, Sequence
-
-LoadFormat = Literal["auto", "dummy"]
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The options of :class:`dsa_engine.LLM`, checked."""
-
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 8192
-    page_size: int = 64
-    cache_memory: int | str | None = None
-    workspace: int | str | None = None
-    load_format: LoadFormat = "auto"
-    hf_overrides: dict[str, Any] = field(default_factory=dict)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    seed: int = 0
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        for name, kind in (("dtype", str), ("device", str), ("hf_overrides", dict), ("parallel", ParallelConfig)):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an integer, not {self.seed!r}")
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.load_format not in get_args(LoadFormat):
-            raise ValueError(f"load_format must be one of {', '.join(get_args(LoadFormat))}, not {self.load_format!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"):
-            value = getattr(self, name)
-            if value is None and name == "max_model_len":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name in ("cache_memory", "workspace"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
 
 
 class Engine:
@@ -108,6 +69,7 @@ class Engine:
             page_size=options.page_size,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            max_prefill_share=options.max_prefill_share,
         )
         self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed)
         self._next_id = 0
@@ -128,12 +90,11 @@ class Engine:
         room = self.max_model_len - len(prompt)
         if params.max_tokens > room:
             # As in vLLM: the model's length ends a request that asks for more.
-            params = SamplingParams(
-                **_fields(params) | {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
-            )
-        sequence = Sequence(self._next_id, prompt, params, arrival=time.perf_counter())
-        self.scheduler.add(sequence)
-        self._next_id += 1
+            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        with uninterrupted():
+            sequence = Sequence(self._next_id, prompt, params, arrival=time.perf_counter())
+            self.scheduler.add(sequence)
+            self._next_id += 1
         return sequence
 
     def check(self, prompt: list[int]) -> None:
@@ -141,29 +102,27 @@ class Engine:
         self._check_prompt(prompt, room=0)
         self.scheduler.check(len(prompt), max_tokens=1)
 
-    def step(self) -> list[tuple[Sequence, int]]:
-        """Runs one step; returns the sequences that got a token, with it. Those with a ``finish_reason`` are done."""
-        chunks = self.scheduler.schedule()
+    def step(self) -> list[Sampled]:
+        """Runs one step; returns what was sampled. Sequences with a ``finish_reason`` are done.
+
+        An error of the whole step is raised, an interrupt too: then no sequence has changed, and the next step computes
+        the same. What goes wrong in the sampling of one request ends that one only, with ``finish_reason`` "error".
+        """
+        with uninterrupted():
+            chunks = self.scheduler.schedule()
         sampled = self.runner.step(chunks)
-        self.scheduler.computed(chunks)
-        now = time.perf_counter()
-        for sequence, token in sampled:
-            sequence.output.append(token)
-            sequence.first_token = sequence.first_token or now
-            sequence.last_token = now
-            params = sequence.params
-            ends = () if params.ignore_eos else self.config.eos_token_ids
-            stops = token in ends or token in (params.stop_token_ids or ())
-            if stops and len(sequence.output) > params.min_tokens:
-                self.finish(sequence, "stop")
-            elif len(sequence.output) >= params.max_tokens:
-                self.finish(sequence, "length")
+        with uninterrupted():
+            self.scheduler.computed(chunks)
+            now = time.perf_counter()
+            for one in sampled:
+                self._take(one, now)
         return sampled
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """Ends a request and frees its pages."""
-        sequence.finish_reason = reason
-        self.scheduler.finish(sequence)
+        with uninterrupted():
+            sequence.finish_reason, sequence.error = reason, error
+            self.scheduler.finish(sequence)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt, alone, and forgets it.
@@ -172,8 +131,9 @@ class Engine:
             float32 CPU logits ``[vocab]`` after its last token, the same on every rank.
         """
         logits = None
-        for chunk in self._prefill_alone(prompt):
-            logits = self.runner.last_logits([chunk])
+        with closing(self._prefill_alone(prompt)) as chunks:
+            for chunk in chunks:
+                logits = self.runner.last_logits([chunk])
         assert logits is not None
         return logits.cpu()
 
@@ -182,8 +142,9 @@ class Engine:
         self.check(prompt)
         into = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
         block = max(1, self.workspace // (8 * self.config.vocab_size))
-        for chunk in self._prefill_alone(prompt):
-            self.runner.all_logits(chunk, into, block)
+        with closing(self._prefill_alone(prompt)) as chunks:
+            for chunk in chunks:
+                self.runner.all_logits(chunk, into, block)
         return into
 
     def prefill_plans(self, length: int) -> list[StepPlan]:
@@ -194,22 +155,47 @@ class Engine:
         chunks = [Chunk(sequence, first, min(most, length - first), ranks) for first in range(0, length, most)]
         return [self.runner.plan([chunk]) for chunk in chunks]
 
-    def _prefill_alone(self, prompt: list[int]) -> Iterator[Chunk]:
-        """The chunks of a prompt's prefill, each to be run before the next is asked for."""
+    def _take(self, sampled: Sampled, now: float) -> None:
+        """Adds a sampled token to its sequence, and ends the sequence where it is the last one."""
+        sequence, token, logprobs, error = sampled
+        if error is not None:
+            self.finish(sequence, "error", error)
+            return
+        sequence.output.append(token)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        sequence.first_token = sequence.first_token or now
+        sequence.last_token = now
+        params = sequence.params
+        ends = () if params.ignore_eos else self.config.eos_token_ids
+        stops = token in ends or token in (params.stop_token_ids or ())
+        if stops and len(sequence.output) > params.min_tokens:
+            self.finish(sequence, "stop")
+        elif len(sequence.output) >= params.max_tokens:
+            self.finish(sequence, "length")
+
+    def _prefill_alone(self, prompt: list[int]) -> Generator[Chunk, None, None]:
+        """The chunks of a prompt's prefill, each to be run before the next is asked for. Close it at the end."""
         if self.scheduler.has_work:
             raise RuntimeError("the engine is busy with other requests; finish them first")
         self._check_prompt(prompt, room=0)
         sequence = Sequence(-1, prompt, SamplingParams(max_tokens=1))
-        self.scheduler.add(sequence)
         try:
+            with uninterrupted():
+                self.scheduler.add(sequence)
             with self.progress(len(prompt), "tok", "prefill") as bar:
                 while not sequence.prefilled:
-                    chunks = self.scheduler.schedule()
+                    with uninterrupted():
+                        chunks = self.scheduler.schedule()
                     yield chunks[0]
-                    self.scheduler.computed(chunks)
+                    with uninterrupted():
+                        self.scheduler.computed(chunks)
+                        if chunks[0].end == len(prompt):
+                            self.scheduler.finish(sequence)
                     bar.update(chunks[0].length)
         finally:
-            self.scheduler.finish(sequence)
+            with uninterrupted():
+                self.scheduler.finish(sequence)
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
         if not prompt:
@@ -270,7 +256,3 @@ class Engine:
                 f"{format_bytes(memory)} are there for it; raise cache_memory or use a smaller page_size"
             )
         return pages
-
-
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name, f in params.__dataclass_fields__.items() if f.init}

@@ -10,6 +10,7 @@ from dsa_engine.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.rope import apply_rope
+from dsa_engine.kernels.store_index_keys import store_index_keys
 from dsa_engine.layers import Placement, Weighted
 from dsa_engine.profiling import stage
 
@@ -27,16 +28,21 @@ class Indexer(Weighted):
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
         self.weights_proj = self.weight(f"{prefix}.weights_proj.weight", heads, config.hidden_size, dtype=torch.float32)
 
-    def keys(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Index keys of all local tokens: ``x [T, hidden] -> [T, index_head_dim]``."""
-        normed = F.layer_norm(
-            F.linear(x, self.wk).float(),
-            self.k_norm_weight.shape,
+    def store_keys(
+        self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> None:
+        """Index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row."""
+        store_index_keys(
+            F.linear(x, self.wk),
             self.k_norm_weight,
             self.k_norm_bias,
             LATENT_NORM_EPS,
+            batch.cos,
+            batch.sin,
+            into,
+            slots,
+            interleaved=self.config.index_rope_interleaved,
         )
-        return self._rotate(normed.to(x.dtype), batch.cos, batch.sin)
 
     def queries(
         self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, first: int
@@ -48,7 +54,9 @@ class Indexer(Weighted):
         """
         config = self.config
         q = F.linear(q_resid[first:], self.wq_b).unflatten(-1, (config.index_n_heads, config.index_head_dim))
-        q = self._rotate(q, batch.cos[first:], batch.sin[first:])
+        # RoPE on the first dimensions only, in place.
+        turned, interleaved = q[..., : config.qk_rope_head_dim], config.index_rope_interleaved
+        apply_rope(turned, batch.cos[first:], batch.sin[first:], interleaved=interleaved, out=turned)
         scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
         return q, F.linear(x[first:].float(), self.weights_proj) * scale
 
@@ -65,9 +73,3 @@ class Indexer(Weighted):
                 workspace=self.place.workspace,
             )
             return slots_of(positions, batch.block_tables, batch.sparse.sequences, pool.shape[1])
-
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """RoPE on the first dimensions only."""
-        rotated = 2 * cos.shape[-1]
-        interleaved = self.config.index_rope_interleaved
-        return torch.cat((apply_rope(x[..., :rotated], cos, sin, interleaved=interleaved), x[..., rotated:]), dim=-1)

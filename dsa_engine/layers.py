@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import nn
 from dsa_engine.checkpoint import Source
 from dsa_engine.kernels.silu_mul import silu_mul
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.streams import SideStream
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,13 @@ class Placement:
     @property
     def device(self) -> torch.device:
         return self.mesh.device
+
+
+class Streams(NamedTuple):
+    """What may run beside the main stream; on a CPU all of it runs in order."""
+
+    shared_expert: SideStream  # under gate and dispatch
+    indexer: SideStream  # its prolog, beside MLA's
 
 
 class Weighted(nn.Module):

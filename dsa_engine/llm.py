@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from dsa_engine.engine import Engine, EngineOptions, LoadFormat
+from dsa_engine.engine import Engine
+from dsa_engine.interrupts import uninterrupted
+from dsa_engine.options import EngineOptions, LoadFormat
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
@@ -30,6 +32,8 @@ class LLM:
         max_model_len: most tokens of prompt and output together; default: the model's.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: prefill chunk per rank; a step takes up to cp_size times as many.
+        max_prefill_share: of the steps taken while some request decodes, at most this share prefill others, in (0, 1];
+            1 puts prefill first: best for the time to first token, worst for the time per token.
         page_size: tokens per cache page.
         cache_memory: bytes of the caches on each rank, or a size such as "4GiB"; default: from what is free.
         load_format: "auto" reads the checkpoint; "dummy" makes random weights of the right shape and reads only
@@ -55,6 +59,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
+        max_prefill_share: float = 0.5,
         page_size: int = 64,
         cache_memory: int | str | None = None,
         load_format: LoadFormat = "auto",
@@ -71,6 +76,7 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_share=max_prefill_share,
             page_size=page_size,
             cache_memory=cache_memory,
             workspace=workspace,
@@ -93,6 +99,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates for all prompts together, and returns their outputs in the order of the prompts.
 
+        What goes wrong with one request (its sampling, its text) ends that one: its ``finish_reason`` is "error", its
+        ``error`` says why, and the others go on. An error of a whole step is raised. After it, and after Ctrl-C, the
+        requests are gone, their pages are free and the engine is as before.
+
         Args:
             prompts: texts or lists of token ids; a single one is taken as a list of one.
             sampling_params: for all prompts, or one for each.
@@ -113,7 +123,9 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, p in zip(many, params, strict=True):
-                requests.append(self._add(prompt, p))
+                tokens, tokenizer = self._prepare(prompt, p)
+                with uninterrupted():  # no request is queued without being remembered here
+                    requests.append(Request(self.engine, self.engine.add(tokens, p), tokenizer))
             with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
                 running = list(requests)
                 while running:
@@ -124,9 +136,10 @@ class LLM:
                     bar.set_postfix_str(_progress(requests), refresh=False)
                     bar.update(len(requests) - len(running) - bar.n)
             return [request.output() for request in requests]
-        finally:  # after an error or an interrupt the engine is as before
-            for request in requests:
-                request.abort()
+        finally:
+            with uninterrupted():
+                for request in requests:
+                    request.abort()
 
     def chat(
         self,
@@ -155,17 +168,25 @@ class LLM:
         """Generates for one prompt and yields its pieces as they come; the last one has a ``finish_reason``.
 
         Text that could still change (half a character, the beginning of a stop string) waits for the next piece.
-        Closing the iterator ends the request.
+        Closing the iterator ends the request; so does an error or an interrupt in it. ``contextlib.closing`` closes it
+        at once where a loop over it is left early. Errors are those of :meth:`generate`.
         """
-        request = self._add(prompt, sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        tokens, tokenizer = self._prepare(prompt, params)
+        request: Request | None = None
         try:
+            with uninterrupted():
+                request = Request(self.engine, self.engine.add(tokens, params), tokenizer)
             while request.finish_reason is None:
-                if new := request.advance():
+                new = request.advance()
+                if new or request.finish_reason is not None:
                     yield request.piece(new)
                 else:
                     self.engine.step()
         finally:
-            request.abort()
+            if request is not None:
+                with uninterrupted():
+                    request.abort()
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
@@ -192,13 +213,14 @@ class LLM:
             raise TypeError(f"a prompt is a text or a list of integer token ids, not {prompt!r:.80}")
         return list(prompt)
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], Tokenizer | None]:
+        """The tokens of a prompt, and what makes text of its output; everything that takes time before it is queued."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Stop strings need text: where there is no tokenizer, this says so before anything runs.
         texts = bool(params.stop_strings) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
-        return Request(self.engine, self.engine.add(self._encode(prompt), params), tokenizer)
+        return self._encode(prompt), tokenizer
 
 
 def resolve_model(model: str | Path) -> Path:
@@ -220,4 +242,7 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 
 def _progress(requests: list[Request]) -> str:
     computed, prompts = sum(r.prompt_computed for r in requests), sum(r.prompt_len for r in requests)
-    return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(r.generated for r in requests):,}"
+    preemptions = sum(r.preemptions for r in requests)
+    return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(r.generated for r in requests):,}" + (
+        f", preempted {preemptions:,} times" if preemptions else ""
+    )

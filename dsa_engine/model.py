@@ -14,7 +14,7 @@ from dsa_engine.cache import KVCache
 from dsa_engine.checkpoint import Source
 from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
-from dsa_engine.layers import MLP, Placement, Weighted
+from dsa_engine.layers import MLP, Placement, Streams, Weighted
 from dsa_engine.moe import MoE
 from dsa_engine.parallel.streams import SideStream
 from dsa_engine.parallel.tensor import shard, vocab_parallel_embedding, vocab_parallel_logits
@@ -22,35 +22,48 @@ from dsa_engine.profiling import stage
 
 
 class DecoderLayer(Weighted):
-    """Pre-norm layer; the residual travels beside the normed activations."""
+    """Pre-norm layer. What it adds travels beside the residual: the next norm adds and normalises in one pass."""
 
-    def __init__(self, layer: int, config: ModelConfig, place: Placement, side: SideStream):
+    def __init__(self, layer: int, config: ModelConfig, place: Placement, streams: Streams):
         super().__init__(place)
         prefix = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps
         self.input_norm = self.weight(f"{prefix}.input_layernorm.weight", config.hidden_size)
-        self.attention = Attention(layer, config, place)
+        self.attention = Attention(layer, config, place, streams)
         self.post_attention_norm = self.weight(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         self.mlp: MLP | None = None
         self.moe: MoE | None = None
         if config.mlp_layer_types[layer] == "dense":
             self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, place)
         else:
-            self.moe = MoE(f"{prefix}.mlp", config, place, side)
+            self.moe = MoE(f"{prefix}.mlp", config, place, streams)
 
     def forward(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, selection: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        cache: KVCache,
+        selection: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``delta [T, hidden]`` is what the layer before adds to ``residual [T, hidden]``; None before the first.
+
+        Returns:
+            what this layer adds, the residual that it is to be added to, and the selection that it used.
+        """
         with stage("MLA prolog"):
-            normed = rms_norm(x, self.input_norm, self.eps)
+            if residual is None:
+                normed, residual = rms_norm(delta, self.input_norm, self.eps), delta
+            else:
+                normed, residual = add_rms_norm(delta, residual, self.input_norm, self.eps)
         attended, selection = self.attention(normed, batch, cache, selection)
         with stage("MLA epilog"):
-            normed, x = add_rms_norm(attended, x, self.post_attention_norm, self.eps)
+            normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
         if self.moe is not None:
-            return x + self.moe(normed, batch), selection
+            return self.moe(normed, batch), residual, selection
         assert self.mlp is not None
         with stage("dense MLP"):
-            return x + self.mlp(normed), selection
+            return self.mlp(normed), residual, selection
 
 
 class Model(Weighted):
@@ -63,8 +76,8 @@ class Model(Weighted):
         rows = shard(config.vocab_size, place.mesh.tp, "vocab_size")
         table = (config.vocab_size, config.hidden_size)
         self.embed = self.weight("model.embed_tokens.weight", *table, rows=rows)
-        side = SideStream(place.device)
-        self.layers = nn.ModuleList(DecoderLayer(i, config, place, side) for i in range(config.num_hidden_layers))
+        streams = Streams(shared_expert=SideStream(place.device), indexer=SideStream(place.device))
+        self.layers = nn.ModuleList(DecoderLayer(i, config, place, streams) for i in range(config.num_hidden_layers))
         self.norm = self.weight("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed if tied else self.weight("lm_head.weight", *table, rows=rows)
@@ -79,10 +92,11 @@ class Model(Weighted):
         """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed."""
         with stage("embedding"):
             x = vocab_parallel_embedding(batch.input_ids, self.embed, self.place.mesh.tp)[: batch.plan.rows]
-        selection = None
+        residual = selection = None
         for layer in self.layers:
-            x, selection = layer(x, batch, cache, selection)
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+            x, residual, selection = layer(x, residual, batch, cache, selection)
+        assert residual is not None
+        return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold."""

@@ -9,9 +9,8 @@ from dsa_engine.batch import ForwardBatch
 from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.expert_mlp import expert_mlp
 from dsa_engine.kernels.router import route
-from dsa_engine.layers import MLP, Placement, Weighted
+from dsa_engine.layers import MLP, Placement, Streams, Weighted
 from dsa_engine.parallel.expert import Dispatched, dispatch_all_gather, dispatch_all_to_all, dispatch_local
-from dsa_engine.parallel.streams import SideStream
 from dsa_engine.parallel.tensor import shard
 from dsa_engine.profiling import stage
 
@@ -19,10 +18,10 @@ from dsa_engine.profiling import stage
 class MoE(Weighted):
     """Rank i of the expert-parallel group holds an equal, consecutive part of the routed experts; the rest is whole."""
 
-    def __init__(self, prefix: str, config: ModelConfig, place: Placement, side: SideStream):
+    def __init__(self, prefix: str, config: ModelConfig, place: Placement, streams: Streams):
         super().__init__(place)
         self.config = config
-        self.side = side
+        self.streams = streams
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
@@ -34,13 +33,14 @@ class MoE(Weighted):
             self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
             self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
             self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
+        self.share_served = (last - first) / experts  # of all choices, where routing is balanced
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, place)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``. The shared expert runs beside gate and dispatch."""
         config = self.config
         with stage("MoE shared"):
-            shared = self.side.run(self.shared, x)
+            shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
         with stage("MoE gate"):
             experts, weights = route(
                 F.linear(x.float(), self.gate),
@@ -56,7 +56,9 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             here = self._dispatch(x, experts, weights, batch)
         with stage("MoE experts"):
-            sums = expert_mlp(here.tokens, here.experts, here.weights, self.gate_up, self.down)
+            sums = expert_mlp(
+                here.tokens, here.experts, here.weights, self.gate_up, self.down, share=self.share_served
+            )
         with stage("MoE combine"):
             return here.combine(sums) + shared()
 

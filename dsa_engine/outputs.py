@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -9,23 +10,37 @@ from dataclasses import dataclass, field
 class RequestMetrics:
     """Times of one request, in seconds, as its rank saw them; queueing is part of the time to first token."""
 
-    ttft_s: float  # from the request to its first token
+    ttft_s: float  # from the request to its first token; nan where an error left it without one
     tpot_s: float | None  # per token after the first; None where there is only one
+    preemptions: int = 0  # times that it lost its cache pages to an older request and was prefilled again
 
     @classmethod
-    def of(cls, arrival: float, first: float, last: float, tokens: int) -> RequestMetrics:
-        return cls(first - arrival, (last - first) / (tokens - 1) if tokens > 1 else None)
+    def of(
+        cls, arrival: float, first: float | None, last: float | None, tokens: int, preemptions: int
+    ) -> RequestMetrics:
+        if first is None or last is None:
+            return cls(math.nan, None, preemptions)
+        return cls(first - arrival, (last - first) / (tokens - 1) if tokens > 1 else None, preemptions)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request. ``text`` is "" where the model folder has no tokenizer."""
+    """One finished request. ``text`` is "" where the model folder has no tokenizer.
+
+    ``logprobs`` has a dictionary for each output token: token id -> natural logarithm of its probability in the model's
+    own distribution, before temperature, top-k, top-p, min-p and forbidden tokens. In it are the
+    ``SamplingParams.logprobs`` most likely tokens and the sampled one, most likely first.
+    """
 
     text: str
     token_ids: list[int]
     prompt_token_ids: list[int]
-    finish_reason: str  # "stop": an end token or a stop string; "length": max_tokens or max_model_len
+    # "stop": an end token or a stop string; "length": max_tokens or max_model_len; "error": this request failed
+    finish_reason: str
     metrics: RequestMetrics
+    error: str | None = None  # what went wrong; text and tokens are those from before
+    logprobs: list[dict[int, float]] | None = None  # None where they were not asked for
+    cumulative_logprob: float | None = None  # sum over the output tokens
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,8 @@ class StreamPiece:
     text: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # set on the last piece
+    error: str | None = None  # set with finish_reason "error"
+    logprobs: list[dict[int, float]] | None = None  # of the new tokens, as in RequestOutput
 
     def __str__(self) -> str:
         return self.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,17 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
         lines.append("  ".join((first, *rest)).rstrip())
     lines.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join(lines)
+
+
+def format_shares(title: str, columns: Mapping[str, Mapping[str, float]]) -> str:
+    """A table of shares: a row for each name that has any time, a column for each of ``columns`` (seconds by name)."""
+    names = list(dict.fromkeys(name for seconds in columns.values() for name in seconds))
+    rows = []
+    for name in names:
+        shares = [seconds.get(name, 0.0) / (sum(seconds.values()) or 1.0) for seconds in columns.values()]
+        if any(shares):
+            rows.append((name, *(f"{share:.1%}" for share in shares)))
+    return format_table((title, *columns), rows)
 
 
 def write_json(path: str | Path, result: dict[str, Any]) -> None:

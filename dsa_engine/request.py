@@ -11,6 +11,8 @@ from dsa_engine.tokenizer import TextStream, Tokenizer
 class Request:
     """Follows a sequence of the engine, whoever calls ``Engine.step``, and ends it at a stop string.
 
+    An error in making its text ends this request only, with ``finish_reason`` "error".
+
     Args:
         engine: runs the sequence.
         sequence: as ``Engine.add`` returned it.
@@ -23,8 +25,10 @@ class Request:
         self._text = (
             TextStream(tokenizer, sequence.params.stop_strings, sequence.params.min_tokens) if tokenizer else None
         )
+        self._text_failed = False  # then what was certain before is all there is
         self._tokens: list[int] = []  # those taken from the sequence so far
         self.finish_reason: str | None = None
+        self.error: str | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -39,18 +43,28 @@ class Request:
     def generated(self) -> int:
         return len(self._tokens)
 
+    @property
+    def preemptions(self) -> int:
+        return self._sequence.preemptions
+
     def advance(self) -> int:
         """Takes the tokens that are new in the sequence, up to a stop string; returns how many."""
         before = len(self._tokens)
-        for token in self._sequence.output[before:]:
-            self._tokens.append(token)
-            if self._text is not None:
-                self._text.add(token)
-                if self._text.stopped:
-                    self._end("stop")
-                    break
-        if self.finish_reason is None and self._sequence.finish_reason is not None:
-            self.finish_reason = self._sequence.finish_reason
+        try:
+            for token in self._sequence.output[before:]:
+                self._tokens.append(token)
+                if self._text is not None:
+                    self._text.add(token)
+                    if self._text.stopped:
+                        self._end("stop")
+                        break
+            if self.finish_reason is None and self._sequence.finish_reason is not None:
+                if self._text is not None:
+                    self._text.finish()
+                self.finish_reason, self.error = self._sequence.finish_reason, self._sequence.error
+        except Exception as error:
+            self._text_failed = True
+            self._end("error", f"its tokens could not be decoded to text: {type(error).__name__}: {error}")
         return len(self._tokens) - before
 
     def abort(self) -> None:
@@ -60,22 +74,47 @@ class Request:
 
     def piece(self, tokens: int) -> StreamPiece:
         """The last ``tokens`` tokens, and the text that has become certain with them."""
-        text = self._text.new_text(final=self.finish_reason is not None) if self._text else ""
-        return StreamPiece(text, self._tokens[len(self._tokens) - tokens :], self.finish_reason)
+        first = len(self._tokens) - tokens
+        return StreamPiece(
+            text=self._new_text(),
+            token_ids=self._tokens[first:],
+            finish_reason=self.finish_reason,
+            error=self.error,
+            logprobs=self._logprobs(first),
+        )
 
     def output(self) -> RequestOutput:
-        """The finished request."""
+        """The finished request; not for one that is streamed."""
         sequence = self._sequence
-        assert sequence.first_token is not None and sequence.last_token is not None and self.finish_reason is not None
+        assert self.finish_reason is not None
+        logprobs = self._logprobs(0)
         return RequestOutput(
-            text=self._text.finish() if self._text else "",
+            text=self._new_text(),
             token_ids=self._tokens,
             prompt_token_ids=sequence.prompt,
             finish_reason=self.finish_reason,
-            metrics=RequestMetrics.of(sequence.arrival, sequence.first_token, sequence.last_token, len(self._tokens)),
+            metrics=RequestMetrics.of(
+                sequence.arrival, sequence.first_token, sequence.last_token, len(self._tokens), sequence.preemptions
+            ),
+            error=self.error,
+            logprobs=logprobs,
+            cumulative_logprob=(
+                None if logprobs is None else sum(of[token] for of, token in zip(logprobs, self._tokens, strict=True))
+            ),
         )
 
-    def _end(self, reason: str) -> None:
-        self.finish_reason = reason
+    def _new_text(self) -> str:
+        """The text that has become certain since the last call."""
+        if self._text is None:
+            return ""
+        return self._text.new_text(final=self.finish_reason is not None and not self._text_failed)
+
+    def _logprobs(self, first: int) -> list[dict[int, float]] | None:
+        if self._sequence.params.logprobs is None:
+            return None
+        return self._sequence.logprobs[first : len(self._tokens)]
+
+    def _end(self, reason: str, error: str | None = None) -> None:
         if self._sequence.finish_reason is None:
-            self._engine.finish(self._sequence, reason)
+            self._engine.finish(self._sequence, reason, error)
+        self.finish_reason, self.error = reason, error  # last: until then, abort() would still do the above

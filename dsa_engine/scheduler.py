@@ -4,21 +4,30 @@ Every rank runs the same scheduler on the same requests and comes to the same de
 messages. It counts the free pages of all ranks, and hands out the page numbers of its own.
 
 A request is prefilled by the ranks of one context-parallel group, all of which hold its pages meanwhile; then its owner
-keeps them and decodes it alone. Its pages for prompt and output are set apart when it is admitted, so that a running
-request never waits for memory.
+keeps them and decodes it alone. It enters with the pages of what is to be prefilled, so no prefill waits for memory
+half-way, and takes each further page when it decodes into it. Where its owner has none left, the youngest request with
+pages there is preempted: it loses them all, goes back to its place in the queue, and is later prefilled again, prompt
+and output so far.
+
+Every request ends. The oldest is never preempted: it would have to be the only one with pages on its owner, and then it
+has as many as it can ever need (``check``). While it waits it stands first in the queue, and nobody enters before it;
+those that run end, or come back behind it, so that it finds the cache empty at the latest. Once it runs it is first in
+every prefill step and part of every decode step, and neither kind waits for ever for the other. When it ends, the next
+one is the oldest.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 
-from dsa_engine.cache import PageAllocator, pages_for
+from dsa_engine.cache import PageLedger, pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.sequence import Chunk, Sequence
 
 
 class Scheduler:
-    """Requests in order of arrival: first come, first served; prefill goes before decode.
+    """Requests in order of arrival, first come, first served; a step prefills or decodes.
 
     Args:
         rank, world_size, cp_size: this rank's place; context-parallel groups are consecutive ranks.
@@ -26,6 +35,11 @@ class Scheduler:
         page_size: tokens a page.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens a rank prefills in a step.
+        max_prefill_share: of the steps taken while some request decodes, at most this share are prefill steps, in
+            (0, 1]; 1 puts prefill first.
+
+    Attributes:
+        preemptions: times that a running request has lost its pages to an older one.
     """
 
     def __init__(
@@ -38,20 +52,19 @@ class Scheduler:
         page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_prefill_share: float,
     ):
-        self._rank = rank
-        self._cp_size = cp_size
         self._groups = [range(first, first + cp_size) for first in range(0, world_size, cp_size)]
-        self._pages = pages
         self._page_size = page_size
         self._max_num_seqs = max_num_seqs
         self._group_tokens = max_num_batched_tokens * cp_size
         self._budget: list[int] = []  # tokens that each group can still take in the step being planned
-        self._allocator = PageAllocator(pages)
-        self._free = [pages] * world_size
-        self._held: dict[int, dict[int, int]] = {}  # sequence id -> rank -> pages
-        self._waiting: deque[Sequence] = deque()
+        self._max_prefill_share = max_prefill_share
+        self._credit = 0.0  # prefill steps that may be taken while some request decodes
+        self._ledger = PageLedger(rank, world_size, pages)
+        self._waiting: deque[Sequence] = deque()  # both in order of arrival
         self._running: list[Sequence] = []
+        self.preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -60,46 +73,59 @@ class Scheduler:
     @property
     def free_pages(self) -> list[int]:
         """Free pages of every rank."""
-        return list(self._free)
+        return self._ledger.free
+
+    @property
+    def own_free_pages(self) -> int:
+        """Page numbers that this rank has left to hand out."""
+        return self._ledger.own_free
 
     def check(self, prompt_len: int, max_tokens: int, requests: int = 1) -> None:
-        """Whether requests of this size can run at the same time.
+        """Whether requests of this size can run at the same time without preemption.
 
         Raises:
             CapacityError: not even alone; says what they need and what there is.
         """
+        pages = self._ledger.pages
         need = requests * self._pages_at_most(prompt_len, max_tokens)
-        if need > self._pages:
+        if need > pages:
             what = "this request" if requests == 1 else f"{requests} such requests at once"
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
                 f"({prompt_len + max_tokens} in all) need {need} pages of {self._page_size} tokens, the cache has "
-                f"{self._pages}; raise cache_memory by a factor of {need / self._pages:.2f}, shorten the prompt or "
+                f"{pages}; raise cache_memory by a factor of {need / pages:.2f}, shorten the prompt or "
                 "lower max_tokens"
             )
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
         self.check(len(sequence.prompt), sequence.params.max_tokens)
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=_arrival)
 
     def schedule(self) -> list[Chunk]:
-        """The next step: chunks of prompts where any are left, else one token of every running request."""
+        """The next step: chunks of what is to be prefilled, or one token of every request that decodes."""
         self._budget = [self._group_tokens] * len(self._groups)
-        chunks = self._continue_prefills() + self._admit()
-        if chunks:
-            return chunks
-        return [Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1)) for s in self._running]
+        decoding = any(s.prefilled for s in self._running)
+        if decoding:
+            # Credit that nobody used is kept up to one step: who comes late is prefilled at once, a burst is not.
+            self._credit = min(1.0, self._credit) + self._max_prefill_share
+        if not decoding or self._credit > 1 - 1e-9:
+            chunks = self._prefill()
+            if chunks:
+                self._credit -= 1.0 if decoding else 0.0
+                return chunks
+        # An older request that is being prefilled may take the last pages of all that decode.
+        return self._decode() or self._prefill()
 
     def computed(self, chunks: list[Chunk]) -> None:
         """Records that a step has run; after its prefill, a request leaves the ranks that do not own it."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.end
-            if sequence.prefilled and len(self._held[sequence.id]) > 1:
+            if sequence.prefilled:
                 for rank in chunk.ranks:
                     if rank != sequence.owner:
-                        self._release(sequence, rank)
+                        self._ledger.release(sequence, rank)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a request, in whatever state, and frees its pages on every rank."""
@@ -107,57 +133,89 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        for rank in list(self._held.get(sequence.id, ())):
-            self._release(sequence, rank)
-        self._held.pop(sequence.id, None)
+        self._ledger.release_all(sequence)
 
-    def _continue_prefills(self) -> list[Chunk]:
-        return [c for s in self._running if not s.prefilled and (c := self._prompt_chunk(s))]
-
-    def _admit(self) -> list[Chunk]:
-        chunks = []
+    def _prefill(self) -> list[Chunk]:
+        """Chunks of the requests that are being prefilled, then of those that can enter."""
+        chunks = [chunk for s in self._running if not s.prefilled and (chunk := self._prefill_chunk(s))]
         while self._waiting and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
             if not self._place(sequence):
                 break
             self._waiting.popleft()
-            self._running.append(sequence)
-            chunk = self._prompt_chunk(sequence)
+            insort(self._running, sequence, key=_arrival)
+            chunk = self._prefill_chunk(sequence)
             assert chunk is not None
             chunks.append(chunk)
         return chunks
 
-    def _prompt_chunk(self, sequence: Sequence) -> Chunk | None:
-        length = min(len(sequence.prompt) - sequence.computed, self._budget[sequence.cp_group])
+    def _prefill_chunk(self, sequence: Sequence) -> Chunk | None:
+        length = min(sequence.to_prefill - sequence.computed, self._budget[sequence.cp_group])
         if length == 0:
             return None
         self._budget[sequence.cp_group] -= length
         return Chunk(sequence, sequence.computed, length, self._groups[sequence.cp_group])
 
-    def _place(self, sequence: Sequence) -> bool:
-        """Chooses the group that prefills and the rank that decodes: those with most free pages; False if none fits."""
-        open_groups = [g for g in range(len(self._groups)) if self._budget[g] > 0]
-        if not open_groups:
-            return False
-        group = max(open_groups, key=lambda g: sum(self._free[r] for r in self._groups[g]))
-        owner = max(self._groups[group], key=lambda r: self._free[r])
-        held = dict.fromkeys(self._groups[group], pages_for(len(sequence.prompt), self._page_size))
-        held[owner] = self._pages_at_most(len(sequence.prompt), sequence.params.max_tokens)
-        if any(count > self._free[rank] for rank, count in held.items()):
-            return False
-        for rank, count in held.items():
-            self._free[rank] -= count
-        sequence.cp_group, sequence.owner = group, owner
-        sequence.pages = self._allocator.take(held.get(self._rank, 0))
-        self._held[sequence.id] = held
-        return True
+    def _decode(self) -> list[Chunk]:
+        """One token of every request that is prefilled and has, or gets, a page for it."""
+        for sequence in list(self._running):
+            if sequence.prefilled:  # a younger one may have been preempted meanwhile
+                self._grow(sequence)
+        return [
+            Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1)) for s in self._running if s.prefilled
+        ]
 
-    def _release(self, sequence: Sequence, rank: int) -> None:
-        self._free[rank] += self._held[sequence.id].pop(rank)
-        if rank == self._rank:
-            self._allocator.give_back(sequence.pages)
-            sequence.pages = []
+    def _grow(self, sequence: Sequence) -> None:
+        """Gives a request the pages for its last token, at the cost of the youngest on its rank: itself, perhaps."""
+        ledger, owner = self._ledger, sequence.owner
+        while sequence.prefilled and ledger.held(sequence, owner) < pages_for(len(sequence), self._page_size):
+            if ledger.free[owner]:
+                ledger.take(sequence, owner, 1)
+            else:
+                self._preempt(max(ledger.holders(owner), key=_arrival))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._ledger.release_all(sequence)
+        self._running.remove(sequence)
+        sequence.restart()
+        insort(self._waiting, sequence, key=_arrival)
+        self.preemptions += 1
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Gives a request its group, its owner and its first pages; False where no group has room.
+
+        The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
+        see fewest; but an owner with pages for all that its requests may still become goes before one without.
+        """
+        ledger, free = self._ledger, self._ledger.free
+        need = pages_for(sequence.to_prefill, self._page_size)
+        seen, growth, kept = [0] * len(free), [0] * len(free), [0] * len(free)
+        for other in self._running:
+            more = self._pages_at_most(len(other.prompt), other.params.max_tokens) - ledger.held(other, other.owner)
+            seen[other.owner] += len(other)
+            growth[other.owner] += more
+            # A page is kept for each that may need another one, or who enters would soon be thrown out again.
+            kept[other.owner] += min(more, 1)
+        fits = [
+            number
+            for number, ranks in enumerate(self._groups)
+            if self._budget[number] > 0 and all(free[r] - kept[r] >= need for r in ranks)
+        ]
+        if not fits:
+            return False
+        group = min(fits, key=lambda number: sum(seen[r] for r in self._groups[number]))
+        ranks = self._groups[group]
+        most = self._pages_at_most(len(sequence.prompt), sequence.params.max_tokens)
+        owner = min(ranks, key=lambda r: (free[r] - growth[r] < most, seen[r], -free[r]))
+        for rank in ranks:
+            ledger.take(sequence, rank, need)
+        sequence.cp_group, sequence.owner = group, owner
+        return True
 
     def _pages_at_most(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.
         return pages_for(prompt_len + max_tokens - 1, self._page_size)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.id

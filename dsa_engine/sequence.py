@@ -11,7 +11,8 @@ from dsa_engine.sampling import SamplingParams
 class Sequence:
     """One request.
 
-    ``pages`` are this rank's own; other ranks hold the same sequence in other pages or not at all.
+    ``id`` grows with the order of arrival. ``pages`` are this rank's own; other ranks hold the same sequence in other
+    pages or not at all.
     """
 
     id: int
@@ -19,20 +20,33 @@ class Sequence:
     params: SamplingParams
     arrival: float = 0.0  # seconds, time.perf_counter
     output: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each output token, where they are asked for
     computed: int = 0  # tokens whose rows are in the cache
+    to_prefill: int = field(init=False)  # tokens that prefill computes: the prompt, and the output before a preemption
+    preemptions: int = 0  # times that it has lost its pages
     cp_group: int = 0  # the ranks that prefill it
     owner: int = 0  # the rank that decodes it
     pages: list[int] = field(default_factory=list)
     first_token: float | None = None  # seconds, time.perf_counter
     last_token: float | None = None
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    error: str | None = None  # what ended it, with "error"
+
+    def __post_init__(self) -> None:
+        self.to_prefill = len(self.prompt)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
 
     @property
     def prefilled(self) -> bool:
-        return self.computed >= len(self.prompt)
+        """Whether it has nothing left to prefill: it decodes."""
+        return self.computed >= self.to_prefill
+
+    def restart(self) -> None:
+        """Forgets what is in the cache: all tokens known so far, the sampled ones too, are to be prefilled again."""
+        self.computed, self.to_prefill = 0, len(self)
+        self.preemptions += 1
 
     def tokens(self, start: int, length: int) -> list[int]:
         """Token ids at ``start … start+length-1``."""

@@ -9,12 +9,29 @@ without an indexer): expanding the cache to per-head keys and values would cost 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
+from dsa_engine.kernels.fp8_cache import unpack_latent_rows
+from dsa_engine.kernels.launch import dot_precision, runs_triton
+from dsa_engine.kernels.merge_splits import merge_splits
+from dsa_engine.kernels.online_softmax import (
+    LOG2_E,
+    LOWEST,
+    attend,
+    check_pool,
+    load_queries,
+    load_rows,
+    plan_attention,
+    rows_of,
+    store_nothing,
+    store_results,
+)
 from dsa_engine.kernels.paged import read_rows
 from dsa_engine.kernels.segment import Segments
 
 
-def dense_mla_reference(
+def dense_mla_block_reference(
     q: torch.Tensor, rows: torch.Tensor, start: int, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count, heads, width = q.shape
@@ -25,6 +42,94 @@ def dense_mla_reference(
     lse = torch.logsumexp(scores, dim=-1)
     out = scores.sub_(lse[..., None]).exp_().view(count * heads, -1) @ rows[:, :value_dim]
     return out.view(count, heads, value_dim).to(q.dtype), lse
+
+
+def dense_mla_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    value_dim: int,
+    scale: float,
+    workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = q.shape[1]
+    out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
+    for segment in segments:
+        rows = read_rows(pool, block_tables[segment.sequence], 0, segment.end)
+        if pool.dtype == torch.uint8:
+            rows = unpack_latent_rows(rows, q.shape[-1]).to(q.dtype)
+        block = max(1, workspace // max(1, 8 * heads * segment.end))
+        for done in range(0, segment.length, block):
+            stop = min(done + block, segment.length)
+            part = slice(segment.row + done, segment.row + stop)
+            seen = rows[: segment.start + stop]
+            out[part], lse[part] = dense_mla_block_reference(q[part], seen, segment.start + done, value_dim, scale)
+    return out, lse
+
+
+@triton.jit
+def dense_mla_kernel(
+    q, values, scales, rotated, block_tables, sequences, visible, out, lse, tokens, table_stride, scale,
+    PAGE_SIZE: tl.constexpr, VALUE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, ROTATED_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
+    FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_HEADS heads of a token and a share of the positions it sees; the result goes to its part of ``out [splits,
+    T, HEADS, VALUE]``."""
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    token = (program // HEAD_BLOCKS).to(tl.int64)
+    head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    table = block_tables + tl.load(sequences + token).to(tl.int64) * table_stride
+    count = tl.load(visible + token)
+    share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, count)
+    part = tl.program_id(1).to(tl.int64) * tokens + token
+    if end <= first:
+        store_nothing(out, lse, part, head, HEADS, VALUE, BLOCK_VALUE)
+        return
+
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    for start in range(first, end, BLOCK_ROWS):
+        position = start + tl.arange(0, BLOCK_ROWS)
+        # No mask: the last position serves behind the end.
+        known = tl.minimum(position, end - 1).to(tl.uint32)  # unsigned divides in fewer instructions
+        row = tl.load(table + known // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + known % PAGE_SIZE
+        tile, ends = load_rows(
+            values, scales, rotated, row, q.dtype.element_ty,
+            VALUE_STRIDE, SCALE_STRIDE, ROTATED_STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3,
+        )  # fmt: skip
+        partial = start + BLOCK_ROWS > end
+        top, total, acc = attend(
+            q_value, q_rotated, tile, ends, position, end, partial, table, top, total, acc, scale,
+            ROTATED, False, PRECISION,
+        )  # fmt: skip
+    store_results(out, lse, part, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
+
+
+def _launch(
+    q: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments, value_dim: int,
+    scale: float, workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokens, heads, _ = q.shape
+    plan = plan_attention(q, pool, value_dim)
+    splits = plan.splits(segments.longest, workspace)
+    out, lse = plan.results(splits)
+    if tokens and heads:
+        rows = rows_of(pool, value_dim)
+        dense_mla_kernel[(plan.programs, splits)](
+            q, rows.values, rows.scales, rows.rotated, block_tables, segments.sequences, segments.visible, out, lse,
+            tokens, block_tables.stride(0), scale * LOG2_E, pool.shape[1], rows.value_stride, rows.scale_stride,
+            rows.rotated_stride, PRECISION=dot_precision(q.dtype), **plan.constants,
+        )  # fmt: skip
+    return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
 
 def dense_mla(
@@ -40,29 +145,24 @@ def dense_mla(
     """Attention of every query to all tokens of its sequence up to itself.
 
     Args:
-        q: ``[T, heads, width]`` absorbed queries.
-        pool: latent pool ``[pages, page_size, width]``, same dtype as q.
+        q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
+        pool: latent pool ``[pages, page_size, width]``, same dtype as q; or uint8 ``[pages, page_size, row bytes]`` in
+            the format of :mod:`~dsa_engine.kernels.fp8_cache`.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: the runs of queries.
-        value_dim: leading columns of a row that are its value.
+        value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
         scale: softmax scale.
-        workspace: bytes for the scores; queries are taken in as many blocks as that needs.
+        workspace: bytes for the scores (reference) or for partial results (kernel, where few queries are split).
 
     Returns:
         out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, or segments beyond the batch or their block table.
     """
-    if q.shape[-1] != pool.shape[-1] or q.dtype != pool.dtype:
-        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit pool {pool.dtype} {tuple(pool.shape)}")
+    check_pool(q, pool, value_dim)
     segments.check(q.shape[0], block_tables, pool.shape[1])
-    heads = q.shape[1]
-    out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
-    for segment in segments:
-        rows = read_rows(pool, block_tables[segment.sequence], 0, segment.end)
-        block = max(1, workspace // (8 * heads * segment.end))
-        for done in range(0, segment.length, block):
-            stop = min(done + block, segment.length)
-            part = slice(segment.row + done, segment.row + stop)
-            seen = rows[: segment.start + stop]
-            out[part], lse[part] = dense_mla_reference(q[part], seen, segment.start + done, value_dim, scale)
-    return out, lse
+    if runs_triton(q):
+        tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
+        return _launch(q.contiguous(), pool, tables, segments, value_dim, scale, workspace)
+    return dense_mla_reference(q, pool, block_tables, segments, value_dim, scale, workspace)

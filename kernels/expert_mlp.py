@@ -1,4 +1,4 @@
-"""The experts of one rank, over tokens that are sorted by expert.
+"""The experts of one rank, over token-expert pairs that are sorted by expert.
 
 out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = expert[t, j];  −1 stands for nobody here
 """
@@ -6,42 +6,58 @@ out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = exp
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from dsa_engine.kernels.silu_mul import silu_mul
+from dsa_engine.kernels.grouped_matmul import (
+    grouped_matmul_reference,
+    grouped_matmul_torch,
+    grouped_matmul_triton,
+    torch_has_it,
+)
+from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.permute import Order, combine, expert_order
+from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
+
+# Most bytes of rows between the products for which every pair gets a row, served or not: the host need not know how
+# many are. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for the device.
+UNCOUNTED_BYTES = 1 << 29
+
+# Most rows of an expert, on average, for which the products are bound by the weights' way from memory.
+FEW_ROWS = 64
 
 
-def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
-    first = 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            torch.mm(x[first : first + count], weight[expert].t(), out=out[first : first + count])
-        first += count
-    return out
+def expert_mlp_reference(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    chosen = experts.flatten()
+    local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
+    # A stable sort with nobody's choices first: the tail is sorted by expert and, within one, by token.
+    order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
+    tokens = order // experts.shape[1]
+    counts = torch.bincount(chosen[order], minlength=gate_up.shape[0])
+    hidden = silu_mul_reference(grouped_matmul_reference(x.index_select(0, tokens), gate_up, counts))
+    y = grouped_matmul_reference(hidden, down, counts)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    out.index_add_(0, tokens, y.float().mul_(weights.flatten()[order, None]))
+    return out.to(x.dtype)
 
 
-def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiplies each group of rows by its own matrix.
+def row_bytes(gate_up: torch.Tensor, down: torch.Tensor) -> int:
+    """Bytes that a row takes between the products, at most: its token, gate and up, and the result."""
+    return (gate_up.shape[1] + 2 * down.shape[1]) * down.element_size()
 
-    Args:
-        x: ``[R, in]``, rows sorted by group.
-        weight: ``[groups, out, in]``.
-        counts: ``[groups]`` integer, rows per group; their sum is R.
 
-    Returns:
-        ``[R, out]`` in x's dtype. PyTorch's ``grouped_mm`` on CUDA in bfloat16 where its 16-byte strides allow, else a
-        loop over the groups (on a CPU the loop is also the faster of the two).
-    """
-    if x.shape[1] != weight.shape[2] or weight.shape[0] != counts.shape[0]:
-        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts {tuple(counts.shape)} do not fit")
-    if x.shape[0] == 0:
-        return x.new_empty(0, weight.shape[1])
-    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
-    if x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm"):
-        ends = counts.cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return grouped_matmul_reference(x, weight, counts)
+def experts_fused(
+    x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor, expected: float
+) -> torch.Tensor:
+    """The experts' results ``[R, hidden]`` in two launches: rows are gathered and gated within the products."""
+    hidden = grouped_matmul_triton(x, gate_up, order.ends, source=order.tokens, gated=True, expected=expected)
+    return grouped_matmul_triton(hidden, down, order.ends, expected=expected)
+
+
+def experts_by_torch(x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The same with PyTorch's grouped products, between which gathered rows, gate and up are written and read."""
+    hidden = silu_mul(grouped_matmul_torch(x.index_select(0, order.tokens), gate_up, order.ends))
+    return grouped_matmul_torch(hidden, down, order.ends)
 
 
 def expert_mlp(
@@ -50,8 +66,15 @@ def expert_mlp(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    *,
+    share: float = 1.0,
+    uncounted_bytes: int = UNCOUNTED_BYTES,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token.
+
+    On CUDA, experts with few rows each (64, on average) take the fused kernel: rows are gathered and gated within the
+    products. With more rows PyTorch's ``grouped_mm`` is taken where it applies. Sums add in the order of a token's
+    choices, so that a result is the same bits each time.
 
     Args:
         x: ``[T, hidden]``.
@@ -59,6 +82,9 @@ def expert_mlp(
         weights: ``[T, k]`` float32.
         gate_up: ``[experts, 2·intermediate, hidden]``.
         down: ``[experts, hidden, intermediate]``.
+        share: which part of the choices is expected to be served here: chooses the kernel, never the result.
+        uncounted_bytes: most bytes of rows between the products for which unserved choices get rows too, so that
+            nothing waits for the device (decode, CUDA graphs).
 
     Returns:
         ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
@@ -67,13 +93,17 @@ def expert_mlp(
         raise ValueError(
             f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
         )
-    chosen = experts.flatten()
-    local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
-    # A stable sort with nobody's choices first: the tail is sorted by expert and, within one, by token.
-    order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
-    tokens = order // experts.shape[1]
-    counts = torch.bincount(chosen[order], minlength=gate_up.shape[0])
-    hidden = grouped_matmul(silu_mul(grouped_matmul(x[tokens], gate_up, counts)), down, counts)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    out.index_add_(0, tokens, hidden.float().mul_(weights.flatten()[order, None]))
-    return out.to(x.dtype)
+    if gate_up.shape != (down.shape[0], 2 * down.shape[2], x.shape[1]) or down.shape[1] != x.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit")
+    if not runs_triton(x):
+        return expert_mlp_reference(x, experts, weights, gate_up, down)
+    order = expert_order(experts, gate_up.shape[0])
+    expected = share * experts.numel()
+    if experts.numel() * row_bytes(gate_up, down) > uncounted_bytes:
+        served = int(order.ends[-1])
+        order, expected = order._replace(tokens=order.tokens[:served]), served
+    if torch_has_it(x, gate_up) and torch_has_it(x, down) and expected > FEW_ROWS * gate_up.shape[0]:
+        y = experts_by_torch(x, order, gate_up, down)
+    else:
+        y = experts_fused(x, order, gate_up, down, expected)
+    return combine(y, order.places, weights)

@@ -15,8 +15,18 @@ the part touches, so that ``scale_inv[0, 0]`` belongs to ``weight[0, 0]``.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+from dsa_engine.kernels.e4m3 import converts_e4m3, decode_e4m3
+from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.quantize import E4M3_MAX
+
+# Largest tile of a program: with 4 warps, 4 loads of 16 bytes a thread.
+_TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
+
+# Rows that the reference expands in float32 at a time on their way to another dtype.
+_REFERENCE_ROWS = 256
 
 
 def scale_shape(
@@ -31,7 +41,11 @@ def scale_shape(
 
 
 def dequantize_blocks_reference(
-    weight: torch.Tensor, scale_inv: torch.Tensor, block_size: tuple[int, int], start: tuple[int, int] = (0, 0)
+    weight: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block_size: tuple[int, int],
+    start: tuple[int, int] = (0, 0),
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The definition; see :func:`dequantize_blocks`."""
     row_block, column_block = (
@@ -39,7 +53,12 @@ def dequantize_blocks_reference(
         for size, block, offset in zip(weight.shape, block_size, start, strict=True)
     )
     columns = scale_inv[:, column_block]  # [row blocks, columns]: small
-    return weight.float().mul_(columns[row_block])
+    if dtype == torch.float32:
+        return weight.float().mul_(columns[row_block])
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for part, rows, blocks in zip(*(t.split(_REFERENCE_ROWS) for t in (out, weight, row_block)), strict=True):
+        part.copy_(rows.float().mul_(columns[blocks]))
+    return out
 
 
 def quantize_blocks_reference(
@@ -61,19 +80,66 @@ def quantize_blocks_reference(
     return padded[:rows, :columns].to(torch.float8_e4m3fn), scale
 
 
+@triton.jit
+def dequantize_blocks_kernel(
+    codes, scales, out, rows, columns, row_start, column_start, row_stride, down_tiles, across_tiles,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of one block a program, so that it has one scale; a block is ``down_tiles · across_tiles`` programs."""
+    row_block, column_block = tl.program_id(1) // down_tiles, tl.program_id(0) // across_tiles
+    # Places in the block first: the matrix may begin, and end, inside of one.
+    row = tl.program_id(1) % down_tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % across_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < BLOCK_ROWS) & (column < BLOCK_COLUMNS)
+    row += row_block * BLOCK_ROWS - row_start
+    column += column_block * BLOCK_COLUMNS - column_start
+    inside &= (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    row = row.to(tl.int64)
+    scale = tl.load(scales + row_block * (tl.num_programs(0) // across_tiles) + column_block)
+    values = decode_e4m3(tl.load(codes + row * row_stride + column, mask=inside, other=0), CONVERTS)
+    tl.store(out + row * columns + column, (values * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(
+    weight: torch.Tensor, scale_inv: torch.Tensor, block_size: tuple[int, int], start: tuple[int, int],
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    rows, columns = weight.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    if out.numel():
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        block_rows, block_columns = block_size
+        tile_rows = min(_TILE_ROWS, triton.next_power_of_2(block_rows))
+        tile_columns = min(_TILE_COLUMNS, triton.next_power_of_2(block_columns))
+        down, across = triton.cdiv(block_rows, tile_rows), triton.cdiv(block_columns, tile_columns)
+        dequantize_blocks_kernel[(scale_inv.shape[1] * across, scale_inv.shape[0] * down)](
+            weight.view(torch.uint8), scale_inv.contiguous(), out, rows, columns,
+            start[0] % block_rows, start[1] % block_columns, weight.stride(0), down, across,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, ROWS=tile_rows, COLUMNS=tile_columns,
+            CONVERTS=converts_e4m3(weight), num_warps=_WARPS,
+        )  # fmt: skip
+    return out
+
+
 def dequantize_blocks(
-    weight: torch.Tensor, scale_inv: torch.Tensor, block_size: tuple[int, int], start: tuple[int, int] = (0, 0)
+    weight: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block_size: tuple[int, int],
+    start: tuple[int, int] = (0, 0),
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Expands FP8 blocks to float32.
+    """Expands FP8 blocks.
 
     Args:
         weight: ``[rows, columns]`` float8_e4m3fn, the whole matrix or a part of it.
         scale_inv: float32, the scales of the blocks that ``weight`` touches (shape: :func:`scale_shape`).
         block_size: rows and columns of a block.
         start: row and column of the whole matrix at which ``weight`` begins; only the place inside a block matters.
+        dtype: of the result; each product is made in float32 and rounded once.
 
     Returns:
-        ``[rows, columns]`` float32, a new tensor on the device of ``weight``.
+        ``[rows, columns]``, a new tensor on the device of ``weight``.
 
     Raises:
         TypeError: ``weight`` is not float8_e4m3fn or ``scale_inv`` is not float32.
@@ -93,7 +159,9 @@ def dequantize_blocks(
         )
     if scale_inv.device != weight.device:
         raise ValueError(f"weight is on {weight.device}, scale_inv on {scale_inv.device}; both must be on one device")
-    return dequantize_blocks_reference(weight, scale_inv, block_size, start)
+    if runs_triton(weight):
+        return _launch(weight, scale_inv, block_size, start, dtype)
+    return dequantize_blocks_reference(weight, scale_inv, block_size, start, dtype)
 
 
 def quantize_blocks(

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.kernels.quantize import quantize_rows_reference
+
 LATENT_BLOCK = 128  # values of a latent row that share a scale
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 def latent_row_bytes(rank: int, rope: int) -> int:
@@ -36,21 +37,9 @@ def latent_rank(row_bytes: int, width: int) -> int:
     return rank
 
 
-def quantize_rows(values: torch.Tensor, block: int, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """1×block quantisation of ``values [..., width]``: e4m3 values and float32 scales ``[..., width / block]``."""
-    blocks = values.float().unflatten(-1, (-1, block))
-    scales = (blocks.abs().amax(dim=-1) / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa > 0.5, exponent, exponent - 1))
-    # A smallest scale, rounded, may lift a value over the end of the range; e4m3 has no infinity to catch it.
-    scaled = (blocks / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn).flatten(-2), scales
-
-
 def pack_latent_rows(rows: torch.Tensor, rank: int, power_of_two: bool = False) -> torch.Tensor:
     """``rows [R, rank + rope]`` to uint8 ``[R, latent_row_bytes(rank, rope)]``."""
-    values, scales = quantize_rows(rows[:, :rank], LATENT_BLOCK, power_of_two)
+    values, scales = quantize_rows_reference(rows[:, :rank], LATENT_BLOCK, power_of_two)
     rope = rows[:, rank:].to(torch.bfloat16).contiguous()
     return torch.cat((values.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8)), dim=-1)
 

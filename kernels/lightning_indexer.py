@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from dsa_engine.kernels.indexer_scores import indexer_scores
+from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.segment import Segments
 from dsa_engine.kernels.topk import select_topk
 
@@ -30,9 +31,9 @@ def lightning_indexer(
     """Selects for every query the k best tokens that it sees.
 
     Args:
-        q: ``[T, heads, dim]`` rotated index queries.
-        weights: ``[T, heads]`` float32 head weights, all scales included.
-        pool: index-key pool ``[pages, page_size, dim]``.
+        q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
+        weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
+        pool: index-key pool ``[pages, page_size, dim]`` in the dtype of q; or FP8, uint8 ``[…, dim + 4]``.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: the runs of queries.
         k: how many to select.
@@ -43,10 +44,15 @@ def lightning_indexer(
     """
     segments.check(q.shape[0], block_tables, pool.shape[1])
     positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
-    # A quarter of the workspace for the scores, half for the reference's products; the selection over the scores, when
-    # the products are gone, takes twice their bytes (and more in rows full of ties).
-    for first, last in _pieces(segments, workspace // 4 // 4):
-        piece, rows = segments.part(first, last), slice(first, last)
+    # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
+    # small part of what it reads. The references take a quarter of the workspace for the scores and half for the
+    # products; the selection over the scores, when the products are gone, takes twice their bytes (and more in rows
+    # full of ties).
+    share = workspace * 3 // 4 if runs_triton(q) else workspace // 4
+    for first, last in _pieces(segments, share // 4):
+        # The whole keeps its tiles on the device for the next layer; a part makes its own.
+        piece = segments if last - first == segments.rows else segments.part(first, last)
+        rows = slice(first, last)
         scores = indexer_scores(q[rows], weights[rows], pool, block_tables, piece, workspace=workspace // 2)
         positions[rows] = select_topk(scores, k, piece.visible)[0]
         del scores  # before the next piece's are made

@@ -9,16 +9,40 @@ in any place; a query without a single slot yields zeros and a log-sum-exp of �
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.fp8_cache import unpack_latent_rows
+from dsa_engine.kernels.launch import dot_precision, runs_triton
+from dsa_engine.kernels.merge_splits import merge_splits
+from dsa_engine.kernels.online_softmax import (
+    LOG2_E,
+    LOWEST,
+    attend,
+    check_pool,
+    load_queries,
+    load_rows,
+    plan_attention,
+    rows_of,
+    store_nothing,
+    store_results,
+)
 
 # Gathered rows of one block on a CPU stay within the cache; measured best of 0.5 to 16 MiB.
 _CPU_BLOCK_BYTES = 1 << 20
 
 
 def sparse_attention_reference(
-    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, value_dim: int, scale: float, block_bytes: int
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor | None,
+    value_dim: int,
+    scale: float,
+    block_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q.shape
-    flat = pool.view(-1, width)
+    flat = pool.view(-1, pool.shape[-1])
     out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     block = max(1, block_bytes // (max(1, slots.shape[1]) * 4 * (width + heads)))
@@ -26,7 +50,12 @@ def sparse_attention_reference(
         part = slice(first, first + block)
         chosen = slots[part]
         skipped = chosen < 0
-        rows = flat[chosen.clamp(min=0)].float()  # [n, k, width]
+        if counts is not None:
+            skipped |= torch.arange(slots.shape[1], device=q.device) >= counts[part, None]
+        rows = flat[chosen.masked_fill(skipped, 0)]  # [n, k, width]
+        if pool.dtype == torch.uint8:
+            rows = unpack_latent_rows(rows.flatten(0, 1), width).to(q.dtype).view(*chosen.shape, width)
+        rows = rows.float()
         if bool(skipped.any()):
             rows.masked_fill_(skipped[..., None], 0.0)  # a row that was never written may hold NaN, and 0 · NaN is NaN
         scores = torch.bmm(q[part].float(), rows.transpose(1, 2)).mul_(scale)  # [n, heads, k]
@@ -38,6 +67,98 @@ def sparse_attention_reference(
     return out, lse
 
 
+@triton.jit
+def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
+    """Of the entries ``first … stop-1``, at most BLOCK: the place of the first −1, the place after the last slot, and
+    the greatest slot."""
+    place = first + tl.arange(0, BLOCK)
+    inside = place < stop
+    slot = tl.load(slots + place, mask=inside, other=-1)
+    hole = tl.min(tl.where(inside & (slot < 0), place, stop), 0)
+    end = tl.max(tl.where(slot >= 0, place + 1, first), 0)
+    return hole, end, tl.max(slot, 0)
+
+
+@triton.jit
+def sparse_attention_kernel(
+    q, values, scales, rotated, slots, counts, out, lse, tokens, k, scale,
+    VALUE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, ROTATED_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
+    COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_HEADS heads of a token and a share of its slots; the result goes to its part of ``out [splits, T, HEADS,
+    VALUE]``. Programs of one token are neighbours and gather its rows at the same time, the second from L2."""
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    token = (program // HEAD_BLOCKS).to(tl.int64)
+    head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    count = k
+    if COUNTED:
+        count = tl.minimum(tl.load(counts + token), k)
+    share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * share
+    chosen = slots + token * k
+    hole, end, greatest = scan_slots(chosen, first, tl.minimum(first + share, count), BLOCK_SCAN)
+    part = tl.program_id(1).to(tl.int64) * tokens + token
+    if end <= first:
+        store_nothing(out, lse, part, head, HEADS, VALUE, BLOCK_VALUE)
+        return
+
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    for start in range(first, end, BLOCK_ROWS):
+        place = start + tl.arange(0, BLOCK_ROWS)
+        # No mask: the last slot serves behind the end, and the greatest in place of -1, which as unsigned is greater.
+        slot = tl.load(chosen + tl.minimum(place, end - 1)).to(tl.uint32, bitcast=True)
+        row = tl.minimum(slot, greatest.to(tl.uint32, bitcast=True)).to(tl.int64)
+        tile, ends = load_rows(
+            values, scales, rotated, row, q.dtype.element_ty,
+            VALUE_STRIDE, SCALE_STRIDE, ROTATED_STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3,
+        )  # fmt: skip
+        partial = start + BLOCK_ROWS > hole
+        top, total, acc = attend(
+            q_value,
+            q_rotated,
+            tile,
+            ends,
+            place,
+            end,
+            partial,
+            chosen,
+            top,
+            total,
+            acc,
+            scale,
+            ROTATED,
+            True,
+            PRECISION,
+        )
+    store_results(out, lse, part, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
+
+
+def _launch(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int,
+    scale: float, workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokens, heads, _ = q.shape
+    k = slots.shape[1]
+    plan = plan_attention(q, pool, value_dim)
+    splits = plan.splits(k, workspace)
+    out, lse = plan.results(splits)
+    if tokens and heads:
+        rows = rows_of(pool, value_dim)
+        sparse_attention_kernel[(plan.programs, splits)](
+            q, rows.values, rows.scales, rows.rotated, slots, slots if counts is None else counts, out, lse, tokens, k,
+            scale * LOG2_E, rows.value_stride, rows.scale_stride, rows.rotated_stride,
+            BLOCK_SCAN=max(16, triton.next_power_of_2(k)), COUNTED=counts is not None,
+            PRECISION=dot_precision(q.dtype), **plan.constants,
+        )  # fmt: skip
+    return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
+
+
 def sparse_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
@@ -45,24 +166,34 @@ def sparse_attention(
     *,
     value_dim: int,
     scale: float,
+    counts: torch.Tensor | None = None,
     workspace: int = 256 << 20,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query to the rows in its slots.
 
     Args:
-        q: ``[T, heads, width]`` absorbed queries.
-        pool: latent pool ``[pages, page_size, width]``, same dtype as q.
+        q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
+        pool: latent pool ``[pages, page_size, width]``, same dtype as q; or uint8 ``[pages, page_size, row bytes]`` in
+            the format of :mod:`~dsa_engine.kernels.fp8_cache`.
         slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
-        value_dim: leading columns of a row that are its value.
+        value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
         scale: softmax scale.
-        workspace: bytes for the gathered rows.
+        counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); the entries
+            behind them may be anything.
+        workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split).
 
     Returns:
         out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
     """
-    if q.shape[-1] != pool.shape[-1] or q.dtype != pool.dtype:
-        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit pool {pool.dtype} {tuple(pool.shape)}")
+    check_pool(q, pool, value_dim)
     if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
         raise ValueError(f"slots must be [{q.shape[0]}, k], not {tuple(slots.shape)}")
+    if counts is not None and counts.shape != (q.shape[0],):
+        raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
+    if runs_triton(q):
+        return _launch(q.contiguous(), pool, slots.contiguous(), counts, value_dim, scale, workspace)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
-    return sparse_attention_reference(q, pool, slots, value_dim, scale, block_bytes)
+    return sparse_attention_reference(q, pool, slots, counts, value_dim, scale, block_bytes)

@@ -5,6 +5,8 @@ send a token to a rank at most once, however many of that rank's experts it has 
 
 * "all_to_all": only what is needed travels; the counts depend on the routing and cross the host; sums add in float32.
 * "all_gather": every rank gets every token; shapes depend on the batch only; sums add in the tokens' dtype, under way.
+
+Where a group plans its routing (`routing.py`), the planned choices take the place of the router's, with its weights.
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ def dispatch_all_to_all(
         weights: ``[T, k]`` float32.
         per_rank: experts of one rank.
     """
+    planned = group.planned(tokens.shape[0], experts.shape[1], group.size * per_rank, tokens.device)
+    if planned is not None:
+        experts = planned.own(tokens.shape[0])
     wanted = torch.zeros(group.size, tokens.shape[0], dtype=torch.bool, device=tokens.device)
     owners = (experts // per_rank).long()
     wanted.scatter_(0, owners.t(), True)
@@ -59,6 +64,10 @@ def dispatch_all_to_all(
     counts = wanted.sum(dim=1)
     send = counts.tolist()
     receive = group.all_to_all(counts).tolist()
+    chosen = None
+    if planned is not None and group.emulated:  # nobody has sent counts and choices
+        with group.filling():
+            chosen, receive = planned.arriving
     # Choices and weights travel beside each other as 32-bit words, the tokens in their own dtype.
     words = torch.cat((experts[source], weights[source].view(torch.int32)), dim=-1)
     arrived = group.all_to_all(words, send, receive)
@@ -71,7 +80,7 @@ def dispatch_all_to_all(
 
     return Dispatched(
         group.all_to_all(tokens[source], send, receive),
-        _own(arrived[:, :k], per_rank, group.index),
+        _own(arrived[:, :k] if chosen is None else chosen, per_rank, group.index),
         arrived[:, k:].contiguous().view(torch.float32),
         combine,
     )
@@ -85,17 +94,24 @@ def dispatch_all_gather(
     Padding has no experts, so it takes no part in any expert's work.
     """
     count = tokens.shape[0]
+    planned = group.planned(count, experts.shape[1], group.size * per_rank, tokens.device)
+    if planned is not None:
+        experts = planned.own(tokens.shape[0])
     extra = (0, 0, 0, rows - count)
     words = torch.cat((F.pad(experts, extra, value=-1), F.pad(weights, extra).view(torch.int32)), dim=-1)
     gathered = group.all_gather(words)
     k = experts.shape[1]
+    chosen = gathered[:, :k]
+    if planned is not None and group.emulated:  # nobody has sent choices
+        with group.filling():
+            chosen = planned.padded(rows)
 
     def combine(sums: torch.Tensor) -> torch.Tensor:
         return group.reduce_scatter(sums)[:count]
 
     return Dispatched(
         group.all_gather(F.pad(tokens, extra)),
-        _own(gathered[:, :k], per_rank, group.index),
+        _own(chosen, per_rank, group.index),
         gathered[:, k:].contiguous().view(torch.float32),
         combine,
     )

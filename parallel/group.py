@@ -6,15 +6,81 @@ process and many. All of them work on NCCL and on Gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from dsa_engine.parallel.routing import Planned, Routing
+
 # PyTorch 2.13 renamed these two and warns of the old names, which are all that 2.11 and 2.12 have.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, as one rank of its group sees it.
+
+    ``sent`` and ``received`` are payload bytes to and from every rank of the group, 0 for the rank itself. For
+    "all_gather" and "reduce_scatter" they are the size of one rank's part, for "all_reduce" that of the whole.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    index: int  # of the rank that tells, in ``ranks``
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    asynchronous: bool = False  # issued before other work and waited for after it
+    stage: str = ""  # of the forward pass
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(self.sent)
+
+
+@dataclass
+class Event:
+    """A collective that begins, or the wait for one that was issued asynchronously; the marks are the log's."""
+
+    what: Literal["begin", "wait"]
+    number: int  # of the collective, among those of the log
+    before: Any = None
+    after: Any = None
+
+
+@dataclass
+class CollectiveLog:
+    """What a rank has put into collectives, in the order of its program; one log may serve several groups.
+
+    Attributes:
+        mark: called before and after each collective and wait; what it returns is kept in the event.
+        stage: says which stage of the forward pass is running.
+        filling: entered while an emulated group makes up what a collective would have brought.
+    """
+
+    mark: Callable[[], Any] = lambda: None
+    stage: Callable[[], str] = lambda: ""
+    filling: Callable[[], AbstractContextManager[Any]] = nullcontext
+    collectives: list[Collective] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def begin(self, collective: Collective) -> Event:
+        self.collectives.append(collective)
+        return self._event("begin", len(self.collectives) - 1)
+
+    def wait(self, number: int) -> Event:
+        return self._event("wait", number)
+
+    def _event(self, what: Literal["begin", "wait"], number: int) -> Event:
+        event = Event(what, number, self.mark())
+        self.events.append(event)
+        return event
 
 
 @dataclass
@@ -25,10 +91,29 @@ class Group:
     index: int
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload that this rank has put into collectives
+    log: CollectiveLog | None = None  # where each collective is written down, while somebody wants to know
+    routing: Routing | None = None  # chooses experts instead of the router
+
+    emulated = False  # see dsa_engine.parallel.emulation
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def alone(self) -> bool:
+        return self.handle is None
+
+    def planned(self, tokens: int, top_k: int, experts: int, device: torch.device) -> Planned | None:
+        """Planned expert choices for a step in which this rank has ``tokens`` tokens; None where a router chooses."""
+        if self.routing is None:
+            return None
+        with self.filling():
+            return self.routing.plan(tokens, top_k, experts, device)
+
+    def filling(self) -> AbstractContextManager[Any]:
+        """Marks work that only stands in for something: it is no part of what the rank computes."""
+        return nullcontext() if self.log is None else self.log.filling()
 
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
@@ -36,31 +121,20 @@ class Group:
         Returns:
             a function that waits and returns ``[size · R, ...]``.
         """
-        if self.handle is None:
-            return lambda: rows
-        rows = rows.contiguous()
-        self.bytes_sent += rows.nbytes * (self.size - 1)
-        gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
-        work = _all_gather(gathered, rows, group=self.handle, async_op=True)
-
-        def wait() -> torch.Tensor:
-            work.wait()
-            return gathered
-
-        return wait
+        return self._gather(rows, asynchronous=True)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``[R, ...]`` of every rank, in rank order: ``[size · R, ...]``."""
-        return self.all_gather_async(rows)()
+        return self._gather(rows, asynchronous=False)()
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Sums ``rows [size · R, ...]`` over the ranks and leaves each its own part ``[R, ...]``."""
-        if self.handle is None:
+        if self.alone:
             return rows
         rows = rows.contiguous()
-        part = rows.new_empty(rows.shape[0] // self.size, *rows.shape[1:])
-        self.bytes_sent += part.nbytes * (self.size - 1)
-        _reduce_scatter(part, rows, group=self.handle)
+        event = self._count("reduce_scatter", rows.nbytes // self.size)
+        part = self._reduce(rows)
+        self._done(event)
         return part
 
     def all_to_all(
@@ -70,11 +144,87 @@ class Group:
 
         Without counts every rank sends and gets equal parts.
         """
-        if self.handle is None:
+        if self.alone:
             return rows
         rows = rows.contiguous()
+        if send is None or receive is None:
+            event = self._count("all_to_all", rows.nbytes // self.size)
+        else:
+            one = rows[:1].nbytes if len(rows) else rows.new_empty(1, *rows.shape[1:]).nbytes
+            event = self._count("all_to_all", [n * one for n in send], [n * one for n in receive])
+        arrived = self._exchange(rows, send, receive)
+        self._done(event)
+        return arrived
+
+    def _gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        if self.alone:
+            return lambda: rows
+        rows = rows.contiguous()
+        event = self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
+        wait = self._start_gather(rows)
+        if not asynchronous:
+            gathered = wait()
+            self._done(event)
+            return lambda: gathered
+        self._done(event)
+        if event is None or self.log is None:
+            return wait
+        log, number = self.log, event.number
+
+        def logged_wait() -> torch.Tensor:
+            waiting = log.wait(number)
+            gathered = wait()
+            waiting.after = log.mark()
+            return gathered
+
+        return logged_wait
+
+    def _count(
+        self,
+        kind: Kind,
+        sent: int | Sequence[int],
+        received: Sequence[int] | None = None,
+        asynchronous: bool = False,
+    ) -> Event | None:
+        """Counts a collective's bytes, given for every rank or as one figure for each of the others; writes it down."""
+        if isinstance(sent, int):
+            self.bytes_sent += sent * (self.size - 1)
+        else:
+            self.bytes_sent += sum(sent) - sent[self.index]
+        if self.log is None:
+            return None
+        outgoing = self._to_others(sent)
+        incoming = outgoing if received is None else self._to_others(received)
+        stage = self.log.stage()
+        return self.log.begin(Collective(kind, self.ranks, self.index, outgoing, incoming, asynchronous, stage))
+
+    def _to_others(self, counts: int | Sequence[int]) -> tuple[int, ...]:
+        each = [counts] * self.size if isinstance(counts, int) else list(counts)
+        each[self.index] = 0
+        return tuple(each)
+
+    def _done(self, event: Event | None) -> None:
+        if event is not None and self.log is not None:
+            event.after = self.log.mark()
+
+    # How the bytes travel; an emulated group has its own.
+
+    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
+        work = _all_gather(gathered, rows, group=self.handle, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return gathered
+
+        return wait
+
+    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        part = rows.new_empty(rows.shape[0] // self.size, *rows.shape[1:])
+        _reduce_scatter(part, rows, group=self.handle)
+        return part
+
+    def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         arrived = rows.new_empty(rows.shape[0] if receive is None else sum(receive), *rows.shape[1:])
-        kept = rows.shape[0] // self.size if send is None else send[self.index]
-        self.bytes_sent += rows[kept:].nbytes
         dist.all_to_all_single(arrived, rows, receive, send, group=self.handle)
         return arrived

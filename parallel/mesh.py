@@ -18,8 +18,10 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from dsa_engine.parallel.emulation import EmulatedGroup
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.routing import Routing
 
 CpLayout = Literal["head_tail", "contiguous"]
 MoeDispatch = Literal["all_to_all", "all_gather"]
@@ -37,6 +39,10 @@ class ParallelConfig:
             tokens and sums the results (static shapes).
         cp_layout: "head_tail" balances causal work; "contiguous" is there to show what that is worth.
         timeout: seconds after which a collective that does not complete ends the run.
+        emulate_world: runs, in one process, the work of one rank of a world of this size, to be measured: the other
+            ranks are made up, experts are chosen evenly, and the tokens that come out mean nothing.
+        emulate_rank: which rank that is.
+        expert_loads: with ``emulate_world``: the relative load of every routed expert; default: all alike.
     """
 
     cp_size: int | None = None
@@ -44,9 +50,13 @@ class ParallelConfig:
     moe_dispatch: MoeDispatch = "all_to_all"
     cp_layout: CpLayout = "head_tail"
     timeout: float = 600.0
+    emulate_world: int | None = None
+    emulate_rank: int = 0
+    expert_loads: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("cp_size", self.cp_size), ("tp_size", self.tp_size)):
+        sizes = (("cp_size", self.cp_size), ("tp_size", self.tp_size), ("emulate_world", self.emulate_world))
+        for name, value in sizes:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
         for name, chosen, allowed in (
@@ -58,6 +68,26 @@ class ParallelConfig:
         timeout = self.timeout
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
+        self._check_emulation()
+
+    def _check_emulation(self) -> None:
+        rank, world = self.emulate_rank, self.emulate_world or 1
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
+            raise ValueError(
+                f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {self.emulate_world}, "
+                f"not {rank!r}"
+            )
+        if self.expert_loads is None:
+            return
+        if world < 2:
+            raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
+        loads = self.expert_loads
+        numbers = isinstance(loads, (tuple, list)) and all(
+            isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf for x in loads
+        )
+        if not numbers or not any(loads):
+            raise ValueError(f"expert_loads must be numbers of at least 0, and one above it, not {loads!r:.80}")
+        object.__setattr__(self, "expert_loads", tuple(loads))
 
 
 class Mesh:
@@ -74,10 +104,13 @@ class Mesh:
                 raise ValueError(
                     f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
                 )
+        self.emulated = config.emulate_world is not None
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
         self.ep = self._group(world_size)
         self.cp = self._group(self.cp_size)
         self.tp = self._group(config.tp_size)
+        if self.emulated:
+            self.ep.routing = Routing(world_size, rank, config.expert_loads)
 
     @classmethod
     def create(cls, config: ParallelConfig, device: str = "auto") -> Mesh:
@@ -90,9 +123,16 @@ class Mesh:
             device: "cpu", "cuda", "cuda:N", or "auto" (CUDA where there is one).
 
         Raises:
-            ValueError: the sizes do not divide the world, or the device does not exist.
+            ValueError: the sizes do not divide the world, the device does not exist, or a rank is to be emulated in a
+                world that is there.
         """
         report_failures()
+        if config.emulate_world is not None:
+            if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+                raise ValueError(
+                    f"emulate_world {config.emulate_world} runs one rank in one process; start it without torchrun"
+                )
+            return cls(config, config.emulate_rank, config.emulate_world, _device(device))
         if dist.is_initialized():
             world_size, rank = dist.get_world_size(), dist.get_rank()
         else:
@@ -109,12 +149,35 @@ class Mesh:
             report_failures(connect=True)
         return cls(config, rank, world_size, chosen)
 
+    @property
+    def groups(self) -> tuple[Group, Group, Group]:
+        """All of them: ep, cp, tp."""
+        return self.ep, self.cp, self.tp
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process speaks for the run: rank 0 does, and an emulated rank is alone."""
+        return self.emulated or self.rank == 0
+
+    def begin_step(self, rows: list[int]) -> None:
+        """Tells how many tokens each rank of the world computes in the step; only planned routing wants to know."""
+        if self.ep.routing is not None:
+            self.ep.routing.rows = rows
+
+    def limit_routing(self, groups: int, top_groups: int) -> None:
+        """Tells planned routing that a token's experts come from ``top_groups`` of ``groups`` consecutive groups."""
+        if self.ep.routing is not None:
+            self.ep.routing.groups, self.ep.routing.top_groups = groups, top_groups
+
     def cp_ranks(self, cp_group: int) -> range:
         """The ranks of one context-parallel group."""
         return range(cp_group * self.cp_size, (cp_group + 1) * self.cp_size)
 
     def _group(self, size: int) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank takes part in making every group."""
+        if self.emulated:
+            first = self.rank - self.rank % size
+            return EmulatedGroup(tuple(range(first, first + size)), self.rank - first, None)
         mine: Group | None = None
         for first in range(0, self.world_size, size):
             ranks = tuple(range(first, first + size))

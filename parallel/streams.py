@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+Result = TypeVar("Result", bound="torch.Tensor | tuple[torch.Tensor, ...]")
+
 
 class SideStream:
-    """A second CUDA stream of this device; on a CPU the same calls run the work in order."""
+    """A second CUDA stream of this device; on a CPU, or turned off, the same calls run the work in order.
 
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    Args:
+        device: where the work runs.
+        enabled: False to run it on the current stream, so that the gain of the overlap can be measured.
+    """
 
-    def run(self, work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts ``work(x)`` after all that the current stream has been given so far.
+    def __init__(self, device: torch.device, *, enabled: bool = True):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and enabled else None
+
+    def run(self, work: Callable[[], Result], *inputs: torch.Tensor) -> Callable[[], Result]:
+        """Starts ``work`` after all that the current stream has been given so far.
+
+        Args:
+            work: returns a tensor or a tuple of tensors.
+            inputs: the tensors that it reads and that may be freed before it has ended.
 
         Returns:
             a function that makes the current stream wait for the result and returns it.
         """
         if self._stream is None:
-            result = work(x)
+            result = work()
             return lambda: result
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            result = work(x)
-        x.record_stream(stream)  # the allocator must not hand x out again while the side stream reads it
+            result = work()
+        for x in inputs:
+            x.record_stream(stream)  # the allocator must not hand x out again while the side stream reads it
 
-        def join() -> torch.Tensor:
+        def join() -> Result:
             current = torch.cuda.current_stream()
             current.wait_stream(stream)
-            result.record_stream(current)
+            for x in (result,) if isinstance(result, torch.Tensor) else result:
+                x.record_stream(current)
             return result
 
         return join

@@ -9,9 +9,9 @@ import torch
 
 from dsa_engine.arguments import check_outputs, run
 from dsa_engine.config import DTYPES
-from dsa_engine.kernel_bench import Ceilings, measure, rows
-from dsa_engine.kernel_cases import CASES
-from dsa_engine.kernel_inputs import Inputs, Sizes
+from dsa_engine.kernel_tools.bench import Ceilings, measure, rows
+from dsa_engine.kernel_tools.cases import CASES, named
+from dsa_engine.kernel_tools.inputs import Inputs, Sizes
 from dsa_engine.report import environment, format_table, write_json
 
 
@@ -29,9 +29,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    names = args.only.split(",") if args.only else list(CASES)
-    if unknown := [name for name in names if name not in CASES]:
-        raise ValueError(f"no kernel is named {', '.join(unknown)}; --only takes some of {', '.join(CASES)}")
+    names = named(args.only)
     check_outputs(args.json)
     if args.device == "cpu" and not args.small:
         raise ValueError("production sizes are for a GPU; add --small to try the script on a CPU")

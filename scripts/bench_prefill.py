@@ -1,4 +1,7 @@
-"""Long-context prefill benchmark: torchrun --nproc-per-node N scripts/bench_prefill.py --seq-len 8192,32768"""
+"""Long-context prefill benchmark: torchrun --nproc-per-node N scripts/bench_prefill.py --seq-len 8192,32768
+
+One rank of many on one device: python scripts/bench_prefill.py --emulate-world 64 --load-format dummy --model FOLDER
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import argparse
 import numpy as np
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, llm_from, read_text, run
+from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, run
 from dsa_engine.benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
+from dsa_engine.emulated import FullDepth, add_emulation_arguments, heading, measured_llm, title, to_json
+from dsa_engine.figures import mean_stages
 from dsa_engine.llm import LLM
 from dsa_engine.memory import format_bytes
 from dsa_engine.plots import plot_prefill
@@ -16,7 +21,7 @@ from dsa_engine.report import environment, format_table, write_json
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
@@ -27,6 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="PATH", help="draw TTFT and stages here (.png)")
     parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
     add_engine_arguments(parser)
+    add_emulation_arguments(parser)
     return parser.parse_args()
 
 
@@ -36,8 +42,12 @@ def main() -> None:
         raise ValueError(f"--repeat must be at least 1 and --warmup at least 0, not {args.repeat} and {args.warmup}")
     check_outputs(args.json, args.dump_logits, args.profile, plot=args.plot)
     text = read_text(args.prompt_file) if args.prompt_file else None
-    llm = llm_from(args)
+    llm, links = measured_llm(args)
     engine = llm.engine
+    if engine.mesh.emulated and args.dump_logits:
+        raise ValueError(
+            "--dump-logits with --emulate-world: the logits of an emulated rank mean nothing; leave it out"
+        )
     prompts = (
         [llm.tokenizer.encode(text)]
         if text is not None
@@ -45,48 +55,68 @@ def main() -> None:
     )
     for prompt in prompts:
         engine.check(prompt)  # all of them, before any is measured
-    first = engine.mesh.rank == 0
+    depth = FullDepth.of(llm)
+    first = engine.mesh.reports
     load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
-    results = []
+    if first and engine.mesh.emulated:
+        print(heading(engine, links))
+    results, listed = [], []
     for prompt in prompts:
-        results.append(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat))
+        result = measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat, links=links)
+        results.append(result)
+        listed.append(result.to_json())
         if first:
-            report(results[-1])
+            report(result, engine.mesh.rank)
+        if depth:
+            scaled = depth.scale(result.ttft, mean_stages(result.stage_seconds))
+            listed[-1] |= depth.to_json(scaled)
+            if first:
+                print("\n" + depth.line(f"{result.input_len:,} tokens", "ttft", scaled))
     if args.profile:
         profile(llm, prompts[-1], args.profile)
     if not first:
         return
     if args.json:
-        where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
+        where = environment(engine.mesh.device, engine.dtype, 1 if engine.mesh.emulated else engine.mesh.world_size)
+        where |= to_json(engine, links)
         options = {key: value for key, value in vars(args).items() if value is not None}
         loaded = {"load_seconds": [rank[0] for rank in load], "weight_bytes_read": [int(rank[1]) for rank in load]}
-        write_json(args.json, {**where, "options": options, **loaded, "results": [r.to_json() for r in results]})
+        write_json(args.json, {**where, "options": options, **loaded, "results": listed})
     if args.dump_logits:
         with open(args.dump_logits, "wb") as file:
             np.save(file, results[-1].logits.numpy())
     if args.plot:
-        plot_prefill([r.to_json() for r in results], args.plot)
+        plot_prefill(listed, args.plot, title(engine))
 
 
-def report(result: PrefillResult) -> None:
+def report(result: PrefillResult, this_rank: int) -> None:
     """Prints one length: the figures, the ranks, the stages."""
-    j = result.to_json()
-    print(
-        f"\n{result.input_len} tokens: TTFT {j['median_ttft_ms']:.0f} ms (min {j['min_ttft_ms']:.0f}, max "
-        f"{j['max_ttft_ms']:.0f}, {len(result.seconds)} runs), {j['input_throughput']:.0f} tokens/s, "
-        f"attention imbalance {result.imbalance:.4f} (max/mean)\n"
-    )
+    j, ttft = result.to_json(), result.ttft
+    runs = f"min {min(result.seconds) * 1e3:.0f}, max {max(result.seconds) * 1e3:.0f}, {len(result.seconds)} runs"
+    if result.communication is None:
+        times = f"TTFT {j['median_ttft_ms']:.0f} ms ({runs}), {j['input_throughput']:.0f} tokens/s"
+        times += f", {j['input_throughput_per_device']:.0f} per device"
+    else:
+        times = (
+            f"computed {ttft.median * 1e3:.1f} ms ({runs}; measured), communication "
+            f"{result.communication.seconds * 1e3:.1f} ms (modelled); TTFT {ttft.not_overlapped * 1e3:.1f} ms not "
+            f"overlapped, {ttft.overlapped * 1e3:.1f} ms overlapped"
+        )
+    print(f"\n{result.input_len} tokens: {times}, attention imbalance {result.imbalance:.4f} (max/mean)\n")
     ranks = zip(result.peak_memory_bytes, result.attention_pairs, result.bytes_sent, strict=True)
-    rows = [(i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)]
+    one = this_rank if result.communication is not None else 0  # an emulated run has this rank alone
+    rows = [
+        (one + i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)
+    ]
     print(format_table(("rank", "peak memory", "attention pairs", "sent"), rows))
-    count = len(result.stage_seconds)
-    rows = []
-    total = sum(sum(rank.values()) for rank in result.stage_seconds) / count
-    for name in result.stage_seconds[0]:
-        times = [rank[name] * 1e3 for rank in result.stage_seconds]
-        if any(times):
-            rows.append((name, sum(times) / count, max(times), f"{sum(times) / count / total / 10:.1f}%"))
-    print("\n" + format_table(("stage", "mean ms", "slowest rank", "share"), rows))
+    means = mean_stages(result.stage_seconds)
+    total = sum(means.values())
+    stages = [
+        (name, mean * 1e3, max(rank[name] for rank in result.stage_seconds) * 1e3, f"{mean / total:.1%}")
+        for name, mean in means.items()
+        if mean
+    ]
+    print("\n" + format_table(("stage", "mean ms", "slowest rank", "share"), stages))
 
 
 def profile(llm: LLM, prompt: list[int], path: str) -> None:

@@ -7,8 +7,8 @@ import argparse
 import torch
 
 from dsa_engine.arguments import check_outputs, run
-from dsa_engine.kernel_cases import CASES
-from dsa_engine.kernel_inspection import SHARED_LIMIT, faults, inspect
+from dsa_engine.kernel_tools.cases import CASES, named
+from dsa_engine.kernel_tools.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.report import environment, format_table, write_json
 
 COLUMNS = ("kernel", "warps", "registers", "spilled", "shared", "wgmma", "mma", "tcgen05", "loads_16")
@@ -26,9 +26,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    names = args.only.split(",") if args.only else list(CASES)
-    if unknown := [name for name in names if name not in CASES]:
-        raise ValueError(f"no kernel is named {', '.join(unknown)}; --only takes some of {', '.join(CASES)}")
+    names = named(args.only)
     check_outputs(args.json)
     result = {}
     for target in args.target:

@@ -1,4 +1,4 @@
-"""Time per output token, through the generate API: [torchrun --nproc-per-node N] scripts/measure_tpot.py"""
+"""Time per output token: [torchrun --nproc-per-node N] scripts/measure_tpot.py [--input-len 8192,32768]"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time to first token, through the generate API: [torchrun --nproc-per-node N] scripts/measure_ttft.py"""
+"""Time to first token: [torchrun --nproc-per-node N] scripts/measure_ttft.py [--input-len 8192,32768]"""
 
 from __future__ import annotations
 

@@ -111,6 +111,10 @@ def test_cache_too_small_for_anything(demo_cache: Path) -> None:
         ({"max_num_seqs": -1}, "max_num_seqs must be a positive integer, not -1"),
         ({"max_num_batched_tokens": 0.5}, "max_num_batched_tokens must be a positive integer, not 0.5"),
         ({"max_model_len": 0}, "max_model_len must be a positive integer, not 0"),
+        ({"max_prefill_share": 0}, r"max_prefill_share must be a number in \(0, 1\], not 0; 1 puts prefill first"),
+        ({"max_prefill_share": 1.01}, r"max_prefill_share must be a number in \(0, 1\], not 1.01"),
+        ({"max_prefill_share": float("nan")}, "max_prefill_share must be a number in .*, not nan"),
+        ({"max_prefill_share": "half"}, "max_prefill_share must be a number in .*, not 'half'"),
         (
             {"max_model_len": 200_000},
             "max_model_len 200000 exceeds the model's 163840 positions; lower it, or raise max_position_embeddings",

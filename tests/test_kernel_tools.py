@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_engine.kernel_bench import Case, Ceilings, measure, rows
-from dsa_engine.kernel_cases import CASES
-from dsa_engine.kernel_inspection import SHARED_LIMIT, faults, inspect
+from dsa_engine.kernel_tools.bench import Case, Ceilings, measure, rows
+from dsa_engine.kernel_tools.cases import CASES
+from dsa_engine.kernel_tools.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.kernels.launch import INTERPRETED
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"

@@ -15,11 +15,11 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 
 # From the top: a module imports from its own row and the rows below it. A folder is one entry.
 LAYERS = (
-    ("cli", "latency", "kernel_inspection"),
-    ("kernel_cases",),
-    ("kernel_peers", "kernel_bench"),
-    ("kernel_inputs",),
+    ("cli", "latency"),
+    ("emulated",),
     ("arguments", "benchmark"),
+    ("figures", "generation"),
+    ("communication",),
     ("llm", "request"),
     ("engine",),
     ("scheduler", "runner", "tokenizer", "demo"),
@@ -27,8 +27,8 @@ LAYERS = (
     ("attention", "indexer", "moe"),
     ("layers",),
     (
-        *("batch", "cache", "checkpoint", "config", "errors", "memory", "outputs", "plots", "profiling"),
-        *("report", "rope", "sampling", "sequence", "version"),
+        *("batch", "cache", "checkpoint", "config", "errors", "interrupts", "kernel_tools", "memory", "options"),
+        *("outputs", "plots", "profiling", "report", "rope", "sampling", "sequence", "version"),
     ),
     ("parallel",),
     ("kernels",),

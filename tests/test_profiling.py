@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.profiling import STAGES, StageTimer, stage
+from dsa_engine.profiling import EMULATION, STAGES, DeviceClock, StageTimer, current_stage, stage
 
 CPU = torch.device("cpu")
 
@@ -66,6 +66,29 @@ def test_unknown_stage() -> None:
         pass
 
 
+def test_what_stands_in_for_others_is_apart(clock: Clock) -> None:
+    assert current_stage() == ""
+    with StageTimer(CPU) as timer:
+        assert current_stage() == "other"
+        with stage("MoE dispatch"):
+            clock.now += 1
+            with stage(EMULATION):
+                assert current_stage() == "emulation"
+                clock.now += 2
+            assert current_stage() == "MoE dispatch"
+    assert timer.begin == 100 and current_stage() == ""
+    seconds = timer.seconds()
+    assert seconds["MoE dispatch"] == 1 and seconds["emulation"] == 2
+    assert EMULATION not in STAGES and "emulation" not in StageTimer(CPU).seconds()
+
+
+def test_clock(clock: Clock) -> None:
+    device = DeviceClock(CPU)
+    begin = device.mark()
+    clock.now += 3
+    assert device.seconds(begin, device.mark()) == 3
+
+
 def test_one_timer_at_a_time() -> None:
     with StageTimer(CPU):
         with pytest.raises(RuntimeError, match="a StageTimer is already running"), StageTimer(CPU):
@@ -86,8 +109,8 @@ def test_a_forward_pass_goes_through_every_stage(demo_cache: Path) -> None:
         llm.engine.prefill(prompt)
     whole = time.perf_counter() - begin
     seconds = timer.seconds()
-    idle = [name for name in STAGES if seconds[name] == 0]
-    assert idle == []
+    idle = {name for name in STAGES if seconds[name] == 0}
+    assert idle <= {"communication"}  # one rank may do without
     assert sum(seconds.values()) == pytest.approx(whole, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Sampling: parameters, the sets that top-k and top-p leave, reproducibility, and the distribution that comes out."""
+"""Sampling: parameters, the sets that min-p, top-k and top-p leave, seeds, distributions, log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.sampling import SamplingParams, sample
+from dsa_engine.sampling import SamplingParams, log_probabilities, sample
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,12 @@ from dsa_engine.sampling import SamplingParams, sample
         ({"top_p": 0.0}, r"top_p must lie in .*0.*1.*, not 0.0"),
         ({"top_p": 1.01}, "top_p must lie in .*, not 1.01"),
         ({"top_p": float("nan")}, "top_p must be a finite number"),
+        ({"min_p": -0.1}, r"min_p must lie in \[0, 1\], not -0.1"),
+        ({"min_p": 1.5}, r"min_p must lie in \[0, 1\], not 1.5"),
+        ({"min_p": "much"}, "min_p must be a finite number, not 'much'"),
+        ({"logprobs": -1}, r"logprobs must be None, 0 \(the sampled token\) or a number of tokens, not -1"),
+        ({"logprobs": True}, "logprobs must be .*, not True"),
+        ({"logprobs": 2.0}, "logprobs must be .*, not 2.0"),
         ({"top_k": -2}, "top_k must be .*, not -2"),
         ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
@@ -51,13 +57,14 @@ def test_stop_strings() -> None:
 
 
 def draws(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 0) -> Counter[int]:
-    return Counter(sample(logits, params, seed, position) for position in range(count))
+    return Counter(int(sample(logits, params, seed, position)) for position in range(count))
 
 
 def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Tokens that top-k, then top-p leave, and their probabilities: written out from their definitions."""
+    """Tokens that min-p, top-k, then top-p leave, and their probabilities: written out from their definitions."""
     weights = [math.exp((x - max(logits)) / params.temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    order = [i for i in order if weights[i] >= params.min_p]
     if params.top_k > 0:
         least = logits[order[min(params.top_k, len(order)) - 1]]
         order = [i for i in order if logits[i] >= least]
@@ -70,12 +77,6 @@ def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
         before += weights[i] / total
     total = sum(weights[i] for i in kept)
     return {i: weights[i] / total for i in kept}
-
-
-def test_greedy_takes_the_best_whatever_else_is_set() -> None:
-    logits = torch.tensor([0.1, 3.0, 2.9, -5.0])
-    params = SamplingParams(temperature=0, top_p=0.5, top_k=3)
-    assert draws(logits, params, 20) == {1: 20}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,10 @@ def test_greedy_takes_the_best_whatever_else_is_set() -> None:
         {"top_k": 4, "top_p": 0.7},
         {"top_k": 1},
         {"top_p": 1e-9},
+        {"min_p": 0.3},
+        {"min_p": 0.2, "temperature": 3.0},
+        {"min_p": 1.0},
+        {"min_p": 0.15, "top_k": 4, "top_p": 0.8},
     ],
 )
 def test_the_distribution(keys: dict[str, Any]) -> None:
@@ -112,26 +117,28 @@ def test_the_distribution(keys: dict[str, Any]) -> None:
     st.floats(0.2, 5),
     st.floats(0.01, 1),
     st.integers(-1, 14),
+    st.floats(0, 1),
     st.integers(0, 1000),
 )
 def test_never_outside_of_the_allowed_set(
-    logits: list[float], temperature: float, top_p: float, top_k: int, seed: int
+    logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
-    params = SamplingParams(temperature=temperature, top_p=min(1.0, top_p + 1e-4), top_k=top_k)
-    # 1e-4 more: sums that meet top_p up to rounding may fall on either side.
-    assert sample(torch.tensor(logits), SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), seed, 3) in (
-        allowed(logits, params)
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    # 1e-4 more: sums that meet top_p up to rounding may fall on either side; min_p too.
+    wider = SamplingParams(
+        temperature=temperature, top_p=min(1.0, top_p + 1e-4), top_k=top_k, min_p=max(0.0, min_p - 1e-4)
     )
+    assert int(sample(torch.tensor(logits), params, seed, 3)) in allowed(logits, wider)
 
 
 def test_a_seed_and_a_position_fix_the_choice() -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(0))
     params = SamplingParams()
     torch.manual_seed(1)
-    first = [sample(logits, params, 7, p) for p in range(50)]
+    first = [int(sample(logits, params, 7, p)) for p in range(50)]
     torch.manual_seed(2)
-    assert [sample(logits, params, 7, p) for p in range(50)] == first
-    assert [sample(logits, params, 8, p) for p in range(50)] != first
+    assert [int(sample(logits, params, 7, p)) for p in range(50)] == first
+    assert [int(sample(logits, params, 8, p)) for p in range(50)] != first
     assert len(set(first)) > 20, "positions share their random numbers"
 
 
@@ -144,10 +151,10 @@ def test_sampling_leaves_the_global_generator_and_the_logits_alone() -> None:
 
 @pytest.mark.parametrize("seed", [0, -1, 2**31, 2**64 + 3])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    assert sample(torch.zeros(9), SamplingParams(), seed, 5) in range(9)
+    assert int(sample(torch.zeros(9), SamplingParams(), seed, 5)) in range(9)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30, 1e-300])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     assert draws(torch.tensor([5.0, 8.0, 7.0, -90.0]), SamplingParams(temperature=temperature), 20) == {1: 20}
 
@@ -155,3 +162,18 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.tensor([float("-inf"), 0.0, float("-inf"), 1.0])
     assert set(draws(logits, SamplingParams(temperature=5.0), 200)) == {1, 3}
+
+
+def test_log_probabilities() -> None:
+    """Against the definition."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 5
+    tokens = torch.tensor([39, 0, int(logits[2].argmax())])
+    table = log_probabilities(logits, tokens, 4)
+    assert table.shape == (3, 9) and table.dtype == torch.float64
+    for row, token, found in zip(logits.double(), tokens.tolist(), table, strict=True):
+        expected = row - row.exp().sum().log()
+        order = sorted(range(40), key=lambda i: -float(row[i]))[:4]
+        assert float(found[0]) == pytest.approx(float(expected[token]), abs=1e-5)
+        assert found[1:5].tolist() == order
+        assert found[5:].tolist() == pytest.approx(expected[order].tolist(), abs=1e-5)
+    assert torch.equal(log_probabilities(logits, tokens, 0), table[:, :1])

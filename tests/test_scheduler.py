@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dsa_engine.cache import PageAllocator, pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.sampling import SamplingParams
 from dsa_engine.scheduler import Scheduler
-from dsa_engine.sequence import Chunk, Sequence
+from dsa_engine.sequence import Sequence
 
 
 def make(
-    *, rank: int = 0, world: int = 1, cp: int = 1, pages: int = 20, page_size: int = 4, seqs: int = 8, tokens: int = 16
+    *,
+    rank: int = 0,
+    world: int = 1,
+    cp: int = 1,
+    pages: int = 20,
+    page_size: int = 4,
+    seqs: int = 8,
+    tokens: int = 16,
+    share: float = 1.0,
 ) -> Scheduler:
     return Scheduler(
         rank=rank,
@@ -26,6 +29,7 @@ def make(
         page_size=page_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
+        max_prefill_share=share,
     )
 
 
@@ -40,7 +44,7 @@ def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     for chunk in chunks:
         sequence = chunk.sequence
         if chunk.end == len(sequence):
-            sequence.output.append(0)
+            sequence.output.append(len(sequence))  # its position: none may come twice
             if len(sequence.output) == sequence.params.max_tokens:
                 sequence.finish_reason = "length"
                 scheduler.finish(sequence)
@@ -128,8 +132,11 @@ def test_pages_of_a_group_and_of_the_owner_after_prefill() -> None:
         assert step(scheduler) == [(0, 0, 12)]  # 8 tokens a rank
     owner = sequences[0].owner
     assert {s.owner for s in sequences} == {owner} and {s.cp_group for s in sequences} == {owner // 2}
-    assert [len(s.pages) for s in sequences] == [5 if r == owner else 0 for r in range(4)]
-    assert ranks[0].free_pages == [15 if r == owner else 20 for r in range(4)]
+    assert [len(s.pages) for s in sequences] == [3 if r == owner else 0 for r in range(4)]
+    assert ranks[0].free_pages == [17 if r == owner else 20 for r in range(4)]
+    for scheduler in ranks:
+        assert step(scheduler) == [(0, 12, 1)]
+    assert [len(s.pages) for s in sequences] == [4 if r == owner else 0 for r in range(4)], "a page when it is needed"
 
 
 def test_groups_share_the_load() -> None:
@@ -141,124 +148,111 @@ def test_groups_share_the_load() -> None:
     assert sorted(s.owner for s in sequences) == [0, 1, 2, 3]
 
 
-def test_allocator() -> None:
-    allocator = PageAllocator(3)
-    assert allocator.take(2) == [0, 1] and allocator.free == 1
-    with pytest.raises(RuntimeError, match="2 pages asked for, 1 are free"):
-        allocator.take(2)
-    allocator.give_back([0, 1])
-    assert allocator.free == 3 and sorted(allocator.take(3)) == [0, 1, 2]
+def test_the_owner_is_who_sees_fewest_tokens() -> None:
+    """Not who has fewest requests: one long request is as much work as many short ones."""
+    scheduler = make(world=2, cp=2, tokens=100, pages=50)
+    long, *short = [request(0, 60), *(request(n, 10) for n in range(1, 6))]
+    for sequence in (long, *short):
+        scheduler.add(sequence)
+    step(scheduler)
+    assert long.owner == 0 and {s.owner for s in short} == {1}
 
 
-@dataclass
-class World:
-    world: int
-    cp: int
-    pages: int
-    page_size: int
-    seqs: int
-    tokens: int
+def test_the_owner_has_pages_for_all_that_may_come() -> None:
+    scheduler = make(world=2, cp=2, tokens=100, pages=20)
+    first, second, third = request(0, 40, output=2), request(1, 8, output=40), request(2, 8, output=40)
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    step(scheduler)
+    assert (first.owner, second.owner) == (0, 1)
+    assert third.owner == 1, "neither has room for all of it: fewest tokens seen"
+    late = request(3, 4, output=30)
+    scheduler.add(late)
+    step(scheduler)
+    assert scheduler.free_pages == [9, 16] and late.owner == 0, "rank 1 sees fewer tokens, but two requests grow there"
 
 
-WORLDS = st.builds(
-    lambda group, groups, *rest: World(group * groups, group, *rest),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(4, 24),
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.integers(1, 9),
+@pytest.mark.parametrize(
+    "share, steps", [(1.0, "PPPPPPDD"), (0.5, "PPDPDPDP"), (0.25, "PPDDDPDD"), (0.75, "PPDPPPDP"), (0.1, "PPDDDDDD")]
 )
-# prompt, output, step at which it arrives, tokens after which it ends by itself (as an end token would end it)
-REQUESTS = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 10), st.integers(1, 12)), min_size=1, max_size=9
-)
+def test_prefill_takes_its_share_of_the_steps(share: float, steps: str) -> None:
+    scheduler = make(tokens=4, share=share, seqs=2)
+    scheduler.add(request(0, 8, output=20))
+    scheduler.add(request(1, 16))
+    taken = "".join("D" if (0, 1) in [(n, length) for n, _, length in step(scheduler)] else "P" for _ in range(8))
+    assert taken == steps
 
 
-@settings(max_examples=150, deadline=None)
-@given(WORLDS, REQUESTS)
-def test_every_rank_decides_the_same_and_nothing_leaks(world: World, requests: list[tuple[int, int, int, int]]) -> None:
-    ranks = [
-        make(
-            rank=r,
-            world=world.world,
-            cp=world.cp,
-            pages=world.pages,
-            page_size=world.page_size,
-            seqs=world.seqs,
-            tokens=world.tokens,
-        )  # fmt: skip
-        for r in range(world.world)
-    ]
-    # A process has its own objects of the same requests.
-    copies: list[list[Sequence]] = [[] for _ in ranks]
-    arrivals = sorted(range(len(requests)), key=lambda n: requests[n][2])
-    admitted: list[int] = []
-    computed: dict[int, int] = {}
-    now = 0
-    while True:
-        while arrivals and requests[arrivals[0]][2] <= now:
-            number = arrivals.pop(0)
-            prompt, output, _, _ = requests[number]
-            fits = pages_for(prompt + output - 1, world.page_size) <= world.pages
-            for scheduler, mine in zip(ranks, copies, strict=True):
-                sequence = request(number, prompt, output)
-                if fits:
-                    scheduler.add(sequence)
-                    mine.append(sequence)
-                else:
-                    with pytest.raises(CapacityError):
-                        scheduler.add(sequence)
-        if not arrivals and not ranks[0].has_work:
-            break
-        steps = [scheduler.schedule() for scheduler in ranks]
-        if ranks[0].has_work:
-            assert steps[0], "there is work, and nothing is done"
-        decisions = [[(c.sequence.id, c.start, c.length, c.ranks) for c in chunks] for chunks in steps]
-        assert all(decision == decisions[0] for decision in decisions)
-        check_budgets(world, steps[0])
-        for rank, (scheduler, chunks, mine) in enumerate(zip(ranks, steps, copies, strict=True)):
-            pages = [page for sequence in mine for page in sequence.pages]
-            assert len(set(pages)) == len(pages), "two requests share a page"
-            assert scheduler.free_pages == ranks[0].free_pages
-            assert scheduler.free_pages[rank] == world.pages - len(pages)
-            for chunk in chunks:
-                if rank in chunk.ranks:
-                    assert len(chunk.sequence.pages) * world.page_size >= chunk.end
-        for chunk in steps[0]:
-            number = chunk.sequence.id
-            assert chunk.start == computed.get(number, 0), "a token is left out, or computed twice"
-            if number not in computed:
-                admitted.append(number)
-            computed[number] = chunk.end
-        for scheduler, chunks in zip(ranks, steps, strict=True):
-            scheduler.computed(chunks)
-            for chunk in chunks:
-                finish_or_go_on(scheduler, chunk, requests[chunk.sequence.id][3])
-        now += 1
-        assert now < 2000, "a request never ends"
-    assert admitted == [sequence.id for sequence in copies[0]], "not in order of arrival"
-    assert all(s.finish_reason == "length" and not s.pages for mine in copies for s in mine)
-    assert all(scheduler.free_pages == [world.pages] * world.world for scheduler in ranks)
+def test_who_comes_late_is_prefilled_at_once() -> None:
+    """The share that nobody used is kept, but only for one step."""
+    scheduler = make(tokens=4, share=0.2)
+    scheduler.add(request(0, 4, output=60))
+    for _ in range(12):
+        step(scheduler)
+    scheduler.add(request(1, 8))
+    assert ["P" if step(scheduler)[0][0] else "D" for _ in range(7)] == ["P", "D", "D", "D", "P", "D", "D"]
 
 
-def finish_or_go_on(scheduler: Scheduler, chunk: Chunk, ends_after: int) -> None:
-    sequence = chunk.sequence
-    if not chunk.samples:
-        return
-    sequence.output.append(0)
-    if len(sequence.output) >= min(ends_after, sequence.params.max_tokens):
-        sequence.finish_reason = "length"
-        scheduler.finish(sequence)
+def test_the_youngest_gives_way_and_comes_back() -> None:
+    scheduler = make(pages=6, page_size=4)
+    old, young = request(0, 8, output=12), request(1, 8, output=9)
+    scheduler.add(old)
+    scheduler.add(young)
+    assert step(scheduler) == [(0, 0, 8), (1, 0, 8)]
+    for _ in range(4):
+        assert len(step(scheduler)) == 2
+    assert scheduler.free_pages == [0]
+    assert step(scheduler) == [(0, 12, 1)], "there is no page for both"
+    assert (scheduler.preemptions, young.preemptions, old.preemptions) == (1, 1, 0)
+    assert young.computed == 0 and not young.pages and young.output == [8, 9, 10, 11, 12]
+    assert [step(scheduler) for _ in range(6)] == [[(0, n, 1)] for n in range(13, 19)]
+    assert step(scheduler) == [(1, 0, 13)], "prompt and output, in one prefill"
+    while scheduler.has_work:
+        step(scheduler)
+    assert old.output == list(range(8, 20)) and young.output == list(range(8, 17)) and scheduler.free_pages == [6]
 
 
-def check_budgets(world: World, chunks: list[Chunk]) -> None:
-    assert len(chunks) <= world.seqs
-    assert all(chunk.length >= 1 for chunk in chunks)
-    prefill = [c for c in chunks if not c.sequence.prefilled]
-    assert prefill in ([], chunks), "prefill and decode in one step"
-    for group in {c.ranks for c in prefill}:
-        assert len(group) == world.cp
-        assert sum(c.length for c in prefill if c.ranks == group) <= world.tokens * world.cp
-    if not prefill:
-        assert all(c.length == 1 and len(c.ranks) == 1 for c in chunks)
+def test_who_is_being_prefilled_gives_way_too() -> None:
+    scheduler = make(pages=6, page_size=4, tokens=3, share=0.2)
+    old, young = request(0, 8, output=13), request(1, 8, output=2)
+    scheduler.add(old)
+    scheduler.add(young)
+    prefills = [(n, start, length) for _ in range(15) for n, start, length in step(scheduler) if length > 1]
+    assert prefills == [(0, 0, 3), (0, 3, 3), (0, 6, 2), (1, 1, 3), (1, 4, 3)]
+    assert young.preemptions == 1 and young.to_prefill == 8 and not young.output, "the older one needs its fifth page"
+    while scheduler.has_work:
+        step(scheduler)
+    assert old.output == list(range(8, 21)) and young.output == [8, 9] and old.preemptions == 0
+
+
+def test_who_decodes_gives_way_to_an_older_prefill() -> None:
+    """A decode step in which everybody is preempted turns into a prefill step."""
+    scheduler = make(pages=5, page_size=4, tokens=5, share=0.01)
+    old, young = request(0, 14, output=2), request(1, 4, output=4)
+    scheduler.add(old)
+    scheduler.add(young)
+    steps = [step(scheduler) for _ in range(3)]
+    assert steps == [[(0, 0, 5)], [(0, 5, 5)], [(0, 10, 4), (1, 0, 1)]]
+    while scheduler.has_work:
+        step(scheduler)
+    assert old.output == [14, 15] and young.output == [4, 5, 6, 7]
+
+
+def test_a_preempted_request_may_go_to_another_group() -> None:
+    ranks = [make(rank=r, world=4, cp=2, pages=6, tokens=20) for r in range(4)]
+    for scheduler in ranks:
+        for n, (prompt, output) in enumerate(((8, 16), (9, 2), (8, 16), (9, 2))):
+            scheduler.add(request(n, prompt, output))
+    while ranks[0].has_work:
+        steps = [step(scheduler) for scheduler in ranks]
+        assert all(s == steps[0] for s in steps)
+    assert all(scheduler.free_pages == [6] * 4 and scheduler.own_free_pages == 6 for scheduler in ranks)
+
+
+def test_oldest_first_among_the_waiting() -> None:
+    """A preempted request stands before all that have come after it."""
+    scheduler = make(pages=6, page_size=4, seqs=2)
+    for sequence in (request(0, 8, output=12), request(1, 8, output=12), request(2, 1, output=1)):
+        scheduler.add(sequence)
+    order = [n for _ in range(40) for n, start, _ in step(scheduler) if start == 0]
+    assert order == [0, 1, 1, 2]

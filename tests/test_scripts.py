@@ -94,8 +94,59 @@ def test_latency_scripts(run: Run, tmp_path: Path) -> None:
         assert [(r["input_len"], r["batch_size"]) for r in results] == [(100, 1), (100, 3), (300, 1), (300, 3)]
         for r in results:
             assert 0 < r[f"median_{metric}_ms"] <= r[f"p90_{metric}_ms"] <= r[f"p99_{metric}_ms"]
+            assert r["input_throughput"] == pytest.approx(
+                1e3 * r["input_len"] * r["batch_size"] / r["median_prefill_ms"]
+            )
+            assert r["stage_ms"]["prefill"][0]["MLA prolog"] > 0
+            assert r["median_prefill_ms"] >= r["median_ttft_ms"] > 0
+            assert ("decode" in r["stage_ms"]) == (metric == "tpot")
+        if metric == "tpot":
+            assert "decode stage" in done.stdout and r["output_throughput_per_device"] == r["output_throughput"]
+            assert 0 < r["min_itl_ms"] <= r["median_itl_ms"] <= r["p99_itl_ms"]
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert f"median {metric.upper()} ms" in done.stdout
+
+
+def test_one_rank_of_many(run: Run, tmp_path: Path) -> None:
+    """Every output says what is emulated, modelled and scaled, and no measured name holds any of it."""
+    loads, links = tmp_path / "loads.json", tmp_path / "links.json"
+    loads.write_text(json.dumps([1 + i % 2 for i in range(24)]))
+    links.write_text(json.dumps({"between": {"name": "Ethernet", "bandwidth_gb_s": 12.5}}))
+    fewer = ["--hf-overrides", '{"num_hidden_layers": 3}', "--load-format", "dummy"]
+    world = ["--emulate-world", 12, "--emulate-rank", 7, "--expert-loads", loads, "--links", links, *fewer]
+    for script, metric in (("bench_prefill.py", "ttft"), ("measure_ttft.py", "ttft"), ("measure_tpot.py", "tpot")):
+        report, plot = tmp_path / f"{script}.json", tmp_path / f"{script}.png"
+        length = "--seq-len" if script == "bench_prefill.py" else "--input-len"
+        options = [length, 400, "--repeat", 1, "--warmup", 0, "--json", report, "--plot", plot, *world]
+        done = run(script, *options, *(["--output-len", 3, "--batch-size", 12] if metric == "tpot" else []))
+        assert done.returncode == 0, done.stderr
+        assert "EMULATED: rank 7 of 12, in one process, given expert loads; tokens mean nothing" in done.stdout
+        assert "communication is modelled, not measured: NVLink 360 GB/s" in done.stdout
+        assert "Ethernet 12.5 GB/s" in done.stdout and "SCALED, not measured" in done.stdout
+        result = json.loads(report.read_text())
+        about = result["emulated"]
+        assert (about["world_size"], about["rank"], len(about["expert_loads"])) == (12, 7, 24)
+        assert about["links"]["between"]["name"] == "Ethernet" and result["world_size"] == 1
+        (r,) = result["results"]
+        assert f"median_{metric}_ms" not in r and r[f"median_computed_{metric}_ms"] > 0
+        times = r[f"{metric}_ms"]
+        assert 0 < times["computed"] < times["overlapped"] <= times["not_overlapped"] + 1e-9
+        scaled = r["scaled_to_full_depth"]
+        assert (scaled["num_hidden_layers"], scaled["measured_layers"]) == (4, 3)
+        assert scaled[f"{metric}_ms_computed"] > times["computed"]
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_fewer_layers_are_scaled_on_a_line_of_their_own(run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "out.json"
+    options = ["--hf-overrides", '{"num_hidden_layers": 2}', "--load-format", "dummy", "--json", report]
+    done = run("measure_tpot.py", "--input-len", 300, "--output-len", 3, "--repeat", 1, "--warmup", 0, *options)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("SCALED, not measured: 300 × 1")]
+    assert "with all 4 layers instead of 2: TPOT" in line
+    (r,) = json.loads(report.read_text())["results"]
+    assert "emulated" not in json.loads(report.read_text())
+    assert r["scaled_to_full_depth"]["tpot_ms"] > r["median_tpot_ms"]
 
 
 def test_compare_transformers(run: Run, tmp_path: Path) -> None:
@@ -120,6 +171,23 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
         ("bench_prefill.py", ["--seq-len", "200000"], "max_model_len is 163840; shorten the prompt"),
         ("bench_prefill.py", ["--cache-memory", "1MB"], "the cache is too small for this request"),
         ("measure_tpot.py", ["--output-len", "1"], "--output-len must be at least 2"),
+        ("measure_tpot.py", ["--emulate-world", "0"], "emulate_world must be a positive integer, not 0"),
+        (
+            "measure_ttft.py",
+            ["--emulate-world", "4", "--emulate-rank", "4"],
+            "one of the ranks 0 … 3 of emulate_world 4",
+        ),
+        ("measure_ttft.py", ["--emulate-rank", "1"], "--emulate-rank needs --emulate-world"),
+        ("measure_ttft.py", ["--links", "x"], "--links needs --emulate-world"),
+        ("measure_ttft.py", ["--emulate-world", "7"], "n_routed_experts 24 cannot be divided over 7 ranks"),
+        ("measure_ttft.py", ["--emulate-world", "8", "--cp-size", "3"], "cp_size 3 does not divide the world size 8"),
+        ("measure_ttft.py", ["--emulate-world", "2", "--links", "/nowhere/at/all"], "No such file"),
+        ("measure_ttft.py", ["--emulate-world", "2", "--expert-loads", __file__], "is not valid JSON"),
+        (
+            "bench_prefill.py",
+            ["--emulate-world", "2", "--dump-logits", "x.npy"],
+            "logits of an emulated rank mean nothing",
+        ),
         ("compare_transformers.py", ["--threads", "0"], "must be at least 1"),
         ("demo.py", ["--tokens", "0"], "--tokens must be at least 1"),
     ],
@@ -127,6 +195,25 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
 def test_bad_options_end_with_one_line(run: Run, script: str, options: list[str], message: str) -> None:
     done = run(script, *options)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option, content, message",
+    [
+        ("--expert-loads", "[1, 2]", "there are 2 expert loads, the model has 24 routed experts; give one for each"),
+        ("--expert-loads", '{"0": 1}', "must hold a JSON list of numbers"),
+        ("--expert-loads", json.dumps([30] + [1] * 23), "expert 0 has 56.6% of the load"),
+        ("--expert-loads", json.dumps(["a"] * 24), "expert_loads must be numbers of at least 0"),
+        ("--links", '{"inside": {"bandwidth_gb_s": -1}}', "inside.bandwidth_gb_s must be a number above 0, not -1"),
+        ("--links", '{"pcie": {}}', "links has no key 'pcie'"),
+    ],
+)
+def test_bad_files_of_an_emulated_run(run: Run, tmp_path: Path, option: str, content: str, message: str) -> None:
+    path = tmp_path / "given.json"
+    path.write_text(content)
+    done = run("bench_prefill.py", "--emulate-world", "4", option, path)
+    assert done.returncode == 2 and message in done.stderr and "given.json" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

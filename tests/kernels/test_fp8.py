@@ -19,20 +19,62 @@ def dequantize_by_loop(weight: torch.Tensor, scale_inv: torch.Tensor, block: tup
     return out
 
 
-@pytest.mark.parametrize("block", [(128, 128), (16, 32), (1, 128)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_round_trip(shape: tuple[int, int], block: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape, block",
+    [
+        *((shape, (128, 128)) for shape in SHAPES),
+        *(((300, 200), (16, 32)), ((127, 129), (16, 32)), ((5, 1000), (1, 128)), ((40, 129), (1, 128))),
+    ],
+)
+def test_round_trip(shape: tuple[int, int], block: tuple[int, int], device: str) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
     weight, scale_inv = quantize_blocks(values, block)
     assert weight.dtype == torch.float8_e4m3fn and weight.shape == values.shape
     assert scale_inv.dtype == torch.float32 and scale_inv.shape == scale_shape(shape, block)
-    again = dequantize_blocks(weight, scale_inv, block)
+    again = dequantize_blocks(weight.to(device), scale_inv.to(device), block).cpu()
     assert torch.equal(again, dequantize_by_loop(weight, scale_inv, block))
     # Three bits of mantissa: half a step is 1/16 of a normal number, and 2^-10 of the scale of a subnormal one.
     steps = scale_inv.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
     assert ((again - values).abs() <= values.abs() / 16 + steps * 2**-9).all()
     # The largest magnitude of every block is met.
     assert again.abs().max() == pytest.approx(values.abs().max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape, block", [((300, 200), (128, 128)), ((300, 200), (200, 96)), ((20, 21), (3, 5))])
+def test_other_dtypes_are_rounded_once(
+    shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+    weight, scale_inv = quantize_blocks(values, block)
+    got = dequantize_blocks(weight.to(device), scale_inv.to(device), block, dtype=dtype)
+    assert got.dtype == dtype and torch.equal(got.cpu(), dequantize_by_loop(weight, scale_inv, block).to(dtype))
+
+
+def test_every_e4m3_number(device: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]
+    scale = torch.full((1, 2), 2.0)
+    got = dequantize_blocks(codes.to(device), scale.to(device), (128, 128)).cpu()
+    torch.testing.assert_close(got, codes.float() * 2, rtol=0, atol=0, equal_nan=True)
+    assert int(got.isnan().sum()) == 2
+
+
+def test_offsets_beyond_two_to_the_31(device: str) -> None:
+    """Two rows 2^31 elements apart in a buffer of which no more is touched."""
+    far = 2**31 + 64
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * far:
+        pytest.skip("needs 3 GiB of free GPU memory")
+    values, scale_inv = quantize_blocks(torch.randn(2, 64), (128, 128))
+    buffer = torch.empty(far + 64, dtype=torch.uint8, device=device).as_strided((2, 64), (far, 1))
+    buffer.copy_(values.view(torch.uint8))
+    got = dequantize_blocks(buffer.view(torch.float8_e4m3fn), scale_inv.to(device), (128, 128))
+    assert torch.equal(got.cpu(), dequantize_by_loop(values, scale_inv, (128, 128)))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_an_empty_matrix(shape: tuple[int, int], device: str) -> None:
+    scale_inv = torch.empty(scale_shape(shape, (2, 2)), device=device)
+    weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    assert dequantize_blocks(weight, scale_inv, (2, 2), dtype=torch.float16).shape == shape
 
 
 def test_power_of_two_scales_are_rounded_up() -> None:
@@ -58,9 +100,9 @@ def test_zeros_and_tiny_values_stay_finite() -> None:
 @pytest.mark.parametrize(
     "start, size", [((0, 0), (300, 200)), ((5, 7), (20, 20)), ((127, 1), (2, 128)), ((128, 0), (172, 200))]
 )
-def test_a_part_equals_the_same_part_of_the_whole(start: tuple[int, int], size: tuple[int, int]) -> None:
+def test_a_part_equals_the_same_part_of_the_whole(start: tuple[int, int], size: tuple[int, int], device: str) -> None:
     block = (128, 64)
-    weight, scale_inv = quantize_blocks(torch.randn(300, 200), block)
+    weight, scale_inv = quantize_blocks(torch.randn(300, 200, device=device), block)
     (top, left), (rows, columns) = start, size
     down, across = scale_shape(size, block, start)
     scales = scale_inv[top // block[0] :, left // block[1] :][:down, :across]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.kernels.fp8_cache import index_key_views
+from dsa_engine.kernels.launch import INTERPRETED, runs_triton
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.segment import Segment, Segments
 
@@ -27,43 +29,118 @@ def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, position: 
     return sorted(best) + [-1] * (k - len(best))
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 64])
-@pytest.mark.parametrize("workspace", [1, 20_000, 256 << 20])
-def test_ragged_batch(page_size: int, workspace: int, scattered_pages: Scatter) -> None:
-    """Two runs of one sequence (as head-tail gives), a whole sequence, one token of a third; in any order of rows."""
-    keys = [whole_numbers(n, DIM, seed=n) for n in (211, 60, 131)]
-    segments = [
-        Segment(row=0, length=40, sequence=0, start=20),
-        Segment(row=40, length=31, sequence=0, start=180),
-        Segment(row=71, length=60, sequence=1, start=0),
-        Segment(row=131, length=1, sequence=2, start=130),
-    ]
-    q, weights = whole_numbers(132, HEADS, DIM, seed=1), whole_numbers(132, HEADS, seed=2)
-    pool, tables = scattered_pages(keys, page_size)
-    k = 16
-    positions = lightning_indexer(q, weights, pool, tables, Segments.of(segments), k, workspace=workspace)
-    assert positions.dtype == torch.int32 and positions.shape == (132, k)
-    for s in segments:
-        for i in range(s.length):
-            expected = naive(q[s.row + i], weights[s.row + i], keys[s.sequence], s.start + i, k)
-            assert positions[s.row + i].tolist() == expected
+# Two runs of one sequence (as head-tail gives), one of a second, one token of a third; in any order of rows.
+RAGGED = [
+    Segment(row=0, length=9, sequence=0, start=12),
+    Segment(row=9, length=7, sequence=0, start=204),
+    Segment(row=16, length=10, sequence=1, start=50),
+    Segment(row=26, length=1, sequence=2, start=130),
+]
+# One or two tokens of each sequence.
+DECODE = [Segment(0, 2, 0, 209), Segment(2, 1, 1, 59), Segment(3, 2, 2, 0), Segment(5, 1, 2, 130)]
 
 
-def test_k_beyond_what_is_visible(scattered_pages: Scatter) -> None:
-    keys = whole_numbers(5, DIM, seed=0)
-    pool, tables = scattered_pages([keys], 4)
-    q, weights = whole_numbers(5, HEADS, DIM, seed=1), whole_numbers(5, HEADS, seed=2)
-    positions = lightning_indexer(q, weights, pool, tables, Segments.of([Segment(0, 5, 0, 0)]), 9)
+def check(
+    runs: list[Segment],
+    heads: int,
+    dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str,
+    scatter: Scatter,
+    k: int = 16,
+    workspace: int = 256 << 20,
+) -> None:
+    """Selection in sequences of 211, 60 and 131 tokens, against sorting in full."""
+    keys = [whole_numbers(n, dim, seed=n) for n in (211, 60, 131)]
+    rows = runs[-1].row + runs[-1].length
+    q, weights = whole_numbers(rows, heads, dim, seed=1), whole_numbers(rows, heads, seed=2)
+    if dtype == torch.float8_e4m3fn:
+        # Powers of two: the scores stay exact.
+        scales = [torch.ldexp(torch.ones(len(x), 1), torch.arange(len(x))[:, None] % 3) for x in keys]
+        pool, tables = pack(keys, scales, page_size, scatter)
+        keys = [x * scale for x, scale in zip(keys, scales, strict=True)]
+    else:
+        pool, tables = scatter([x.to(dtype) for x in keys], page_size)
+    positions = lightning_indexer(
+        q.to(device, dtype),
+        weights.to(device),
+        pool.to(device),
+        tables.to(device),
+        Segments.of(runs, device),
+        k,
+        workspace=workspace,
+    )
+    assert positions.dtype == torch.int32 and positions.shape == (rows, k)
+    selected = positions.tolist()
+    for s in runs:
+        for row, position in zip(range(s.row, s.row + s.length), range(s.start, s.end), strict=True):
+            assert selected[row] == naive(q[row], weights[row], keys[s.sequence], position, k)
+
+
+def pack(
+    keys: list[torch.Tensor], scales: list[torch.Tensor], page_size: int, scatter: Scatter
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An FP8 pool of ``keys`` that e4m3 holds, in scattered pages."""
+    values, tables = scatter(keys, page_size)
+    pool = torch.empty(*values.shape[:2], values.shape[2] + 4, dtype=torch.uint8)
+    pool_values, pool_scales = index_key_views(pool)
+    pool_values.view(torch.uint8).copy_(values.to(torch.float8_e4m3fn).view(torch.uint8))
+    pool_scales.copy_(scatter(scales, page_size)[0][..., 0])
+    return pool, tables
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64, 100])
+@pytest.mark.parametrize("workspace", [1, 20_000, 256 << 20])  # bytes: pieces of a row, of several, one piece
+def test_ragged_batch(page_size: int, workspace: int, device: str, scattered_pages: Scatter) -> None:
+    if INTERPRETED and (page_size, workspace) not in ((7, 1), (1, 20_000)):
+        pytest.skip("enough for the interpreter: the others differ in what it has seen")
+    check(RAGGED, HEADS, DIM, page_size, torch.float32, device, scattered_pages, workspace=workspace)
+
+
+@pytest.mark.parametrize("runs", [RAGGED, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("heads", [32, 64])
+def test_sizes_of_known_models(
+    runs: list[Segment], heads: int, dtype: torch.dtype, device: str, scattered_pages: Scatter
+) -> None:
+    if INTERPRETED and runs is RAGGED and (heads, dtype) != (64, torch.float16):
+        pytest.skip("the selection takes long in the interpreter")
+    check(runs, heads, 128, 64, dtype, device, scattered_pages, k=48)
+
+
+@pytest.mark.parametrize("runs", [RAGGED, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("heads, dim, page_size", [(64, 128, 64), (32, 128, 7), (12, 32, 1)])
+def test_fp8(runs: list[Segment], heads: int, dim: int, page_size: int, device: str, scattered_pages: Scatter) -> None:
+    if INTERPRETED and runs is RAGGED and heads != 32:
+        pytest.skip("the selection takes long in the interpreter")
+    check(runs, heads, dim, page_size, torch.float8_e4m3fn, device, scattered_pages, workspace=40_000)
+
+
+def test_k_beyond_what_is_visible(device: str, scattered_pages: Scatter) -> None:
+    pool, tables = scattered_pages([whole_numbers(5, DIM, seed=0)], 4)
+    q, weights = whole_numbers(5, HEADS, DIM, seed=1).to(device), whole_numbers(5, HEADS, seed=2).to(device)
+    segments = Segments.of([Segment(0, 5, 0, 0)], device)
+    positions = lightning_indexer(q, weights, pool.to(device), tables.to(device), segments, 9)
     assert positions.tolist() == [[*range(t + 1), *[-1] * (8 - t)] for t in range(5)]
 
 
-def test_no_queries(scattered_pages: Scatter) -> None:
+def test_no_queries(device: str, scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([torch.zeros(3, DIM)], 4)
-    assert lightning_indexer(
-        torch.empty(0, HEADS, DIM), torch.empty(0, HEADS), pool, tables, Segments.of([]), 6
-    ).shape == (0, 6)
+    q, weights = torch.empty(0, HEADS, DIM, device=device), torch.empty(0, HEADS, device=device)
+    positions = lightning_indexer(q, weights, pool.to(device), tables.to(device), Segments.of([], device), 6)
+    assert positions.shape == (0, 6)
 
 
+def test_a_batch_in_one_piece_makes_its_tiles_once(device: str, scattered_pages: Scatter) -> None:
+    """All layers of a step select with the same segments."""
+    pool, tables = scattered_pages([whole_numbers(9, DIM, seed=0)], 4)
+    q, weights = whole_numbers(5, HEADS, DIM, seed=1).to(device), whole_numbers(5, HEADS, seed=2).to(device)
+    segments = Segments.of([Segment(0, 5, 0, 4)], device)
+    lightning_indexer(q, weights, pool.to(device), tables.to(device), segments, 3)
+    assert len(segments._tiles) == (1 if runs_triton(q) else 0)
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="of what PyTorch allocates on a CPU")
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("start, length", [(19_000, 1_000), (0, 4_000)])
 def test_memory_stays_within_the_workspace(

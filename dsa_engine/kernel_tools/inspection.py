@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernel_cases import CASES
-from dsa_engine.kernel_inputs import Inputs, Sizes
+from dsa_engine.kernel_tools.cases import CASES
+from dsa_engine.kernel_tools.inputs import Inputs, Sizes
 from dsa_engine.kernels.compile_only import compile_only
 
 # Most shared memory that a program may use, in bytes, by compute capability (CUDA programming guide, table of

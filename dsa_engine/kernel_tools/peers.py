@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from dsa_engine.kernel_inputs import Inputs
+from dsa_engine.kernel_tools.inputs import Inputs
 
 Call = Callable[[], object]
 

@@ -1,8 +1,5 @@
-"""Every kernel at its production sizes (DeepSeek-V3.2: 128 heads, latent 512 + 64, 64 index heads of 128, 2048
-selected, hidden 7168, 256 experts; GLM-5 has 64 heads and 32 index heads), with what a user would otherwise call.
-
-The same list is compiled (``scripts/inspect_kernels.py``) and measured (``scripts/bench_kernels.py``).
-"""
+"""Indexer and attention. DeepSeek-V3.2: 128 heads, latent 512 + 64, 64 index heads of 128, 2048 selected; GLM-5 has 64
+heads and 32 index heads."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernel_bench import Call, Case
-from dsa_engine.kernel_inputs import PAGE_SIZE, Inputs, Sizes
-from dsa_engine.kernel_peers import peer_indexer_scores, peer_sparse_attention
+from dsa_engine.kernel_tools.bench import Call, Case
+from dsa_engine.kernel_tools.inputs import PAGE_SIZE, Inputs, Sizes
+from dsa_engine.kernel_tools.peers import peer_indexer_scores, peer_sparse_attention
 from dsa_engine.kernels.dense_mla import dense_mla
 from dsa_engine.kernels.indexer_scores import indexer_scores, indexer_scores_reference
 from dsa_engine.kernels.segment import Segments
@@ -24,8 +21,6 @@ RANK, ROPE, INDEX_DIM, TOPK = 512, 64, 128, 2048
 LATENT = RANK + ROPE
 SCALE = (128 + 64) ** -0.5
 WORKSPACE = 1 << 30
-
-Cases = Callable[[Inputs, Sizes], Iterator[Case]]
 
 
 def indexer_prefill(make: Inputs, sizes: Sizes) -> Iterator[Case]:
@@ -133,7 +128,7 @@ def _sparse(
     rows = min(tokens * k, context)
 
     def reference() -> object:
-        return sparse_attention_reference(q, pool, slots, RANK, SCALE, WORKSPACE)
+        return sparse_attention_reference(q, pool, slots, None, RANK, SCALE, WORKSPACE)
 
     baselines = {"torch gather, bmm, softmax, bmm": reference}
     if product and pool.dtype != torch.uint8:
@@ -169,16 +164,6 @@ def _dense(make: Inputs, batch: int, context: int) -> Case:
         bytes=float(q.nbytes * (1 + RANK / LATENT) + pool.nbytes),
         baselines={"SDPA over the gathered cache": _sdpa_decode(q, pool, tables, context)},
     )
-
-
-CASES: dict[str, Cases] = {
-    "indexer_prefill": indexer_prefill,
-    "indexer_decode": indexer_decode,
-    "top_k": top_k,
-    "sparse_prefill": sparse_prefill,
-    "sparse_decode": sparse_decode,
-    "dense_decode": dense_decode,
-}
 
 
 def _sdpa_decode(q: torch.Tensor, pool: torch.Tensor, tables: torch.Tensor, context: int) -> Callable[[], object]:

@@ -21,12 +21,14 @@ class Sizes:
     prefill: int = 4_096  # queries of a sparse-attention call
     scored: int = 1_024  # queries of an indexer call: as many as the workspace holds scores for
     tokens: int = 8_192  # rows of a step, for what works by row
+    # Experts and token-expert pairs of a rank: in prefill one of 64 ranks and one of 8, and the same in decode.
+    experts: tuple[tuple[int, int], ...] = ((4, 16_384), (32, 65_536), (4, 64), (32, 256))
     most_cached: int = 4 << 20  # tokens in the caches of a decode batch
 
     @classmethod
     def small(cls) -> Sizes:
         """For trying the scripts on a CPU."""
-        return cls((512,), (2,), 16, 16, 32, 2_048)
+        return cls((512,), (2,), 16, 16, 32, ((2, 8),), 2_048)
 
 
 class Inputs:

@@ -1,0 +1,224 @@
+"""Matrix products of consecutive groups of rows, each group with a matrix of its own.
+
+out[r] = weight[g] · x[source[r]]     for the rows r of group g,  ends[g − 1] <= r < ends[g];   source[r] = r if absent
+
+With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and the sums go through it before they are
+rounded:  out[r] = silu(gate[g] · x[source[r]]) · (up[g] · x[source[r]]).
+
+The ends of the groups stay on the device, where each program works out what tiles there are and which of them it takes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors, runs_triton
+
+
+def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
+    first = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            torch.mm(x[first : first + count], weight[expert].t(), out=out[first : first + count])
+        first += count
+    return out
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    x, source, ends, weight, out, x_stride, width, inner, groups,
+    GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles [ROWS, COLUMNS] of products, each program every so many; ``width`` is that of ``out``. With GATED a tile's
+    columns are gate and up in turns, so that both sums of a result lie in one thread. WHOLE: DEPTH divides the inner
+    dimension. SWAPPED: the product is computed transposed, for a warpgroup's products have 64 rows and few columns."""
+    shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
+    number = tl.arange(0, GROUPS_PAD)
+    known = number < groups
+    ends_here = tl.load(ends + number, mask=known, other=0)
+    starts = tl.load(ends + number - 1, mask=known & (number > 0), other=0)
+    tiles = tl.where(known, (ends_here - starts + ROWS - 1) // ROWS, 0)
+    upto = tl.cumsum(tiles, axis=0)
+    row_tiles = tl.sum(tiles)
+    column_tiles = tl.cdiv(width, shown)
+    column = tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        # Bands of BAND tiles of rows, and in a band rows first: programs that run together share rows and weights.
+        band = tile // (BAND * column_tiles)
+        in_band = tile - band * BAND * column_tiles
+        high = tl.minimum(row_tiles - band * BAND, BAND)
+        row_tile = band * BAND + in_band % high
+        start = in_band // high * shown
+        group = tl.sum((known & (upto <= row_tile)).to(tl.int32))
+        found = number == group
+        row = tl.sum(tl.where(found, starts + (row_tile - upto + tiles) * ROWS, 0)) + tl.arange(0, ROWS)
+        inside = row < tl.sum(tl.where(found, ends_here, 0))
+        place = row
+        if GATHER:
+            place = tl.load(source + row, mask=inside, other=0)
+        # Columns beyond the last repeat it and are not stored: weights need no mask there.
+        if GATED:
+            weight_row = column % 2 * width + tl.minimum(start + column // 2, width - 1)
+            matrix = weight + group.to(tl.int64) * 2 * width * inner
+        else:
+            weight_row = tl.minimum(start + column, width - 1)
+            matrix = weight + group.to(tl.int64) * width * inner
+        x_at = x + place.to(tl.int64)[:, None] * x_stride + depth[None, :]
+        weight_at = matrix + weight_row.to(tl.int64)[None, :] * inner + depth[:, None]
+        total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+        for done in range(0, inner, DEPTH):
+            if WHOLE:
+                left = tl.load(x_at, mask=inside[:, None], other=0.0)
+                right = tl.load(weight_at)
+            else:
+                left = tl.load(x_at, mask=inside[:, None] & (depth < inner - done)[None, :], other=0.0)
+                right = tl.load(weight_at, mask=(depth < inner - done)[:, None], other=0.0)
+            if SWAPPED:
+                total = tl.dot(tl.trans(right), tl.trans(left), total, input_precision=PRECISION)
+            else:
+                total = tl.dot(left, right, total, input_precision=PRECISION)
+            x_at += DEPTH
+            weight_at += DEPTH
+        if SWAPPED:
+            total = tl.trans(total)
+        if GATED:
+            gate, up = tl.split(tl.reshape(total, (ROWS, shown, 2)))
+            total = gate * tl.sigmoid(gate) * up
+        target = start + tl.arange(0, shown)
+        out_at = out + row.to(tl.int64)[:, None] * width + target[None, :]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside[:, None] & (target < width)[None, :])
+
+
+class Tiles(NamedTuple):
+    """The shape of a program's work, and how many programs a multiprocessor runs at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    resident: int
+    swapped: bool = False
+
+
+# By capability: the first with room for a group's rows is taken, else the last. Few rows: the weights' way from memory
+# is what takes time, so programs are small and each keeps 48 KB of weights under way. Many: 128 × 256, the most that 8
+# warps can sum up in registers, with products by warpgroup (Hopper).
+# Compiled for sm_90 (scripts/inspect_kernels.py), not yet measured on a device.
+_CONFIGS = {
+    80: (Tiles(16, 64, 128, 4, 4, 2), Tiles(64, 128, 64, 4, 3, 3), Tiles(128, 128, 64, 8, 3, 1)),
+    90: (Tiles(16, 64, 128, 4, 4, 2, swapped=True), Tiles(64, 128, 64, 4, 4, 2), Tiles(128, 256, 64, 8, 4, 1)),
+}
+# For float32, which has no tensor cores, and for rows that do not begin at 16 bytes, which are read by the element.
+_SMALL = {80: (Tiles(16, 64, 32, 4, 3, 4), Tiles(64, 64, 32, 8, 3, 2))}
+
+
+def tiles_for(x: torch.Tensor, rows_per_group: float) -> Tiles:
+    """Tiles for products with rows like those of ``x``, where a group has so many of them on average."""
+    aligned = all(length * x.element_size() % 16 == 0 for length in (x.shape[1], x.stride(0)))
+    choices = config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
+    return next((tiles for tiles in choices if rows_per_group <= tiles.rows), choices[-1])
+
+
+def most_tiles(rows: int, groups: int, size: int) -> int:
+    """Tiles of ``size`` rows that ``rows`` rows take at most, however they are split among ``groups`` groups."""
+    return (rows + min(rows, groups) * (size - 1)) // size
+
+
+def grouped_matmul_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    source: torch.Tensor | None = None,
+    gated: bool = False,
+    expected: float | None = None,
+) -> torch.Tensor:
+    """The kernel: products of groups of rows, with rows gathered and results gated under way.
+
+    Args:
+        x: ``[R, in]``, or ``[S, in]`` with ``source``, any row stride.
+        weight: ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
+        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        source: int32 ``[R]``, which row of x each row is made from.
+        expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
+
+    Returns:
+        ``[R, out]`` in the dtype of x; rows beyond the last end are not written.
+    """
+    _check(x, weight, ends)
+    if ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
+        raise ValueError(
+            f"ends and source must be int32, not {ends.dtype} and {source.dtype if source is not None else None}"
+        )
+    if gated and weight.shape[1] % 2:
+        raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(weight.shape)}")
+    rows, groups, inner = (x if source is None else source).shape[0], weight.shape[0], weight.shape[2]
+    width = weight.shape[1] // (2 if gated else 1)
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if out.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        tiles = tiles_for(x, (rows if expected is None else expected) / groups)
+        column_tiles = triton.cdiv(weight.shape[1], tiles.columns)
+        programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
+        grouped_matmul_kernel[(programs,)](
+            x, ends if source is None else source, ends.contiguous(), weight.contiguous(), out, x.stride(0), width,
+            inner, groups, GATHER=source is not None, GATED=gated, WHOLE=inner % tiles.depth == 0, ROWS=tiles.rows,
+            COLUMNS=tiles.columns, DEPTH=tiles.depth, SWAPPED=tiles.swapped, BAND=16,
+            GROUPS_PAD=triton.next_power_of_2(groups), PRECISION=dot_precision(x.dtype), num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )  # fmt: skip
+    return out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, per_group: torch.Tensor) -> None:
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or per_group.shape != weight.shape[:1]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts or ends {tuple(per_group.shape)} do not fit"
+        )
+    if x.dtype != weight.dtype:
+        raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}")
+
+
+def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether PyTorch's own grouped product applies: on CUDA, in bfloat16, with strides of 16 bytes."""
+    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+
+
+def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """PyTorch's, where :func:`torch_has_it`; rows beyond the last end hold anything."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Multiplies each group of rows by its own matrix.
+
+    PyTorch's ``grouped_mm`` where it applies, as nobody has measured yet that the kernel here is faster; where it does
+    not, the kernel; on a CPU a loop over the groups, which is faster than ``grouped_mm`` there.
+
+    Args:
+        x: ``[R, in]``, rows sorted by group.
+        weight: ``[groups, out, in]``.
+        counts: ``[groups]`` integer, rows per group; their sum is R.
+
+    Returns:
+        ``[R, out]`` in x's dtype.
+    """
+    _check(x, weight, counts)
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.shape[1])
+    if not runs_triton(x):
+        return grouped_matmul_reference(x, weight, counts)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    if torch_has_it(x, weight):
+        return grouped_matmul_torch(x.contiguous(), weight, ends)
+    return grouped_matmul_triton(x, weight, ends)

@@ -1,0 +1,145 @@
+"""The way of tokens to their experts and back: the order of token-expert pairs by expert, and the weighted sum.
+
+Pair ``t · k + j`` is choice j of token t. In the order, pairs stand by expert and, within one, by token; pairs that
+nobody serves here (−1) come last.
+
+    row = places[t, j]:  tokens[row] = t;   expert e has the rows  ends[e − 1] … ends[e] − 1
+    out[t] = Σ_j weights[t, j] · y[places[t, j]]        over the served pairs, in the order of j, in float32
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.launch import runs_triton
+
+# Most pairs that are ranked by counting, which is one launch but takes the square of them; more are sorted.
+COUNTED_PAIRS = 8192
+
+
+class Order(NamedTuple):
+    """Pairs sorted by expert. Everything is on the device, and the host does not know how many are served."""
+
+    tokens: torch.Tensor  # [T · k] int32: the token of every row; beyond the served rows, of the others
+    ends: torch.Tensor  # [experts] int32: where each expert's rows end; the last is how many pairs are served
+    places: torch.Tensor  # [T, k] int32: the row of every pair, −1 where it is not served
+
+
+def expert_order_reference(experts: torch.Tensor, count: int) -> Order:
+    pairs = experts.flatten()
+    # Two bytes are enough for a number, and are sorted in half the time of four.
+    keys = pairs.to(torch.int16).masked_fill_(pairs < 0, count)
+    keys, order = keys.sort(stable=True)
+    ends = torch.searchsorted(
+        keys, torch.arange(count, dtype=keys.dtype, device=keys.device), right=True, out_int32=True
+    )
+    rows = torch.arange(len(pairs), dtype=torch.int32, device=pairs.device)
+    places = torch.empty_like(rows).scatter_(0, order, rows).masked_fill_(pairs < 0, -1)
+    tokens = (order // max(1, experts.shape[1])).int()
+    return Order(tokens, ends, places.view(experts.shape))
+
+
+@triton.jit
+def order_kernel(
+    experts, tokens, ends, places, pairs, count, K: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Ranks by counting. A pair's key is ``expert · pairs + pair``, and its row is how many keys are smaller. The rows
+    of expert e end after as many keys as are under ``(e + 1) · pairs``."""
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    is_pair = query < pairs
+    expert = tl.load(experts + query, mask=is_pair, other=-1)
+    key = tl.where(expert < 0, count, expert) * pairs + query
+    below = tl.where(is_pair, key, (query - pairs + 1) * pairs)[:, None]
+    smaller = tl.zeros((QUERIES, BLOCK), tl.int32)
+    for first in range(0, pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        other = tl.load(experts + pair, mask=pair < pairs, other=-1)
+        keys = tl.where(pair < pairs, tl.where(other < 0, count, other) * pairs + pair, 2147483647)
+        smaller += (keys[None, :] < below).to(tl.int32)
+    rank = tl.sum(smaller, axis=1)
+    tl.store(tokens + rank, query // K, mask=is_pair)
+    tl.store(places + query, tl.where(expert < 0, -1, rank), mask=is_pair)
+    tl.store(ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
+
+
+def expert_order(experts: torch.Tensor, count: int) -> Order:
+    """Sorts token-expert pairs by expert, with no synchronisation of host and device.
+
+    Args:
+        experts: int32 ``[T, k]``, numbers in ``[0, count)`` or −1.
+        count: how many experts there are, under 32,768.
+    """
+    if experts.dim() != 2 or experts.dtype != torch.int32:
+        raise ValueError(f"experts must be int32 [tokens, choices], not {experts.dtype} {tuple(experts.shape)}")
+    if not 0 < count < 1 << 15:
+        raise ValueError(f"{count} experts; from 1 to 32,767 can be ordered")
+    pairs = experts.numel()
+    if not runs_triton(experts) or not 0 < pairs <= COUNTED_PAIRS:
+        return expert_order_reference(experts, count)
+    experts = experts.contiguous()
+    tokens = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    ends = torch.empty(count, dtype=torch.int32, device=experts.device)
+    places = torch.empty_like(experts)
+    # Compiled for sm_90, not yet measured on a device.
+    queries, block = 32, 128
+    order_kernel[(triton.cdiv(pairs + count, queries),)](
+        experts, tokens, ends, places, pairs, count, K=experts.shape[1], QUERIES=queries, BLOCK=block, num_warps=4
+    )
+    return Order(tokens, ends, places)
+
+
+def combine_reference(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(places.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for place, weight in zip(places.t(), weights.t()):
+        token = (place >= 0).nonzero().flatten()
+        out.index_add_(0, token, y[place[token]].float().mul_(weight[token, None]))
+    return out.to(y.dtype)
+
+
+@triton.jit
+def combine_kernel(y, places, weights, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Part of one token a program: its K rows are asked for at once."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        place = tl.load(places + token * K + j).to(tl.int64)
+        weight = tl.load(weights + token * K + j)
+        row = tl.load(y + place * width + columns, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+        # Not weight · 0: the weight of a pair that is not served here may be anything.
+        total += tl.where(place >= 0, weight * row, 0.0)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum of every token's rows: the same bits each time.
+
+    Args:
+        y: ``[R, width]``, the experts' results in their order.
+        places: int32 ``[T, k]``, rows of y; −1 is left out.
+        weights: float32 ``[T, k]``.
+
+    Returns:
+        ``[T, width]`` in the dtype of y; zeros for a token whose places are all −1.
+    """
+    if places.shape != weights.shape or places.dim() != 2 or y.dim() != 2:
+        raise ValueError(f"y {tuple(y.shape)}, places {tuple(places.shape)}, weights {tuple(weights.shape)} do not fit")
+    if places.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise ValueError(f"places must be int32 and weights float32, not {places.dtype} and {weights.dtype}")
+    if not runs_triton(y):
+        return combine_reference(y, places, weights)
+    tokens, k = places.shape
+    out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
+    if out.numel():
+        # 16 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
+        block = min(1024, triton.next_power_of_2(y.shape[1]))
+        combine_kernel[(tokens, triton.cdiv(y.shape[1], block))](
+            y.contiguous(), places.contiguous(), weights.contiguous(), out, y.shape[1], K=k, BLOCK=block,
+            num_warps=max(1, block // 256),
+        )  # fmt: skip
+    return out

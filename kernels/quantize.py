@@ -1,0 +1,84 @@
+"""1×block quantisation of activations to e4m3, as block-scaled FP8 products and the FP8 caches need it.
+
+    scale = max |x| / 448     of each run of ``block`` values; rounded up to a power of two where asked (ue8m0)
+    value = e4m3(x / scale)   rounded to nearest, ties to even
+
+DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3. Inputs are finite.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.launch import runs_triton
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+# Values a program, 32 a thread: 4 loads of 16 bytes in flight hide the latency of memory; nothing else to choose.
+_TILE, _WARPS = 4096, 4
+
+
+def quantize_rows_reference(values: torch.Tensor, block: int, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = values.float().unflatten(-1, (-1, block))
+    scales = (blocks.abs().amax(dim=-1) / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa > 0.5, exponent, exponent - 1))
+    # A smallest scale, rounded, may lift a value over the end of the range; e4m3 has no infinity to catch it.
+    scaled = (blocks / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+@triton.jit(do_not_specialize=["count"])
+def quantize_rows_kernel(
+    x, codes, scales, count, x_stride,
+    PER_ROW: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS of all ``count`` blocks a program, PER_ROW of which make a row of ``x``."""
+    block = (tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    inside = block < count
+    column = tl.arange(0, SIZE)[None, :]
+    row, first = block // PER_ROW, block % PER_ROW * SIZE
+    values = tl.load(x + row * x_stride + first + column, mask=inside, other=0.0)
+    code, scale = quantize_tile(values.to(tl.float32), POWER_OF_TWO, CONVERTS)
+    tl.store(codes + block * SIZE + column, code, mask=inside)
+    tl.store(scales + block, scale, mask=inside)
+
+
+def quantize_rows(
+    values: torch.Tensor, block: int = 128, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises ``values [..., width]``, each run of ``block`` values by a scale of its own.
+
+    Args:
+        values: bfloat16, float16 or float32; the last dimension contiguous.
+        block: a power of two that divides the width.
+        power_of_two: round scales up to powers of two (``scale_fmt: ue8m0`` in released configurations).
+
+    Returns:
+        float8_e4m3fn, shaped like ``values``, and float32 scales ``[..., width / block]``; both contiguous.
+
+    Raises:
+        ValueError: a block that is no power of two or does not divide the width.
+    """
+    width = values.shape[-1]
+    if block < 1 or block & (block - 1) or width % block:
+        raise ValueError(f"the block must be a power of two that divides the width {width}, not {block}")
+    if not runs_triton(values):
+        return quantize_rows_reference(values, block, power_of_two)
+    per_row = width // block
+    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+    scales = torch.empty(*values.shape[:-1], per_row, dtype=torch.float32, device=values.device)
+    rows = values if values.dim() == 2 and values.stride(1) == 1 else values.contiguous().view(-1, width)
+    if scales.numel():
+        blocks = max(1, _TILE // block)
+        quantize_rows_kernel[(triton.cdiv(scales.numel(), blocks),)](
+            rows, codes.view(torch.uint8), scales, scales.numel(), rows.stride(0),
+            PER_ROW=per_row, SIZE=block, BLOCKS=blocks,
+            POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,
+        )  # fmt: skip
+    return codes, scales

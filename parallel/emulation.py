@@ -1,0 +1,62 @@
+"""One rank of many, in one process: groups of the right size whose other ranks are made up.
+
+A rank's work depends on its own tokens, on how many tokens the others have and on the shapes that collectives return;
+not on the values. So one device can run exactly the work of one rank of a run that needs many: it loads that rank's
+weights, computes that rank's tokens, and gets from each collective a tensor of the right shape. Bytes are counted by
+the same code as in a real group (`group.py`). What the rank generates means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from dsa_engine.parallel.group import Group
+
+# Types whose copies can be told apart by a factor.
+_SCALED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class EmulatedGroup(Group):
+    """A group of which only ``ranks[index]`` exists. Its collectives return this rank's rows for everybody's."""
+
+    emulated = True
+    _factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with self.filling():
+            if rows.dtype in _SCALED:
+                gathered = (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
+            else:
+                gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
+            if rows.dtype == torch.int64:
+                gathered.clamp_(min=0)  # below 0 are codes of errors; what is made up here is none, and no token id
+        return lambda: gathered
+
+    def _factors_for(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[size]``, 1 for this rank. Equal rows would make equal scores, and to select among ties is other work."""
+        key = (rows.dtype, rows.device)
+        if key not in self._factors:
+            away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
+            self._factors[key] = (1 + away / (4 * self.size)).to(rows.dtype)
+        return self._factors[key]
+
+    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        with self.filling():
+            return rows.chunk(self.size)[self.index].clone()
+
+    def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
+        with self.filling():
+            if receive is None:
+                return rows.clone()
+            count = sum(receive)
+            if rows.shape[0] == 0:
+                return rows.new_zeros(count, *rows.shape[1:])
+            return rows[torch.arange(count, device=rows.device) % rows.shape[0]]

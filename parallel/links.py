@@ -1,0 +1,161 @@
+"""How long a collective takes, from a stated model of the links: bytes over bandwidth, and latency.
+
+Nothing here is measured. The model is there to add communication to the measured computation of an emulated rank, and
+every report says so. Ranks are placed in machines in order: rank r stands in machine ``r // machine_size``. For a group
+of n ranks in m machines, at least k of them in each, and parts of b bytes (what one rank contributes):
+
+* all_gather, reduce_scatter: a ring, n − 1 steps. A part passes m − 1 links between machines and n − m inside, so
+  ``start + (n−m)·latency_in + (m−1)·latency_out + (n−1)·b / bandwidth``. The bandwidth is the slowest link's; between
+  machines the adapters of k ranks carry a step together (as many rings, each over another adapter), so that link counts
+  ``k · bandwidth_out``.
+* all_reduce: a reduce_scatter and an all_gather of parts of b / n, started once.
+* all_to_all: every rank sends to each peer directly. Both kinds of link work side by side, on each of them the messages
+  follow one another, and sending runs beside receiving, so the time is ``start`` plus the longer of the two kinds'
+  ``latency + messages·message + max(bytes sent, bytes received) / bandwidth``.
+
+Nobody else is on the links, all ranks begin at once, and a machine's adapters are one for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.parallel.group import Collective
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects one rank to others, in each direction."""
+
+    name: str
+    bandwidth_gb_s: float  # 10^9 bytes of payload per second and rank
+    latency_us: float  # of a hop
+    message_us: float  # that each message of an all_to_all costs beside its bytes
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a cluster. The default figures are assumptions, in this one place.
+
+    * inside a machine of 8: NVLink 4 (H100, H200), 450 GB/s nominal, of which 80% are taken to arrive;
+    * between machines: 400 Gb/s InfiniBand for each rank, 50 GB/s nominal, of which 90% are taken to arrive;
+    * latencies of the order that NCCL's own tuning assumes for short messages: 7 µs to start a collective, 1 µs a hop
+      over NVLink, 3 µs a hop over InfiniBand; and for each message to a peer 0.2 µs and 1 µs.
+    """
+
+    machine_size: int = 8
+    start_us: float = 7.0
+    inside: Link = Link("NVLink", bandwidth_gb_s=360.0, latency_us=1.0, message_us=0.2)
+    between: Link = Link("InfiniBand", bandwidth_gb_s=45.0, latency_us=3.0, message_us=1.0)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Links:
+        """Reads ``{"machine_size": 8, "start_us": 7, "inside": {…}, "between": {…}}``; what is left out is the default.
+
+        Raises:
+            OSError: no such file.
+            ValueError: not JSON, an unknown key, or a figure that is none; the text names the file and the key.
+        """
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            example = json.dumps(Links().to_json())
+            raise ValueError(f"{path} is not valid JSON ({error}); give such as {example}") from error
+        try:
+            return cls.from_json(given)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_json(cls, given: object) -> Links:
+        """The links that a JSON object describes; see :meth:`read`."""
+        values = _object(given, cls(), "links")
+        for name in ("inside", "between"):
+            if name in values:
+                default = getattr(cls(), name)
+                link = _object(values[name], default, name)
+                values[name] = Link(**{**asdict(default), **{k: _figure(f"{name}.{k}", v) for k, v in link.items()}})
+        if "start_us" in values:
+            values["start_us"] = _figure("start_us", values["start_us"])
+        size = values.get("machine_size", 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"machine_size must be a positive integer, not {size!r}")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        links = (
+            f"{link.name} {link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs a hop, {link.message_us:g} µs a message"
+            for link in (self.inside, self.between)
+        )
+        inside, between = links
+        return (
+            f"{inside} inside machines of {self.machine_size}; {between} between them; "
+            f"{self.start_us:g} µs to start a collective"
+        )
+
+    def seconds(self, collective: Collective) -> float:
+        """How long a collective takes, on the assumptions of this module; 0 in a group of one rank."""
+        ranks, kind = collective.ranks, collective.kind
+        if len(ranks) == 1:
+            return 0.0
+        if kind == "all_to_all":
+            return self._direct(collective)
+        part = max(collective.sent)
+        if kind == "all_reduce":
+            return self.start_us * 1e-6 + 2 * self._ring(ranks, part / len(ranks))
+        return self.start_us * 1e-6 + self._ring(ranks, part)
+
+    def _ring(self, ranks: tuple[int, ...], part: float) -> float:
+        machines = Counter(rank // self.machine_size for rank in ranks)
+        n, m, fewest = len(ranks), len(machines), min(machines.values())
+        bandwidths = [self.inside.bandwidth_gb_s] if n > m else []
+        if m > 1:
+            bandwidths.append(fewest * self.between.bandwidth_gb_s)
+        hops = (n - m) * self.inside.latency_us + (m - 1) * self.between.latency_us
+        return hops * 1e-6 + (n - 1) * part / (min(bandwidths) * 1e9)
+
+    def _direct(self, collective: Collective) -> float:
+        ranks, home = collective.ranks, collective.ranks[collective.index] // self.machine_size
+        longest = 0.0
+        for link, at_home in ((self.inside, True), (self.between, False)):
+            peers = [
+                i
+                for i, rank in enumerate(ranks)
+                if i != collective.index and (rank // self.machine_size == home) == at_home
+            ]
+            if peers:
+                load = max(sum(counts[i] for i in peers) for counts in (collective.sent, collective.received))
+                fixed = link.latency_us + len(peers) * link.message_us
+                longest = max(longest, fixed * 1e-6 + load / (link.bandwidth_gb_s * 1e9))
+        return self.start_us * 1e-6 + longest
+
+
+def _object(given: object, like: Any, what: str) -> dict[str, Any]:
+    allowed = [f.name for f in fields(like)]
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} must be a JSON object with some of the keys {', '.join(allowed)}, not {given!r:.80}")
+    for key in given:
+        if key not in allowed:
+            raise ValueError(f"{what} has no key {key!r}; keys are {', '.join(allowed)}")
+    return dict(given)
+
+
+def _figure(name: str, value: object) -> object:
+    """A figure of a link: bandwidths above 0, times from 0 on, names that are text."""
+    if name.endswith(".name"):
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} must be a text, not {value!r}")
+        return value
+    positive = name.endswith("bandwidth_gb_s")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (positive and value == 0):  # type: ignore[operator]
+        raise ValueError(f"{name} must be a number {'above 0' if positive else 'of at least 0'}, not {value!r}")
+    return value

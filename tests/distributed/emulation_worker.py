@@ -1,0 +1,89 @@
+"""What one rank does, in counts: torchrun … emulation_worker.py CASES.json FOLDER; :func:`run_case` in one process.
+
+A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
+``prompts``, ``output_len`` and ``loads``. In a true run the experts are chosen by the same plan as in an emulated one:
+what the router of a rank that nobody else can see would choose, no emulation can know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.benchmark import prepare_emulation
+from dsa_engine.parallel.group import CollectiveLog
+from dsa_engine.parallel.routing import Routing
+
+
+def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str, Any]:
+    """Counts of this rank, or of the one that is emulated."""
+    loads = tuple(case["loads"]) if case["loads"] else None
+    emulation: dict[str, Any] = {}
+    if emulate_rank is not None:
+        emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank, "expert_loads": loads}
+    llm = LLM("demo", parallel=ParallelConfig(**case["parallel"], **emulation), **case["options"])
+    engine, mesh = llm.engine, llm.engine.mesh
+    if not mesh.emulated:
+        mesh.ep.routing = Routing(mesh.world_size, mesh.rank, loads)
+    prepare_emulation(engine)
+    result: dict[str, Any] = {
+        "rank": mesh.rank,
+        "weight_bytes": sum(weight.nbytes for weight in engine.model.parameters()),
+        "weight_bytes_read": engine.bytes_read,
+        "cache_pages": engine.cache.pages,
+        "cache_bytes": sum(p.nbytes for p in [*engine.cache.latent, *engine.cache.index_keys] if p is not None),
+        "tokens": [],
+        "attention_pairs": [],
+        "free_pages": [],
+        "expert_pairs": [],
+    }
+    plan = engine.runner.plan
+
+    def noted(chunks: Any) -> Any:
+        step = plan(chunks)
+        result["tokens"].append(step.ranks[mesh.rank].rows)
+        result["attention_pairs"].append(step.attention_pairs()[mesh.rank])
+        result["free_pages"].append(engine.cache.pages - sum(len(c.sequence.pages) for c in chunks))
+        return step
+
+    engine.runner.plan = noted  # type: ignore[method-assign]
+    from dsa_engine import moe
+
+    multiply = moe.expert_mlp
+
+    def counted(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        here = experts[experts >= 0].flatten().long()
+        result["expert_pairs"].append((len(tokens), here.bincount(minlength=mesh.world_size).tolist()))
+        return multiply(tokens, experts, *rest, **more)
+
+    log = CollectiveLog()
+    before = [group.bytes_sent for group in mesh.groups]
+    for group in mesh.groups:
+        group.log = log
+    moe.expert_mlp = counted
+    try:
+        begin = time.perf_counter()
+        params = SamplingParams(temperature=0.0, max_tokens=case["output_len"], ignore_eos=True)
+        llm.generate(case["prompts"], params)
+        result["seconds"] = time.perf_counter() - begin
+    finally:
+        moe.expert_mlp = multiply
+    result["bytes_sent"] = [group.bytes_sent - n for group, n in zip(mesh.groups, before, strict=True)]
+    result["collectives"] = [(c.kind, c.ranks, c.index, c.sent, c.received, c.asynchronous) for c in log.collectives]
+    return result
+
+
+def main() -> None:
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.save({case["name"]: run_case(case) for case in cases}, folder / f"rank{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""An emulated rank against the same rank of a true run of four processes: the counts are equal, all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.benchmark import measure_prefill, random_prompt
+from dsa_engine.llm import LLM
+from dsa_engine.parallel import ParallelConfig
+
+WORLD = 4
+OPTIONS = {"device": "cpu", "max_model_len": 1024, "cache_memory": "16MiB", "max_num_batched_tokens": 96}
+LOADS = [float(1 + expert % 5) for expert in range(24)]
+
+
+def case(name: str, parallel: dict[str, Any], lengths: list[int], **more: Any) -> dict[str, Any]:
+    prompts = [[4 + (i * 7 + n) % 300 for i in range(n)] for n in lengths]
+    fixed = {"name": name, "world_size": WORLD, "parallel": parallel, "options": OPTIONS}
+    return fixed | {"prompts": prompts, "output_len": 4, "loads": None} | more
+
+
+# Lengths past the demo's index_topk (256) and below, and fewer sequences than ranks: some decode nothing.
+CASES = [
+    case("all_to_all", {}, [301, 33, 1]),
+    case("all_gather, tp", {"moe_dispatch": "all_gather", "tp_size": 2}, [301, 33, 1, 90, 7]),
+    case("two groups, tp across them", {"cp_size": 2, "tp_size": 4}, [290, 64, 65]),
+    case("given loads", {"cp_size": 4, "tp_size": 2}, [273, 2], loads=LOADS),
+    case("given loads, all_gather", {"moe_dispatch": "all_gather"}, [273, 2], loads=LOADS),
+]
+
+
+@pytest.fixture(scope="module")
+def worker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("emulation_worker", Path(__file__).with_name("emulation_worker.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def truth(
+    torchrun: Callable[..., Any], demo_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Of every rank of one true run: the counts by name of the case."""
+    folder = tmp_path_factory.mktemp("true")
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    done = torchrun(WORLD, "emulation_worker.py", folder / "cases.json", folder)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("described", CASES, ids=lambda c: c["name"])
+def test_counts_of_a_true_run(
+    described: dict[str, Any], rank: int, truth: list[dict[str, Any]], worker: ModuleType
+) -> None:
+    true, emulated = truth[rank][described["name"]], worker.run_case(described, emulate_rank=rank)
+    seconds = [run.pop("seconds") for run in (true, emulated)]
+    print(f"{described['name']}, rank {rank}: true run {seconds[0]:.2f} s with its waits, emulated {seconds[1]:.2f} s")
+    assert emulated["collectives"] == true["collectives"], "in kind, ranks, bytes to and from each, and order"
+    assert emulated["expert_pairs"] == true["expert_pairs"], "what arrives at this rank's experts, in every layer"
+    assert emulated == true
+    assert sum(true["tokens"]) > 60 and true["bytes_sent"][0] > 0 and len(true["expert_pairs"]) > 3
+
+
+def test_the_true_ranks_share_the_work(truth: list[dict[str, Any]]) -> None:
+    """The plan is one: what all ranks' experts get is what all tokens have chosen."""
+    for described in CASES:
+        runs = [rank[described["name"]] for rank in truth]
+        for step in range(len(runs[0]["tokens"])):
+            layers = range(3 * step, 3 * step + 3)  # the demo has three MoE layers
+            for layer in layers:
+                pairs = sum(sum(run["expert_pairs"][layer][1]) for run in runs)
+                assert pairs == 4 * sum(run["tokens"][step] for run in runs)
+
+
+def test_prefill_of_a_true_run(
+    torchrun: Callable[..., Any], demo_cache: Path, tmp_path: Path, worker: ModuleType
+) -> None:
+    """The benchmark's own counts, with a router in the true run: where shapes depend on the batch alone."""
+    report = tmp_path / "out.json"
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_prefill.py"
+    options = ["--seq-len", 701, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
+    done = torchrun(WORLD, script, *options, "--json", report)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(report.read_text())
+    (true,) = result["results"]
+    for rank in (0, 3):
+        parallel = ParallelConfig(emulate_world=WORLD, emulate_rank=rank, moe_dispatch="all_gather")
+        engine = LLM("demo", device="cpu", parallel=parallel).engine
+        emulated = measure_prefill(engine, random_prompt(engine, 701), warmup=0, repeat=1)
+        assert emulated.bytes_sent == [true["bytes_sent"][rank]]
+        assert emulated.attention_pairs == [true["attention_pairs"][rank]]
+        assert emulated.imbalance == true["imbalance"]
+        assert engine.bytes_read == result["weight_bytes_read"][rank]

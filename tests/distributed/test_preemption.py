@@ -1,0 +1,115 @@
+"""Requests that come one by one and are preempted, on 1, 2 and 4 ranks: the tokens of a batch of one, everywhere.
+
+All cases of a world size run in one launch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+LENGTHS = [20, 5, 10, 1, 24, 13, 9, 16]
+COUNT = 32
+GREEDY = {"temperature": 0.0, "max_tokens": COUNT, "min_tokens": COUNT}
+SAMPLED = {"temperature": 1.1, "top_k": 30, "min_p": 0.01, "max_tokens": COUNT, "ignore_eos": True}
+TOKEN = 3 * (32 + 8 + 24) * 4  # bytes in the cache: layers, latent, RoPE, index key; float32
+OPTIONS = {"device": "cpu", "max_model_len": 256, "page_size": 2, "max_num_batched_tokens": 32}
+LARGE, SMALL = {"cache_memory": TOKEN * 8192}, {"cache_memory": TOKEN * 2 * 28}  # 28 pages: the longest request, just
+
+
+def case(name: str, cp: int, size: dict[str, Any], every: int = 1, **options: Any) -> dict[str, Any]:
+    return {"name": name, "parallel": {"cp_size": cp}, "options": OPTIONS | size | options, "every": every}
+
+
+CASES = {
+    1: [case("small", 1, SMALL)],
+    2: [case("large", 2, LARGE, 3), case("small", 2, SMALL), case("groups", 1, SMALL)],
+    4: [
+        case("large", 4, LARGE, 3),
+        case("small", 4, SMALL, max_num_batched_tokens=8, max_prefill_share=0.3),
+        case("groups", 2, SMALL, max_prefill_share=1.0),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def model(oracle: Callable[..., Any]) -> Any:
+    return oracle("deepseek_v32", index_topk=16)
+
+
+@pytest.fixture(scope="module")
+def requests(random_ids: Callable[..., list[int]]) -> dict[str, list[Any]]:
+    """As many greedy as sampled ones; the last two fail, each in its own way."""
+    prompts = [random_ids(n, seed=i) for i, n in enumerate(LENGTHS)] * 2
+    params: list[dict[str, Any]] = [GREEDY] * len(LENGTHS)
+    params += [SAMPLED | {"seed": n, "logprobs": n % 3 if n % 2 else None} for n in range(len(LENGTHS))]
+    params[-2] = SAMPLED | {"seed": 666}
+    params[-1] = SAMPLED | {"seed": 7, "min_tokens": 3, "stop_token_ids": list(range(200))}
+    return {"prompts": prompts, "params": params}
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any, requests: dict[str, list[Any]], worker: ModuleType) -> list[dict[str, Any]]:
+    """What each request gives in a batch of one, in this process."""
+    pairs = [{"prompts": [p], "params": [q]} for p, q in zip(requests["prompts"], requests["params"], strict=True)]
+    wanted = {"folder": str(model.folder), "options": OPTIONS | LARGE, "generate": pairs, "broken_seed": 666}
+    found = worker.run_case(wanted)
+    assert found["preemptions"] == 0
+    return [{key: found[key][n][0] for key in ("tokens", "ends", "logprobs")} for n in range(len(requests["prompts"]))]
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_one_by_one_with_preemption(
+    world: int,
+    model: Any,
+    requests: dict[str, list[Any]],
+    alone: list[dict[str, Any]],
+    torchrun: Callable[..., Any],
+    worker: ModuleType,
+    tmp_path: Path,
+) -> None:
+    cases = [
+        c | {"folder": str(model.folder), "generate": [requests], "broken_seed": 666, "prompts": []}
+        for c in CASES[world]
+    ]
+    if world == 1:
+        ranks = [{c["name"]: worker.run_case(c) for c in cases}]
+    else:
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        assert done.returncode == 0, done.stderr
+        ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+    for described in cases:
+        results = [rank[described["name"]] for rank in ranks]
+        first = results[0]
+        print(world, described["name"], first["preemptions"], "preemptions")
+        assert (first["preemptions"] > 0) == (described["options"]["cache_memory"] == SMALL["cache_memory"])
+        assert first["tokens"] == [[one["tokens"] for one in alone]]
+        assert first["ends"] == [[one["ends"] for one in alone]]
+        for found, one in zip(first["logprobs"][0], alone, strict=True):
+            wanted = one["logprobs"]
+            assert (found is None) == (wanted is None)
+            if found is not None:
+                assert [list(of) for of in found] == [list(of) for of in wanted]
+                values, expected = ([x for of in them for x in of.values()] for them in (found, wanted))
+                assert values == pytest.approx(expected, abs=1e-3)
+        for other in results:
+            assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0
+            same = ("tokens", "ends", "logprobs", "preemptions")
+            assert all(other[key] == first[key] for key in same), "every rank returns the same"
+
+
+def test_alone_as_transformers_generates(
+    model: Any, requests: dict[str, list[Any]], alone: list[dict[str, Any]]
+) -> None:
+    for number in range(len(LENGTHS)):
+        assert alone[number]["tokens"] == model.greedy(requests["prompts"][number], COUNT)
+    assert [one["ends"] for one in alone[:-2]] == [("length", None)] * (len(alone) - 2)
+    assert alone[-2]["ends"] == ("error", f"its sampling failed: ArithmeticError: broken at {LENGTHS[-2]}")
+    assert alone[-1]["ends"][0] == "error" and alone[-1]["ends"][1].startswith("no token is left to sample")

@@ -24,6 +24,7 @@ from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.model import Model
 from dsa_engine.parallel import Mesh
+from dsa_engine.profiling import current_stage
 
 
 def next_power_of_2(n: int) -> int:
@@ -82,7 +83,8 @@ class DecodeGraphs:
         mine = step.ranks[self._mesh.rank]
         bucket = self._bucket(step)
         _fill(bucket.batch, step, self._config, self._mesh, self._cache.page_size)
-        if not self._capture:
+        # Timing events and the log of collectives do not work in a graph: a step that is watched runs without.
+        if not self._capture or current_stage():
             return self._model(bucket.batch, self._cache)[: mine.rows]
         if bucket.graph is None:
             self._capture_bucket(bucket)

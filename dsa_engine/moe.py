@@ -56,9 +56,7 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             here = self._dispatch(x, experts, weights, batch)
         with stage("MoE experts"):
-            sums = expert_mlp(
-                here.tokens, here.experts, here.weights, self.gate_up, self.down, share=self.share_served
-            )
+            sums = expert_mlp(here.tokens, here.experts, here.weights, self.gate_up, self.down, share=self.share_served)
         with stage("MoE combine"):
             return here.combine(sums) + shared()
 

@@ -88,9 +88,8 @@ def dense_mla_kernel(
     share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, count)
-    part = tl.program_id(1).to(tl.int64) * tokens + token
     if end <= first:
-        store_nothing(out, lse, part, head, HEADS, VALUE, BLOCK_VALUE)
+        store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
 
     q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
@@ -111,7 +110,7 @@ def dense_mla_kernel(
             q_value, q_rotated, tile, ends, position, end, partial, table, top, total, acc, scale,
             ROTATED, False, PRECISION,
         )  # fmt: skip
-    store_results(out, lse, part, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
 
 
 def _launch(

@@ -253,24 +253,25 @@ def attend(
 
 @triton.jit
 def store_results(
-    out, lse, place, head, top, total, acc, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr
+    out, lse, tokens, token, head, top, total, acc, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr
 ):
-    """Row ``place`` (int64) of ``out [rows, HEADS, VALUE]`` and ``lse [rows, HEADS]``, after one step at least."""
+    """A program's share of ``out [splits, tokens, HEADS, VALUE]`` and ``lse [splits, tokens, HEADS]``, after one step
+    at least. ``token`` is int64."""
     columns = tl.arange(0, BLOCK_VALUE)[None, :]
     known = head < HEADS
-    row = place * HEADS + head
+    row = (tl.program_id(1) * tokens + token) * HEADS + head
     result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * VALUE + columns, result, mask=known[:, None] & (columns < VALUE))
     tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
 
 
 @triton.jit
-def store_nothing(out, lse, place, head, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
+def store_nothing(out, lse, tokens, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
     """The same where there is nothing to attend to: zeros and −inf. A kernel ends with it early: where its loop might
     take no step, ptxas was seen to order a step's products one after the other."""
     columns = tl.arange(0, BLOCK_VALUE)[None, :]
     known = head < HEADS
-    row = place * HEADS + head
+    row = (tl.program_id(1) * tokens + token) * HEADS + head
     nothing = tl.zeros([head.shape[0], BLOCK_VALUE], out.dtype.element_ty)
     tl.store(out + row[:, None] * VALUE + columns, nothing, mask=known[:, None] & (columns < VALUE))
     tl.store(lse + row, tl.full(head.shape, float("-inf"), tl.float32), mask=known)

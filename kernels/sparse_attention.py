@@ -100,9 +100,8 @@ def sparse_attention_kernel(
     first = tl.program_id(1) * share
     chosen = slots + token * k
     hole, end, greatest = scan_slots(chosen, first, tl.minimum(first + share, count), BLOCK_SCAN)
-    part = tl.program_id(1).to(tl.int64) * tokens + token
     if end <= first:
-        store_nothing(out, lse, part, head, HEADS, VALUE, BLOCK_VALUE)
+        store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
 
     q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
@@ -136,7 +135,7 @@ def sparse_attention_kernel(
             True,
             PRECISION,
         )
-    store_results(out, lse, part, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
 
 
 def _launch(

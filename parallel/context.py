@@ -1,18 +1,11 @@
-"""Context parallelism: how the tokens of a sequence are divided over ranks, and how their cache rows come together.
+"""Context parallelism: how the tokens of a sequence are divided over ranks.
 
 Every rank holds the activations of its own tokens only. The cache rows of a step (latent and index key side by side)
-are gathered in one asynchronous collective and written to their causal slots directly, so that the order in which ranks
-hold tokens costs no reordering pass.
+are gathered in one asynchronous collective (``attention.py``) and written to their causal slots directly, so that the
+order in which ranks hold tokens costs no reordering pass.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
-
-from dsa_engine.parallel.group import Group
 
 
 def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail") -> list[list[tuple[int, int]]]:
@@ -41,28 +34,3 @@ def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail
         divided.append([run for run in runs if run[1]])
         head += before
     return divided
-
-
-def gather_cache_rows(
-    latent: torch.Tensor, index_key: torch.Tensor | None, rows: int, group: Group
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Starts gathering the cache rows of a step from every rank of the group, packed into one buffer.
-
-    Args:
-        latent: this rank's ``[T, latent_dim]``.
-        index_key: this rank's ``[T, index_head_dim]``, same dtype, or None for a layer without an indexer.
-        rows: rows that each rank sends, at least the largest T of the group; the rest is padding, whose slot is −1.
-        group: the context-parallel group.
-
-    Returns:
-        a function that waits and returns both for the whole group, ``[size · rows, …]``, as views of the buffer.
-    """
-    packed = latent if index_key is None else torch.cat((latent, index_key), dim=-1)
-    wait = group.all_gather_async(F.pad(packed, (0, 0, 0, rows - packed.shape[0])))
-
-    def unpack() -> tuple[torch.Tensor, torch.Tensor | None]:
-        gathered = wait()
-        width = latent.shape[-1]
-        return gathered[:, :width], None if index_key is None else gathered[:, width:]
-
-    return unpack

@@ -122,7 +122,7 @@ def report(result: PrefillResult, this_rank: int) -> None:
 def profile(llm: LLM, prompt: list[int], path: str) -> None:
     """One run under PyTorch's profiler, on rank 0; the others run along."""
     engine = llm.engine
-    if engine.mesh.rank != 0:
+    if not engine.mesh.reports:
         engine.prefill(prompt)
         return
     with torch.profiler.profile() as profiler:

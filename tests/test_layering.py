@@ -23,6 +23,7 @@ LAYERS = (
     ("llm", "request"),
     ("engine",),
     ("scheduler", "runner", "tokenizer", "demo"),
+    ("decode_graphs",),
     ("model",),
     ("attention", "indexer", "moe"),
     ("layers",),

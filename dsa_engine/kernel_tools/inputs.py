@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.kernels.fp8_cache import index_key_views, latent_row_bytes, pack_latent_rows, quantize_rows
+from dsa_engine.kernels.fp8_cache import index_key_views, latent_row_bytes, pack_latent_rows
+from dsa_engine.kernels.quantize import quantize_rows
 from dsa_engine.kernels.segment import Segment, Segments
 
 PAGE_SIZE = 64

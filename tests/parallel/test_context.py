@@ -13,7 +13,7 @@ from dsa_engine import SamplingParams
 from dsa_engine.batch import StepPlan
 from dsa_engine.config import ModelConfig
 from dsa_engine.demo import demo_folder
-from dsa_engine.parallel.context import gather_cache_rows, split_sequence
+from dsa_engine.parallel.context import split_sequence
 from dsa_engine.parallel.group import Group
 from dsa_engine.sequence import Chunk, Sequence
 
@@ -92,8 +92,5 @@ def test_attention_work_of_a_chunked_prefill(ranks: int, length: int, step: int,
 
 
 def test_one_rank_gathers_its_own_rows() -> None:
-    alone = Group((0,), 0, None)
-    latent, key = torch.randn(5, 6), torch.randn(5, 3)
-    got_latent, got_key = gather_cache_rows(latent, key, 5, alone)()
-    assert torch.equal(got_latent, latent) and got_key is not None and torch.equal(got_key, key)
-    assert gather_cache_rows(latent, None, 5, alone)()[1] is None
+    rows = torch.randn(5, 6)
+    assert torch.equal(Group((0,), 0, None).all_gather_async(rows)(), rows)

@@ -39,14 +39,39 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=int, default=64, help="tokens per cache page")
     group.add_argument("--cache-memory", metavar="SIZE", help="of each rank's caches, e.g. 4GiB; default: what is free")
     group.add_argument("--workspace", metavar="SIZE", help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU")
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs in decode")
+    group.add_argument(
+        "--no-overlap-shared-expert", action="store_true", help="run the shared expert in order, not beside dispatch"
+    )
+    group.add_argument(
+        "--no-overlap-indexer", action="store_true", help="run the indexer's prolog in order, not beside MLA's"
+    )
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--no-progress", action="store_true", help="no progress bars")
     group = parser.add_argument_group("parallel (under torchrun)")
     group.add_argument("--cp-size", type=int, help="ranks that prefill a sequence together; default: all")
     group.add_argument("--tp-size", type=int, default=1, help="neighbours that share embedding, o_proj and LM head")
-    group.add_argument("--moe-dispatch", default="all_to_all", choices=get_args(MoeDispatch))
+    group.add_argument(
+        "--moe-dispatch", default="all_to_all", choices=get_args(MoeDispatch), help="of tokens to experts in prefill"
+    )
+    group.add_argument(
+        "--decode-dispatch", default="all_gather", choices=get_args(MoeDispatch), help="the same in decode"
+    )
     group.add_argument("--cp-layout", default="head_tail", choices=get_args(CpLayout))
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for a collective")
+
+
+def parallel_from(args: argparse.Namespace, **changes: Any) -> ParallelConfig:
+    """The :class:`ParallelConfig` that the options describe; ``changes`` add to them."""
+    return ParallelConfig(
+        cp_size=args.cp_size,
+        tp_size=args.tp_size,
+        moe_dispatch=args.moe_dispatch,
+        decode_dispatch=args.decode_dispatch,
+        cp_layout=args.cp_layout,
+        timeout=args.timeout,
+        **changes,
+    )
 
 
 def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
@@ -65,13 +90,10 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
         "hf_overrides": json_object(args.hf_overrides, "--hf-overrides"),
         "seed": args.seed,
         "progress": not args.no_progress,
-        "parallel": ParallelConfig(
-            cp_size=args.cp_size,
-            tp_size=args.tp_size,
-            moe_dispatch=args.moe_dispatch,
-            cp_layout=args.cp_layout,
-            timeout=args.timeout,
-        ),
+        "enforce_eager": args.enforce_eager,
+        "overlap_shared_expert": not args.no_overlap_shared_expert,
+        "overlap_indexer": not args.no_overlap_indexer,
+        "parallel": parallel_from(args),
     }
     return LLM(args.model, **(options | changes))
 

@@ -102,6 +102,12 @@ class StepPlan:
                     plan.samples.append((s.row + s.length - 1, chunk.sequence))
         return cls(plans)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether every rank computes one token of each of its sequences, and some rank has one."""
+        chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
+        return bool(chunks) and all(chunk.length == 1 and len(chunk.ranks) == 1 for chunk in chunks)
+
     def attention_pairs(self) -> list[int]:
         """Query-key pairs under the causal mask, of every rank: the work that context parallelism has to balance."""
         return [sum(s.visible_pairs for s in plan.segments) for plan in self.ranks]
@@ -123,6 +129,7 @@ class ForwardBatch:
     cp_rows: int  # largest token count in the context-parallel group
     tp_rows: int  # … in the tensor-parallel group
     ep_rows: int  # … in the world
+    decodes: bool  # whether this is a decode step of all ranks
     live: torch.Tensor | None = None  # [T] bool: rows that are tokens; None where all are
 
     @classmethod
@@ -159,6 +166,7 @@ class ForwardBatch:
             cp_rows=cp_rows,
             tp_rows=tp_rows,
             ep_rows=max(rows),
+            decodes=step.decodes,
         )
 
 

@@ -64,7 +64,6 @@ def measure_prefill(
     spends in it: waits for what runs beside it are counted where they end. ``links`` are those of an emulated run.
     """
     mesh = engine.mesh
-    prepare_emulation(engine)
     reset_peak(mesh.device)
     for _ in range(warmup):
         engine.prefill(prompt)
@@ -153,7 +152,6 @@ def measure_latency(
     costs time of its own in small steps. ``links`` are those of an emulated run.
     """
     engine, mesh = llm.engine, llm.engine.mesh
-    prepare_emulation(engine)
     runs: list[Generation] = []
     reset_peak(mesh.device)
     for i in range(warmup + repeat + 1):
@@ -219,22 +217,6 @@ class _Seen:
 
     def communication(self, steps: slice, per: float = 1.0) -> Communication | None:
         return None if self._communication is None else Communication.sum(self._communication[steps]).scaled(1 / per)
-
-
-def prepare_emulation(engine: Engine) -> None:
-    """Tells a planned routing what it cannot know: the experts' groups, and how many tokens each rank has in a step."""
-    mesh, runner = engine.mesh, engine.runner
-    mesh.limit_routing(engine.config.n_group, engine.config.topk_group)
-    if mesh.ep.routing is None or "plan" in vars(runner):
-        return
-    plan = runner.plan
-
-    def told(chunks: Any) -> Any:
-        step = plan(chunks)
-        mesh.begin_step([share.rows for share in step.ranks])
-        return step
-
-    runner.plan = told  # type: ignore[method-assign]
 
 
 def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:

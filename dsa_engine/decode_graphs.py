@@ -54,7 +54,7 @@ class DecodeGraphs:
         config: ModelConfig,
         mesh: Mesh,
         *,
-        capture: bool,
+        capture: bool = True,
         fewest_tokens: int = 4096,
     ):
         self._model = model
@@ -73,10 +73,9 @@ class DecodeGraphs:
         return sorted(key for key, bucket in self._buckets.items() if bucket.graph is not None)
 
     def takes(self, step: StepPlan) -> bool:
-        """Whether this is a step that graphs run: one token of each sequence, every sequence on one rank."""
-        chunks = [chunk for plan in step.ranks for chunk in plan.chunks]
-        static = self._mesh.world_size == 1 or self._mesh.config.moe_dispatch == "all_gather"
-        return static and bool(chunks) and all(c.length == 1 and len(c.ranks) == 1 for c in chunks)
+        """Whether this is a step that graphs run: a decode step whose shapes do not depend on the routing."""
+        static = self._mesh.world_size == 1 or self._mesh.config.decode_dispatch == "all_gather"
+        return static and step.decodes
 
     def forward(self, step: StepPlan) -> torch.Tensor:
         """Hidden states ``[rows of this rank, hidden]`` of a decode step, valid until the next call."""
@@ -144,6 +143,7 @@ def _empty_batch(rows: int, context: int, config: ModelConfig, mesh: Mesh, cache
         cp_rows=rows,
         tp_rows=rows,
         ep_rows=rows,
+        decodes=True,
         live=buffer(rows, dtype=torch.bool),
     )
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.arguments import json_object, llm_from
+from dsa_engine.arguments import json_object, llm_from, parallel_from
 from dsa_engine.config import ModelConfig
 from dsa_engine.engine import Engine
 from dsa_engine.figures import Figure, depth_factors
@@ -52,12 +52,8 @@ def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
         return llm_from(args), Links()
     links = Links.read(args.links) if args.links else Links()
     config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))
-    parallel = ParallelConfig(
-        cp_size=args.cp_size,
-        tp_size=args.tp_size,
-        moe_dispatch=args.moe_dispatch,
-        cp_layout=args.cp_layout,
-        timeout=args.timeout,
+    parallel = parallel_from(
+        args,
         emulate_world=args.emulate_world,
         emulate_rank=args.emulate_rank or 0,
         expert_loads=None if args.expert_loads is None else tuple(_read_loads(args.expert_loads, config)),

@@ -18,6 +18,7 @@ from dsa_engine.batch import StepPlan
 from dsa_engine.cache import KVCache, cache_bytes_per_token, pages_for
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.config import DTYPES, ModelConfig, read_config_json
+from dsa_engine.decode_graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
 from dsa_engine.interrupts import uninterrupted
 from dsa_engine.layers import Placement
@@ -50,6 +51,7 @@ class Engine:
                 "lower it, or raise max_position_embeddings with hf_overrides"
             )
         self.mesh = Mesh.create(options.parallel, options.device)
+        self.mesh.limit_routing(config.n_group, config.topk_group)
         device = self.mesh.device
         self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
         workspace = options.workspace
@@ -57,7 +59,10 @@ class Engine:
 
         started = time.perf_counter()
         with torch.inference_mode():
-            self.model = Model(config, Placement(self.mesh, self.dtype, self.workspace))
+            place = Placement(
+                self.mesh, self.dtype, self.workspace, options.overlap_shared_expert, options.overlap_indexer
+            )
+            self.model = Model(config, place)
             self.bytes_read = self._load(folder)
         self.load_seconds = time.perf_counter() - started
         self.cache = KVCache(config, self._cache_pages(), options.page_size, self.dtype, device)
@@ -71,7 +76,10 @@ class Engine:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_prefill_share=options.max_prefill_share,
         )
-        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed)
+        self.graphs = None
+        if device.type == "cuda" and not options.enforce_eager:
+            self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
+        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
         self._next_id = 0
 
     def progress(self, total: int, unit: str, title: str, shown: bool = True) -> tqdm:

@@ -22,6 +22,8 @@ class Placement:
     mesh: Mesh
     dtype: torch.dtype
     workspace: int  # bytes for scores, gathered rows and the like
+    overlap_shared_expert: bool = True  # on CUDA: see Streams
+    overlap_indexer: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -33,6 +35,13 @@ class Streams(NamedTuple):
 
     shared_expert: SideStream  # under gate and dispatch
     indexer: SideStream  # its prolog, beside MLA's
+
+    @classmethod
+    def of(cls, place: Placement) -> Streams:
+        return cls(
+            SideStream(place.device, enabled=place.overlap_shared_expert),
+            SideStream(place.device, enabled=place.overlap_indexer),
+        )
 
 
 class Weighted(nn.Module):

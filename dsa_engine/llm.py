@@ -42,6 +42,9 @@ class LLM:
         parallel: how to use the ranks of a torchrun world.
         seed: of dummy weights and of requests without a seed of their own.
         workspace: bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.
+        enforce_eager: run decode kernel by kernel on CUDA, without CUDA graphs.
+        overlap_shared_expert, overlap_indexer: run these on a stream of their own on CUDA, beside gate and dispatch and
+            beside MLA's prolog; False shows what that gains.
         progress: show progress bars, on stderr and only on a terminal.
 
     Raises:
@@ -67,6 +70,9 @@ class LLM:
         parallel: ParallelConfig | None = None,
         seed: int = 0,
         workspace: int | str | None = None,
+        enforce_eager: bool = False,
+        overlap_shared_expert: bool = True,
+        overlap_indexer: bool = True,
         progress: bool = True,
     ):
         report_failures()  # before anything can fail
@@ -83,6 +89,9 @@ class LLM:
             load_format=load_format,
             hf_overrides=hf_overrides or {},
             parallel=parallel or ParallelConfig(),
+            enforce_eager=enforce_eager,
+            overlap_shared_expert=overlap_shared_expert,
+            overlap_indexer=overlap_indexer,
             seed=seed,
             progress=progress,
         )

@@ -16,7 +16,6 @@ from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from dsa_engine.layers import MLP, Placement, Streams, Weighted
 from dsa_engine.moe import MoE
-from dsa_engine.parallel.streams import SideStream
 from dsa_engine.parallel.tensor import shard, vocab_parallel_embedding, vocab_parallel_logits
 from dsa_engine.profiling import stage
 
@@ -76,7 +75,7 @@ class Model(Weighted):
         rows = shard(config.vocab_size, place.mesh.tp, "vocab_size")
         table = (config.vocab_size, config.hidden_size)
         self.embed = self.weight("model.embed_tokens.weight", *table, rows=rows)
-        streams = Streams(shared_expert=SideStream(place.device), indexer=SideStream(place.device))
+        streams = Streams.of(place)
         self.layers = nn.ModuleList(DecoderLayer(i, config, place, streams) for i in range(config.num_hidden_layers))
         self.norm = self.weight("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings

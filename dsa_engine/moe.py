@@ -66,6 +66,7 @@ class MoE(Weighted):
         group, per_rank = self.place.mesh.ep, self.gate_up.shape[0]
         if group.size == 1:
             return dispatch_local(x, experts, weights)
-        if self.place.mesh.config.moe_dispatch == "all_gather":
+        parallel = self.place.mesh.config
+        if (parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch) == "all_gather":
             return dispatch_all_gather(x, experts, weights, per_rank, batch.ep_rows, group)
         return dispatch_all_to_all(x, experts, weights, per_rank, group)

@@ -32,6 +32,9 @@ class EngineOptions:
     load_format: LoadFormat = "auto"
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    enforce_eager: bool = False
+    overlap_shared_expert: bool = True
+    overlap_indexer: bool = True
     seed: int = 0
     progress: bool = True
 
@@ -51,6 +54,9 @@ class EngineOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        for name in ("enforce_eager", "overlap_shared_expert", "overlap_indexer", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         share = self.max_prefill_share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"max_prefill_share must be a number in (0, 1], not {share!r}; 1 puts prefill first")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from dsa_engine.batch import ForwardBatch, StepPlan
 from dsa_engine.cache import KVCache
 from dsa_engine.config import ModelConfig
+from dsa_engine.decode_graphs import DecodeGraphs
 from dsa_engine.model import Model
 from dsa_engine.parallel import Mesh
 from dsa_engine.sampling import log_probabilities, sample
@@ -33,14 +34,29 @@ class Sampled(NamedTuple):
 
 
 class ModelRunner:
-    """One rank's model and caches. Every rank calls the same methods with the same chunks."""
+    """One rank's model and caches. Every rank calls the same methods with the same chunks.
 
-    def __init__(self, model: Model, cache: KVCache, config: ModelConfig, mesh: Mesh, seed: int):
+    Args:
+        model, cache, config, mesh: of the engine.
+        seed: of requests without a seed of their own.
+        graphs: runs the decode steps that it takes; None to run every step kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        config: ModelConfig,
+        mesh: Mesh,
+        seed: int,
+        graphs: DecodeGraphs | None = None,
+    ):
         self._model = model
         self._cache = cache
         self._config = config
         self._mesh = mesh
         self._seed = seed
+        self._graphs = graphs
 
     @torch.inference_mode()
     def step(self, chunks: list[Chunk]) -> list[Sampled]:
@@ -85,9 +101,13 @@ class ModelRunner:
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """All ranks' shares of the chunks."""
-        return StepPlan.of(chunks, self._mesh.world_size, self._config, self._mesh.config.cp_layout)
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, self._mesh.config.cp_layout)
+        self._mesh.begin_step([share.rows for share in step.ranks])
+        return step
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
+        if self._graphs is not None and self._graphs.takes(plan):
+            return self._graphs.forward(plan)
         batch = ForwardBatch.build(plan, self._config, self._mesh, self._cache.page_size)
         return self._model(batch, self._cache)
 

@@ -54,11 +54,11 @@ class Tilings(NamedTuple):
 # copies in flight, but a warpgroup's half of the scores would be 16 columns wide, and its products limited by reading
 # the queries from shared memory.
 # sm_90, fp8: the rows pass through registers into a buffer of their own, and at 64 rows there is room for only one of
-# raw bytes, whose copies nothing would hide; at 32 rows copies run two steps ahead.
+# raw bytes, whose copies nothing would hide; at 32 rows copies run three steps ahead.
 # float32 products are no tensor core's: small tiles, for correctness.
 TILINGS = {
     80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(32, 16, 8, 2), full=Tiles(16, 16, 8, 1)),
-    90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 32, 8, 5), full=Tiles(16, 16, 8, 1)),
+    90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 32, 8, 7), full=Tiles(16, 16, 8, 1)),
     100: Tilings(half=Tiles(64, 32, 8, 3), fp8=Tiles(32, 32, 8, 3), full=Tiles(16, 16, 8, 1)),
 }
 

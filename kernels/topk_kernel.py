@@ -12,7 +12,7 @@ row is read again without a guess: no result depends on it.
 
 Scores are compared as numbers, so that −0 equals +0, by ``not score <= floor``, so that NaN is above everything. The
 search for the k-th best halves a range of *keys*: integers in the order of the numbers whose bits they are made of. A
-*line* is a key that separates the scores above it from the rest. Zero has the key −1; 0, the other zero, is the same line.
+*line* is a key that separates the scores above it from the rest. Zero has the key −1 (0, the other zero, acts alike).
 Rows are read forward: a score that equals the worst of k candidates comes too late, which is the rule for ties.
 
 Buffers lie in global memory and stay in the caches; a barrier stands between what one thread stores and another loads.

@@ -36,7 +36,8 @@ class ParallelConfig:
             less than the world, several groups prefill different sequences.
         tp_size: neighbouring ranks that share embedding, output projection and LM head.
         moe_dispatch: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every rank all
-            tokens and sums the results (static shapes).
+            tokens and sums the results (static shapes). Of prefill steps.
+        decode_dispatch: the same, of decode steps. CUDA graphs need the static shapes of "all_gather".
         cp_layout: "head_tail" balances causal work; "contiguous" is there to show what that is worth.
         timeout: seconds after which a collective that does not complete ends the run.
         emulate_world: runs, in one process, the work of one rank of a world of this size, to be measured: the other
@@ -48,6 +49,7 @@ class ParallelConfig:
     cp_size: int | None = None
     tp_size: int = 1
     moe_dispatch: MoeDispatch = "all_to_all"
+    decode_dispatch: MoeDispatch = "all_gather"
     cp_layout: CpLayout = "head_tail"
     timeout: float = 600.0
     emulate_world: int | None = None
@@ -61,6 +63,7 @@ class ParallelConfig:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
         for name, chosen, allowed in (
             ("moe_dispatch", self.moe_dispatch, get_args(MoeDispatch)),
+            ("decode_dispatch", self.decode_dispatch, get_args(MoeDispatch)),
             ("cp_layout", self.cp_layout, get_args(CpLayout)),
         ):
             if chosen not in allowed:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.benchmark import prepare_emulation
 from dsa_engine.parallel.group import CollectiveLog
 from dsa_engine.parallel.routing import Routing
 
@@ -32,7 +31,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     engine, mesh = llm.engine, llm.engine.mesh
     if not mesh.emulated:
         mesh.ep.routing = Routing(mesh.world_size, mesh.rank, loads)
-    prepare_emulation(engine)
+    mesh.limit_routing(engine.config.n_group, engine.config.topk_group)
     result: dict[str, Any] = {
         "rank": mesh.rank,
         "weight_bytes": sum(weight.nbytes for weight in engine.model.parameters()),

@@ -29,7 +29,7 @@ def case(name: str, parallel: dict[str, Any], lengths: list[int], **more: Any) -
 
 # Lengths past the demo's index_topk (256) and below, and fewer sequences than ranks: some decode nothing.
 CASES = [
-    case("all_to_all", {}, [301, 33, 1]),
+    case("all_to_all", {"decode_dispatch": "all_to_all"}, [301, 33, 1]),
     case("all_gather, tp", {"moe_dispatch": "all_gather", "tp_size": 2}, [301, 33, 1, 90, 7]),
     case("two groups, tp across them", {"cp_size": 2, "tp_size": 4}, [290, 64, 65]),
     case("given loads", {"cp_size": 4, "tp_size": 2}, [273, 2], loads=LOADS),

@@ -29,7 +29,7 @@ RAGGED = [5, 150, 1, 300, 64, 33, 9, 2]
 
 
 def parallel(cp: int, tp: int, dispatch: str = "all_to_all", layout: str = "head_tail") -> dict[str, Any]:
-    return {"cp_size": cp, "tp_size": tp, "moe_dispatch": dispatch, "cp_layout": layout}
+    return {"cp_size": cp, "tp_size": tp, "moe_dispatch": dispatch, "decode_dispatch": dispatch, "cp_layout": layout}
 
 
 def lengths(cp: int) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from dsa_engine.communication import Communication, Pass, watched
 from dsa_engine.engine import Engine
 from dsa_engine.figures import Figure
-from dsa_engine.generation import Generation, generate_batch
+from dsa_engine.generation import Generation, fill_caches, generate_batch, prefill_requests
 from dsa_engine.llm import LLM
 from dsa_engine.memory import peak_bytes, reset_peak
 from dsa_engine.parallel.links import Links
@@ -112,8 +112,8 @@ class LatencyResult:
     input_len: int
     output_len: int
     batch_size: int
-    ttft: Figure  # of every request and repeat
-    prefill: Figure  # of every repeat: until the last request has its first token
+    ttft: Figure | None  # of every request and repeat; None where caches were filled
+    prefill: Figure | None  # of every repeat: until the last request has its first token
     tpot: Figure | None  # of every repeat: per token after the first, while the whole batch decodes
     itl: Figure | None  # of every such step
     peak_memory_bytes: list[int]  # per rank
@@ -125,9 +125,11 @@ class LatencyResult:
             "input_len": self.input_len,
             "output_len": self.output_len,
             "batch_size": self.batch_size,
-            **self.ttft.to_json(),
-            **self.prefill.to_json("input_throughput"),
         }
+        if self.ttft and self.prefill:
+            result |= self.ttft.to_json() | self.prefill.to_json("input_throughput")
+        else:
+            result["cache"] = "filled with random rows"
         if self.tpot and self.itl:
             result |= self.tpot.to_json("output_throughput") | self.itl.to_json()
         stages = {"prefill": self.prefill_stages, "decode": self.decode_stages}
@@ -145,9 +147,11 @@ def measure_latency(
     repeat: int = 3,
     seed: int = 0,
     links: Links | None = None,
+    fill_cache: bool = False,
 ) -> LatencyResult:
     """Generates ``output_len`` tokens for ``batch_size`` random prompts, ``warmup + repeat`` times, and once more.
 
+    With ``fill_cache`` no prompt is computed: caches are filled with random rows, and only decode is measured.
     The last run is not timed: in it the stages are, and the collectives of an emulated rank are written down, which
     costs time of its own in small steps. ``links`` are those of an emulated run.
     """
@@ -157,26 +161,31 @@ def measure_latency(
     for i in range(warmup + repeat + 1):
         prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
         _barrier(engine)
-        run = generate_batch(engine, prompts, output_len, watch=i == warmup + repeat)
+        reach = fill_caches if fill_cache else prefill_requests
+        run = generate_batch(engine, prompts, output_len, watch=i == warmup + repeat, reach=reach)
         if i >= warmup:
             runs.append(run)
     seen = _Seen(runs.pop(), mesh.emulated, links or Links())
     peaks = from_all_ranks(engine, [float(peak_bytes(mesh.device))])
-    world, last = mesh.world_size, max(seen.run.first)
-    # The request in the middle of the batch stands for all: it has waited for the steps up to its first token.
-    middle = sorted(seen.run.first)[batch_size // 2]
+    world = mesh.world_size
 
     def figure(name: str, seconds: list[float], tokens: int, steps: slice, per: float = 1.0) -> Figure:
         """``seconds`` of ``steps``, the rank's own share of them; and the communication in those for ``per`` tokens."""
         own = seen.own_share(steps)
         return Figure(name, [s * own for s in seconds], tokens, world, seen.communication(steps, per))
 
-    times = [
-        s * seen.own_share(slice(0, step + 1)) for run in runs for s, step in zip(run.ttft, run.first, strict=True)
-    ]
-    ttft = Figure("ttft", times, input_len, world, seen.communication(slice(0, middle + 1)))
-    prefill = figure("prefill", [max(run.ttft) for run in runs], input_len * batch_size, slice(0, last + 1))
-    tpot = itl = None
+    ttft = prefill = tpot = itl = None
+    prefill_stages: list[dict[str, float]] = []
+    if not fill_cache:
+        upto = slice(0, max(seen.run.first) + 1)
+        # The request in the middle of the batch stands for all: it has waited for the steps up to its first token.
+        middle = sorted(seen.run.first)[batch_size // 2]
+        times = [
+            s * seen.own_share(slice(0, step + 1)) for run in runs for s, step in zip(run.ttft, run.first, strict=True)
+        ]
+        ttft = Figure("ttft", times, input_len, world, seen.communication(slice(0, middle + 1)))
+        prefill = figure("prefill", [max(run.ttft) for run in runs], input_len * batch_size, upto)
+        prefill_stages = _of_all_ranks(engine, seen.stages(upto))
     decode_stages: list[dict[str, float]] = []
     if seen.run.decode is not None:
         steps, count = slice(*seen.run.decode), seen.run.decode[1] - seen.run.decode[0]
@@ -193,7 +202,7 @@ def measure_latency(
         tpot=tpot,
         itl=itl,
         peak_memory_bytes=[int(row[0]) for row in peaks],
-        prefill_stages=_of_all_ranks(engine, seen.stages(slice(0, last + 1))),
+        prefill_stages=prefill_stages,
         decode_stages=decode_stages,
     )
 

@@ -49,6 +49,16 @@ class KVCache:
         self.latent = [pool(config.latent_dim) for _ in range(config.num_hidden_layers)]
         self.index_keys = [pool(config.index_head_dim) if t == "full" else None for t in config.indexer_types]
 
+    def fill_random(self, pages: list[int], seed: int) -> None:
+        """Standard normal rows in ``pages``, for measuring: they cost what computed rows cost."""
+        device = self.latent[0].device
+        numbers = torch.tensor(pages, dtype=torch.int64, device=device)
+        generator = torch.Generator(device).manual_seed(seed)
+        for pool in [*self.latent, *self.index_keys]:
+            if pool is not None:
+                rows = torch.empty(len(pages), *pool.shape[1:], dtype=pool.dtype, device=device)
+                pool[numbers] = rows.normal_(generator=generator)
+
 
 class PageAllocator:
     """Hands out page numbers, lowest first when new, and takes them back."""

@@ -105,6 +105,23 @@ class Engine:
             self._next_id += 1
         return sequence
 
+    def add_filled(self, length: int, params: SamplingParams) -> Sequence:
+        """A request whose ``length`` prompt tokens nobody computes: its caches are filled with random rows, and it
+        decodes from the next step on. For measuring decode; its tokens mean nothing.
+
+        Raises:
+            ValueError, CapacityError: as :meth:`add`, and ``CapacityError`` where there is no room right now.
+        """
+        prompt = [0] * length
+        self._check_prompt(prompt, room=1)
+        with uninterrupted():
+            sequence = Sequence(self._next_id, prompt, params, arrival=time.perf_counter())
+            self.scheduler.adopt(sequence)
+            self._next_id += 1
+            sequence.output.append(0)  # the token that a prefill would have sampled
+        self.cache.fill_random(sequence.pages, self.options.seed + sequence.id)
+        return sequence
+
     def check(self, prompt: list[int]) -> None:
         """Raises what :meth:`prefill` would raise for this prompt, and runs nothing."""
         self._check_prompt(prompt, room=0)

@@ -67,6 +67,14 @@ def prefill_requests(run: Generation, prompts: list[list[int]], params: Sampling
     run.first = [first[i] for i in range(len(prompts))]
 
 
+def fill_caches(run: Generation, prompts: list[list[int]], params: SamplingParams) -> None:
+    """Brings requests to the state in which they decode without computing their prompts: their caches are random. One
+    step is run, in which graphs are captured; there is no first token whose time could be taken."""
+    for prompt in prompts:
+        run.sequences.append(run.engine.add_filled(len(prompt), params))
+    run.step()
+
+
 def generate_batch(
     engine: Engine,
     prompts: list[list[int]],

@@ -35,7 +35,7 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
             engine.scheduler.check(input_len, most_tokens(engine, input_len, args.output_len, batch_size), batch_size)
     depth = FullDepth.of(llm)
     results = [
-        _measure(llm, args, input_len, batch_size, links)
+        _measure(llm, args, metric, input_len, batch_size, links)
         for input_len in args.input_len
         for batch_size in args.batch_size
     ]
@@ -68,6 +68,12 @@ def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace
     parser.add_argument("--repeat", type=int, default=3, help="runs that are")
     parser.add_argument("--json", metavar="PATH", help="write the result here")
     parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
+    if metric == "tpot":
+        parser.add_argument(
+            "--fill-cache",
+            choices=("random",),
+            help="fill the caches with random rows instead of computing the prompts",
+        )
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
     args = parser.parse_args()
@@ -84,7 +90,9 @@ def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace
     return args
 
 
-def _measure(llm: LLM, args: argparse.Namespace, input_len: int, batch_size: int, links: Links) -> LatencyResult:
+def _measure(
+    llm: LLM, args: argparse.Namespace, metric: str, input_len: int, batch_size: int, links: Links
+) -> LatencyResult:
     return measure_latency(
         llm,
         input_len,
@@ -94,12 +102,13 @@ def _measure(llm: LLM, args: argparse.Namespace, input_len: int, batch_size: int
         repeat=args.repeat,
         seed=args.seed,
         links=links,
+        fill_cache=metric == "tpot" and args.fill_cache is not None,
     )
 
 
 def _scaled(result: LatencyResult, depth: FullDepth) -> dict[str, float]:
     """Milliseconds of TTFT and TPOT at full depth."""
-    scaled = depth.scale(result.ttft, mean_stages(result.prefill_stages))
+    scaled = depth.scale(result.ttft, mean_stages(result.prefill_stages)) if result.ttft else {}
     if result.tpot:
         scaled |= depth.scale(result.tpot, mean_stages(result.decode_stages))
     return scaled

@@ -20,10 +20,20 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from dsa_engine.cache import PageLedger, pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.sequence import Chunk, Sequence
+
+
+class _Load(NamedTuple):
+    """What the running requests mean for their owners, by rank."""
+
+    seen: list[int]  # tokens that they see
+    growth: list[int]  # pages that they may still ask for
+    kept: list[int]  # a page for each that may need another one, or who enters would soon be thrown out again
 
 
 class Scheduler:
@@ -101,6 +111,28 @@ class Scheduler:
         """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
         self.check(len(sequence.prompt), sequence.params.max_tokens)
         insort(self._waiting, sequence, key=_arrival)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes a request that needs no prefill, as somebody fills its pages: it decodes from the next step on.
+
+        Raises:
+            CapacityError: there is no room for it now.
+        """
+        self.check(len(sequence.prompt), sequence.params.max_tokens)
+        free, load = self._ledger.free, self._load()
+        need = pages_for(sequence.to_prefill, self._page_size)
+        fits = [r for r in range(len(free)) if free[r] - load.kept[r] >= need]
+        if len(self._running) >= self._max_num_seqs or not fits:
+            raise CapacityError(
+                f"no room to fill the cache of another request of {len(sequence.prompt)} tokens: "
+                f"{len(self._running)} run of at most {self._max_num_seqs}, free pages are {free}; raise "
+                "cache_memory or max_num_seqs"
+            )
+        owner = self._owner(sequence, fits, load)
+        self._ledger.take(sequence, owner, need)
+        sequence.cp_group, sequence.owner = owner // len(self._groups[0]), owner
+        sequence.computed = sequence.to_prefill
+        insort(self._running, sequence, key=_arrival)
 
     def schedule(self) -> list[Chunk]:
         """The next step: chunks of what is to be prefilled, or one token of every request that decodes."""
@@ -187,30 +219,36 @@ class Scheduler:
         The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
-        ledger, free = self._ledger, self._ledger.free
+        free, load = self._ledger.free, self._load()
         need = pages_for(sequence.to_prefill, self._page_size)
-        seen, growth, kept = [0] * len(free), [0] * len(free), [0] * len(free)
-        for other in self._running:
-            more = self._pages_at_most(len(other.prompt), other.params.max_tokens) - ledger.held(other, other.owner)
-            seen[other.owner] += len(other)
-            growth[other.owner] += more
-            # A page is kept for each that may need another one, or who enters would soon be thrown out again.
-            kept[other.owner] += min(more, 1)
         fits = [
             number
             for number, ranks in enumerate(self._groups)
-            if self._budget[number] > 0 and all(free[r] - kept[r] >= need for r in ranks)
+            if self._budget[number] > 0 and all(free[r] - load.kept[r] >= need for r in ranks)
         ]
         if not fits:
             return False
-        group = min(fits, key=lambda number: sum(seen[r] for r in self._groups[number]))
-        ranks = self._groups[group]
-        most = self._pages_at_most(len(sequence.prompt), sequence.params.max_tokens)
-        owner = min(ranks, key=lambda r: (free[r] - growth[r] < most, seen[r], -free[r]))
-        for rank in ranks:
-            ledger.take(sequence, rank, need)
-        sequence.cp_group, sequence.owner = group, owner
+        group = min(fits, key=lambda number: sum(load.seen[r] for r in self._groups[number]))
+        sequence.cp_group, sequence.owner = group, self._owner(sequence, self._groups[group], load)
+        for rank in self._groups[group]:
+            self._ledger.take(sequence, rank, need)
         return True
+
+    def _owner(self, sequence: Sequence, ranks: Iterable[int], load: _Load) -> int:
+        free = self._ledger.free
+        most = self._pages_at_most(len(sequence.prompt), sequence.params.max_tokens)
+        return min(ranks, key=lambda r: (free[r] - load.growth[r] < most, load.seen[r], -free[r]))
+
+    def _load(self) -> _Load:
+        ranks = len(self._ledger.free)
+        load = _Load([0] * ranks, [0] * ranks, [0] * ranks)
+        for other in self._running:
+            most = self._pages_at_most(len(other.prompt), other.params.max_tokens)
+            more = most - self._ledger.held(other, other.owner)
+            load.seen[other.owner] += len(other)
+            load.growth[other.owner] += more
+            load.kept[other.owner] += min(more, 1)
+        return load
 
     def _pages_at_most(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.

@@ -190,6 +190,8 @@ def sparse_attention(
     check_pool(q, pool, value_dim)
     if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
         raise ValueError(f"slots must be [{q.shape[0]}, k], not {tuple(slots.shape)}")
+    if slots.dtype != torch.int32:
+        raise ValueError(f"slots must be int32, not {slots.dtype}")
     if counts is not None and counts.shape != (q.shape[0],):
         raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
     if runs_triton(q):

@@ -45,7 +45,6 @@ def _find_line(scores, held, floor, k, most, PIECE: tl.constexpr):
         peak = tl.maximum(peak, tl.load(scores + first + slots).to(tl.int32, bitcast=True))
     # The bits of a number that is not negative are its key; if all are negative, all are below zero.
     high = tl.minimum(tl.maximum(tl.max(peak), -1), NAN)
-    high = tl.where(high == 0, -1, high)
     low, at_low, at_high = tl.maximum(floor - 1, MINUS_INF), held, held * 0
     while (at_low > most) & (high > low + 1):
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
@@ -93,7 +92,7 @@ def _cut(
         level_taken = tl.minimum(total >> 16, ties)
         done += (total & 0xFFFF) + level_taken
         ties -= level_taken
-    return done, tl.where(tied, high, tl.maximum(low, floor))
+    return done, line
 
 
 @triton.jit
@@ -155,7 +154,8 @@ def _guess(row, length, scores, k, PIECE: tl.constexpr, SAMPLE: tl.constexpr):
     return floor
 
 
-@triton.jit
+# These change from step to step and are no addresses: one compiled kernel serves all.
+@triton.jit(do_not_specialize=["rows", "width", "slices", "most"])
 def select_topk_kernel(
     scores, payload, lengths, candidate_scores, candidate_columns, positions, best, counts,
     rows, width, row_stride, slices, span, k, most,

@@ -1,7 +1,7 @@
 """Decode in padded steps of static shape, as CUDA graphs replay them: the same tokens as without.
 
-On a GPU the graphs are captured. Under ``TRITON_INTERPRET=1`` the same padded steps run kernel by kernel; the references
-look at the batch on the host and cannot run them.
+On a GPU the graphs are captured. Under ``TRITON_INTERPRET=1`` the same padded steps run kernel by kernel; the
+references look at the batch on the host and cannot run them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_buckets() -> None:
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v3"])
 def test_padded_steps(model_type: str, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> None:
-    """Three sequences in a bucket of four: one selects, one crosses index_topk while it decodes, one sees few tokens."""
+    """Three sequences in a bucket of four: one selects, one comes to it while it decodes, one sees few tokens."""
     model = oracle(model_type, num_hidden_layers=2)
     prompts = [random_ids(70), random_ids(62, seed=1), random_ids(3, seed=2)]
     llm = LLM(

@@ -256,3 +256,19 @@ def test_oldest_first_among_the_waiting() -> None:
         scheduler.add(sequence)
     order = [n for _ in range(40) for n, start, _ in step(scheduler) if start == 0]
     assert order == [0, 1, 1, 2]
+
+
+def test_a_request_whose_cache_is_filled_decodes_at_once() -> None:
+    """It holds its owner's pages only, and is refused where it does not fit now."""
+    scheduler = make(world=2, cp=2, pages=4)
+    filled = request(0, 9, output=3)
+    scheduler.adopt(filled)
+    filled.output.append(9)  # its first token
+    assert scheduler.free_pages in ([1, 4], [4, 1]) and filled.prefilled
+    scheduler.adopt(other := request(1, 14, output=2))
+    other.output.append(14)
+    assert {filled.owner, other.owner} == {0, 1}
+    with pytest.raises(CapacityError, match="no room to fill the cache of another request of 8 tokens"):
+        scheduler.adopt(request(2, 8, output=2))
+    assert [step(scheduler) for _ in range(2)] == [[(0, 9, 1), (1, 14, 1)], [(0, 10, 1)]]
+    assert not scheduler.has_work and scheduler.free_pages == [4, 4]

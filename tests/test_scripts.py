@@ -107,6 +107,19 @@ def test_latency_scripts(run: Run, tmp_path: Path) -> None:
         assert f"median {metric.upper()} ms" in done.stdout
 
 
+def test_caches_filled_instead_of_computed(run: Run, tmp_path: Path) -> None:
+    """TPOT at a length without its prefill, which would take thousands of times as long."""
+    report = tmp_path / "tpot.json"
+    options = ["--fill-cache", "random", "--output-len", 3, "--repeat", 1, "--json", report]
+    done = run("measure_tpot.py", "--input-len", 3000, "--batch-size", "1,2", *options)
+    assert done.returncode == 0, done.stderr
+    for r in json.loads(report.read_text())["results"]:
+        assert r["median_tpot_ms"] > 0 and r["cache"] == "filled with random rows"
+        assert "median_ttft_ms" not in r and list(r["stage_ms"]) == ["decode"]
+    done = run("measure_ttft.py", "--input-len", 300, "--fill-cache", "random")
+    assert done.returncode == 2 and "unrecognized arguments: --fill-cache" in done.stderr
+
+
 def test_one_rank_of_many(run: Run, tmp_path: Path) -> None:
     """Every output says what is emulated, modelled and scaled, and no measured name holds any of it."""
     loads, links = tmp_path / "loads.json", tmp_path / "links.json"

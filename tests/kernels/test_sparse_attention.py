@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from dsa_engine.kernels import online_softmax
 from dsa_engine.kernels.fp8_cache import pack_latent_rows, unpack_latent_rows
+from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.online_softmax import load_queries, store_results
 from dsa_engine.kernels.sparse_attention import sparse_attention
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -219,6 +223,32 @@ def test_slots_beyond_two_to_the_31_elements(device: str) -> None:
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-3, atol=1e-3)
 
 
+@triton.jit
+def copy_last_token_kernel(q, out, lse, tokens, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr):
+    token = tokens - 1 + tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)
+    value, _ = load_queries(q, token, head, HEADS, VALUE, ROTATED, VALUE, ROTATED)
+    one = tl.full([HEADS], 1.0, tl.float32)
+    store_results(out, lse, tokens, token, head, one, one, value.to(tl.float32), HEADS, VALUE, VALUE)
+
+
+def test_tokens_beyond_two_to_the_31_elements(device: str) -> None:
+    """The addresses of queries and results alone: a grid of so many tokens would take the interpreter days."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GiB of device memory")
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the kernel's addresses: there is no kernel here")
+    heads, value_dim, rope = 16, 32, 16
+    tokens = (1 << 31) // (heads * value_dim) + 2
+    q = torch.empty(tokens, heads, value_dim + rope, dtype=torch.float16, device=device)
+    out = torch.empty(tokens, heads, value_dim, dtype=torch.float16, device=device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    q[-1] = torch.randn(heads, value_dim + rope, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    copy_last_token_kernel[(1,)](q, out, lse, tokens, HEADS=heads, VALUE=value_dim, ROTATED=rope)
+    assert torch.equal(out[-1], q[-1, :, :value_dim])
+    torch.testing.assert_close(lse[-1], torch.full_like(lse[-1], math.log(2)))
+
+
 def test_no_tokens_and_no_slots(device: str) -> None:
     q, pool, slots = problem(4, 5, 40, 10, device=device)
     out, lse = sparse_attention(q[:0], pool, slots[:0], value_dim=32, scale=SCALE)
@@ -252,6 +282,8 @@ def test_bad_arguments() -> None:
         sparse_attention(q, pool, slots[:3], **kwargs)
     with pytest.raises(ValueError, match=r"slots must be \[4, k\], not \(4, 1, 5\)"):
         sparse_attention(q, pool, slots[:, None], **kwargs)
+    with pytest.raises(ValueError, match="slots must be int32, not torch.int64"):
+        sparse_attention(q, pool, slots.long(), **kwargs)
     with pytest.raises(ValueError, match=r"counts must be \[4\], not \(3,\)"):
         sparse_attention(q, pool, slots, counts=slots[:3, 0], **kwargs)
     with pytest.raises(ValueError, match="value_dim must be 1 to 8, the width of q, not 9"):

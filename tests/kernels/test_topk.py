@@ -120,6 +120,7 @@ def awkward_rows(width: int, seed: int) -> dict[str, torch.Tensor]:
         "nothing": torch.full((width,), -INF),
         "little": torch.where(chance < 0.01, x, -INF),
         "some NaN of both signs": torch.where(chance < 0.01, NAN, torch.where(chance < 0.02, -NAN, x)),
+        "negative NaN over equals": torch.where(chance < 0.01, -NAN, 0.25),
         "only NaN": torch.full((width,), NAN),
         "infinities": torch.where(chance < 0.1, INF, torch.where(chance < 0.5, -INF, x)),
         "subnormal": x * tiny / 64,

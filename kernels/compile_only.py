@@ -32,9 +32,15 @@ class Resources(NamedTuple):
     spilled: int  # bytes of stack a thread
     shared: int  # bytes a program
     wgmma: int  # warpgroup products: Hopper's tensor cores at full rate
+    warpgroup_waits: int  # where warps meet around warpgroup products; many mean that products run one after another
     mma: int  # products by a single warp: mma.sync
     tcgen05: int  # Blackwell's products
     loads_16: int  # loads of 16 bytes a thread, plain or asynchronous
+
+
+def _cuobjdump(option: str, cubin: str) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, option, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Launch(NamedTuple):
@@ -50,8 +56,7 @@ class Launch(NamedTuple):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.kernel.asm["cubin"])
             file.flush()
-            tool = triton.knobs.nvidia.cuobjdump.path
-            report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            report, sass = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
         usage = dict(re.findall(r"(REG|STACK):(\d+)", report))
         return Resources(
             warps=self.kernel.metadata.num_warps,
@@ -60,6 +65,7 @@ class Launch(NamedTuple):
             shared=self.kernel.metadata.shared,
             wgmma=ptx.count("wgmma.mma_async"),
             mma=ptx.count("mma.sync.aligned"),
+            warpgroup_waits=len(re.findall(r"\bWARPGROUP\.", sass)),
             tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
             loads_16=len(
                 re.findall(r"ld\.global[.\w]*\.v4\.[bfu]32|ld\.global[.\w]*\.v2\.[bfu]64|cp\.async\.cg\.[^;]*0x10", ptx)

@@ -119,22 +119,9 @@ def sparse_attention_kernel(
         )  # fmt: skip
         partial = start + BLOCK_ROWS > hole
         top, total, acc = attend(
-            q_value,
-            q_rotated,
-            tile,
-            ends,
-            place,
-            end,
-            partial,
-            chosen,
-            top,
-            total,
-            acc,
-            scale,
-            ROTATED,
-            True,
-            PRECISION,
-        )
+            q_value, q_rotated, tile, ends, place, end, partial, chosen, top, total, acc, scale,
+            ROTATED, True, PRECISION,
+        )  # fmt: skip
     store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
 
 

@@ -11,7 +11,18 @@ from dsa_engine.kernel_tools.cases import CASES, named
 from dsa_engine.kernel_tools.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.report import environment, format_table, write_json
 
-COLUMNS = ("kernel", "warps", "registers", "spilled", "shared", "wgmma", "mma", "tcgen05", "loads_16")
+COLUMNS = (
+    "kernel",
+    "warps",
+    "registers",
+    "spilled",
+    "shared",
+    "wgmma",
+    "warpgroup_waits",
+    "mma",
+    "tcgen05",
+    "loads_16",
+)
 
 
 def parse() -> argparse.Namespace:
@@ -43,7 +54,15 @@ def main() -> None:
         result[f"sm_{target}"] = kernels
     if args.json:
         versions = environment(torch.device("cpu"), torch.bfloat16, 1)["versions"]
-        write_json(args.json, {"versions": versions, "measured_on": None, "kernels": result})
+        write_json(
+            args.json,
+            {
+                "versions": versions,
+                "measured_on": None,
+                "note": "compiled without a GPU: nothing was run or timed; scripts/gpu_check.sh does that",
+                "kernels": result,
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -44,6 +44,25 @@ def test_kernels_fit_hopper(name: str) -> None:
 
 
 @compiles
+@pytest.mark.parametrize("name", ["sparse_prefill", "sparse_decode", "dense_decode"])
+def test_attention_divides_its_products_and_overlaps_them(name: str) -> None:
+    """With 64 heads the compiler can give both warpgroups the same product (76 wgmma instead of 40), and run products
+    one after another (80 waits instead of 6 to 10): it does neither, thanks to what `online_softmax.attend` says."""
+    for kernel in inspect(90, [name]):
+        if kernel["kernel"] != "merge_splits_kernel":
+            assert 0 < kernel["wgmma"] <= 40
+            assert kernel["warpgroup_waits"] <= 12
+
+
+@compiles
+def test_two_scoring_programs_share_a_multiprocessor() -> None:
+    """One multiplies while the other weighs and sums: half of the registers and of the shared memory each."""
+    for kernel in inspect(90, ["indexer_prefill"]):
+        assert kernel["registers"] * 32 * kernel["warps"] * 2 <= 65536
+        assert 2 * (kernel["shared"] + 1024) <= 228 << 10
+
+
+@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize("name", CASES)

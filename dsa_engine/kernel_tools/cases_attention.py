@@ -150,19 +150,21 @@ def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     for context in (min(TOPK, sizes.contexts[0]), *sizes.contexts[1:]):
         for batch in sizes.batches:
             if batch * context <= sizes.most_cached:
-                yield _dense(make, batch, context)
+                yield _dense(make, batch, context, quantised=False)
+                yield _dense(make, batch, context, quantised=True)
 
 
-def _dense(make: Inputs, batch: int, context: int) -> Case:
+def _dense(make: Inputs, batch: int, context: int, *, quantised: bool) -> Case:
     segments, (tables, pages) = make.decode(batch, context), make.block_tables(batch, context)
-    q, pool = make.normal(batch, 128, LATENT), make.pool(pages, LATENT)
+    q = make.normal(batch, 128, LATENT)
+    pool = make.fp8_latent_pool(pages, RANK, ROPE) if quantised else make.pool(pages, LATENT)
     return Case(
-        "dense MLA, decode",
+        "dense MLA, decode, FP8 cache" if quantised else "dense MLA, decode",
         shape=f"batch {batch}, 128 heads, S {context:,}",
         run=lambda: dense_mla(q, pool, tables, segments, value_dim=RANK, scale=SCALE, workspace=WORKSPACE),
         flops=2.0 * batch * 128 * context * (LATENT + RANK),
         bytes=float(q.nbytes * (1 + RANK / LATENT) + pool.nbytes),
-        baselines={"SDPA over the gathered cache": _sdpa_decode(q, pool, tables, context)},
+        baselines={} if quantised else {"SDPA over the gathered cache": _sdpa_decode(q, pool, tables, context)},
     )
 
 

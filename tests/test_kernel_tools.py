@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,15 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     command = [sys.executable, str(SCRIPTS / script), *arguments]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+
+
+def test_every_kernel_has_a_case() -> None:
+    """By its launch: a kernel that no case launches is neither inspected nor measured."""
+    sources = (path.read_text(encoding="utf-8") for path in (SCRIPTS.parent / "kernels").glob("*.py"))
+    written = {name for text in sources for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.M)}
+    compiled = json.loads((SCRIPTS.parent / "benchmarks" / "results" / "kernels_compiled.json").read_text())
+    assert len(written) > 20
+    assert written == {kernel["kernel"] for kernel in compiled["kernels"]["sm_90"]}
 
 
 def assert_sound(name: str, capability: int, spilled: int = 0) -> None:

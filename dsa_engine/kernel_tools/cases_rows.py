@@ -9,7 +9,8 @@ import torch
 from dsa_engine.kernel_tools.bench import Call, Case
 from dsa_engine.kernel_tools.inputs import PAGE_SIZE, Inputs, Sizes
 from dsa_engine.kernels.fp8 import dequantize_blocks, dequantize_blocks_reference
-from dsa_engine.kernels.paged import slots_of
+from dsa_engine.kernels.hadamard import hadamard, hadamard_reference
+from dsa_engine.kernels.paged import slots_of, store_rows
 from dsa_engine.kernels.quantize import quantize_rows, quantize_rows_reference
 from dsa_engine.kernels.quantize_index_queries import quantize_index_queries, quantize_index_queries_reference
 from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -60,6 +61,7 @@ def prologs(make: Inputs, sizes: Sizes) -> Iterator[Case]:
             yield _latent(make, tokens, quantised)
             yield _index_keys(make, tokens, quantised)
         yield _gathered(make, tokens)
+        yield _gathered_latents(make, tokens)
         yield _slots(make, tokens)
 
 
@@ -133,6 +135,7 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> Case:
 
 
 def _gathered(make: Inputs, tokens: int) -> Case:
+    """With index keys as in DeepSeek-V3.2."""
     pages, slots = _destination(make, tokens)
     latents, keys = make.pool(pages, RANK + ROPE), make.pool(pages, INDEX_DIM)
     rows = make.normal(tokens, packed_width(RANK + ROPE, INDEX_DIM, make.dtype))
@@ -143,6 +146,20 @@ def _gathered(make: Inputs, tokens: int) -> Case:
         flops=0.0,
         bytes=2.0 * rows.nbytes,
         baselines={"torch index_put": lambda: store_cache_rows_reference(latents, keys, rows, slots)},
+    )
+
+
+def _gathered_latents(make: Inputs, tokens: int) -> Case:
+    """Without index keys, as in DeepSeek-V3 and in layers that share a selection."""
+    pages, slots = _destination(make, tokens)
+    pool, rows = make.pool(pages, RANK + ROPE), make.normal(tokens, RANK + ROPE)
+    return Case(
+        "store gathered latent rows",
+        shape=f"{tokens} tokens",
+        run=lambda: store_rows(pool, rows, slots),
+        flops=0.0,
+        bytes=2.0 * rows.nbytes,
+        baselines={"torch index_put": lambda: pool.view(-1, RANK + ROPE).index_copy_(0, slots.long(), rows)},
     )
 
 
@@ -164,6 +181,7 @@ def fp8(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     for tokens in (sizes.tokens, *sizes.batches[:2]):
         yield _quantise(make, tokens)
         yield _quantise_queries(make, tokens)
+        yield _hadamard(make, tokens)
     yield _dequantise(make, 4096, HIDDEN)
 
 
@@ -188,6 +206,18 @@ def _quantise_queries(make: Inputs, tokens: int) -> Case:
         flops=0.0,
         bytes=float(q.nbytes + q.numel() * (1 + 4 / INDEX_DIM)),
         baselines={"torch": lambda: quantize_index_queries_reference(q, cos, sin, False, True)},
+    )
+
+
+def _hadamard(make: Inputs, tokens: int) -> Case:
+    x = make.normal(tokens, 64, INDEX_DIM)
+    return Case(
+        "Hadamard transform of 128",
+        shape=f"{tokens} x 64 x {INDEX_DIM}",
+        run=lambda: hadamard(x, INDEX_DIM**-0.5),
+        flops=2.0 * x.numel() * INDEX_DIM,
+        bytes=2.0 * x.nbytes,
+        baselines={"torch": lambda: hadamard_reference(x, INDEX_DIM**-0.5)},
     )
 
 

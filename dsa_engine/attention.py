@@ -86,17 +86,19 @@ class Attention(Weighted):
             """The indexer's prolog: what it caches, and its queries."""
             if indexer is None or key_pool is None:
                 return ()
-            with stage("indexer prolog"):
-                if gathering is None:
-                    indexer.store_keys(x, batch, key_pool, batch.slots)
-                return indexer.queries(x, q_resid, batch, unscored) if plan.sparse else ()
+            if gathering is None:
+                indexer.store_keys(x, batch, key_pool, batch.slots)
+            return indexer.queries(x, q_resid, batch, unscored) if plan.sparse else ()
 
-        indexed = self.streams.indexer.run(index, x, q_resid)
+        # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
+        with stage("indexer prolog"):
+            indexed = self.streams.indexer.run(index, x, q_resid)
         with stage("MLA prolog"):
             if gathering is None:
                 self._store_latent(x, batch, latent_pool, batch.slots)
             q_expanded, q_latent = self._queries(q_resid, batch, dense)
-        index_query = indexed()
+        with stage("indexer prolog"):
+            index_query = indexed()
         if gathering is not None:
             with stage("communication"):
                 rows = gathering()

@@ -110,7 +110,8 @@ class DecodeGraphs:
             self._model(bucket.batch, self._cache)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process, such as NCCL's watchdog, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             bucket.hidden = self._model(bucket.batch, self._cache)
         bucket.graph = graph
         self.memory_bytes += torch.cuda.memory_reserved(device) - before

@@ -33,7 +33,6 @@ class MoE(Weighted):
             self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
             self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
             self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
-        self.share_served = (last - first) / experts  # of all choices, where routing is balanced
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, place)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -56,7 +55,7 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             here = self._dispatch(x, experts, weights, batch)
         with stage("MoE experts"):
-            sums = expert_mlp(here.tokens, here.experts, here.weights, self.gate_up, self.down, share=self.share_served)
+            sums = expert_mlp(here.tokens, here.experts, here.weights, self.gate_up, self.down, share=here.share)
         with stage("MoE combine"):
             return here.combine(sums) + shared()
 

@@ -25,13 +25,14 @@ class Dispatched(NamedTuple):
 
     ``experts`` counts within this rank's experts, −1 for a choice that lies elsewhere. ``combine`` takes the weighted
     sums of this rank's experts ``[R, hidden]`` and returns the sums over all ranks for this rank's own tokens
-    ``[T, hidden]``.
+    ``[T, hidden]``. ``share`` is which part of the choices is served here where routing is balanced.
     """
 
     tokens: torch.Tensor  # [R, hidden]
     experts: torch.Tensor  # [R, k] int32
     weights: torch.Tensor  # [R, k] float32
     combine: Callable[[torch.Tensor], torch.Tensor]
+    share: float
 
 
 def _own(experts: torch.Tensor, per_rank: int, rank: int) -> torch.Tensor:
@@ -41,7 +42,7 @@ def _own(experts: torch.Tensor, per_rank: int, rank: int) -> torch.Tensor:
 
 def dispatch_local(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Dispatched:
     """All experts are here: nothing travels."""
-    return Dispatched(tokens, experts, weights, lambda sums: sums)
+    return Dispatched(tokens, experts, weights, lambda sums: sums, 1.0)
 
 
 def dispatch_all_to_all(
@@ -83,6 +84,7 @@ def dispatch_all_to_all(
         _own(arrived[:, :k] if chosen is None else chosen, per_rank, group.index),
         arrived[:, k:].contiguous().view(torch.float32),
         combine,
+        max(1 / k, 1 / group.size),  # a token comes for one choice at least
     )
 
 
@@ -114,4 +116,5 @@ def dispatch_all_gather(
         _own(chosen, per_rank, group.index),
         gathered[:, k:].contiguous().view(torch.float32),
         combine,
+        1 / group.size,
     )

@@ -23,9 +23,12 @@ unset TRITON_INTERPRET
 	exit 1
 }
 
-# The pytest entry point, not -m: that would put the working folder on sys.path.
+# Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is.
+processes=$("$python" -c 'import os, importlib.util as u; print(f"-n{min(16, os.cpu_count())}" if u.find_spec("xdist") else "")')
+# Not -m pytest: that would put the working folder on sys.path.
 pytest='import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))'
-timeout 240 "$python" -c "$pytest" tests/kernels -q --maxfail=20 2>&1 | tee "$out/gpu_check_tests.log"
+timeout 240 "$python" -c "$pytest" tests/kernels tests/test_decode_graphs.py -q --maxfail=20 -o minversion=8 $processes 2>&1 |
+	tee "$out/gpu_check_tests.log"
 tests=${PIPESTATUS[0]}
 timeout 230 "$python" scripts/bench_kernels.py --time-limit 200 --json "$out/kernels.json"
 bench=$?

@@ -12,7 +12,9 @@ collectives meet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import atexit
+import weakref
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.model import Model
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.routing import Planned
 from dsa_engine.profiling import current_stage
 
 
@@ -36,6 +39,7 @@ class _Bucket:
     batch: ForwardBatch
     hidden: torch.Tensor | None = None  # where a replay leaves its result
     graph: torch.cuda.CUDAGraph | None = None
+    plans: list[Planned] = field(default_factory=list)  # expert choices that the graph reads, of an emulated rank
 
 
 class DecodeGraphs:
@@ -63,14 +67,27 @@ class DecodeGraphs:
         self._mesh = mesh
         self._capture = capture
         self._fewest_tokens = fewest_tokens
-        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._buckets: dict[tuple[int, ...], _Bucket] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self.memory_bytes = 0  # what the captured graphs hold on the device
+        if capture:
+            # NCCL ends a communicator only when no graph holds it any more: graphs go before the mesh does at exit.
+            atexit.register(_close, weakref.ref(self))
+
+    def close(self) -> None:
+        """Gives the captured graphs and their memory back; the next step captures anew."""
+        if self.captured:
+            torch.cuda.synchronize(self._mesh.device)
+            for bucket in self._buckets.values():
+                if bucket.graph is not None:
+                    bucket.graph.reset()
+        self._buckets.clear()
+        self.memory_bytes = 0
 
     @property
     def captured(self) -> list[tuple[int, int]]:
         """Sequences and longest context, in tokens, of the graphs captured so far."""
-        return sorted(key for key, bucket in self._buckets.items() if bucket.graph is not None)
+        return sorted((key[0], key[1]) for key, bucket in self._buckets.items() if bucket.graph is not None)
 
     def takes(self, step: StepPlan) -> bool:
         """Whether this is a step that graphs run: a decode step whose shapes do not depend on the routing."""
@@ -95,13 +112,15 @@ class DecodeGraphs:
         rows = next_power_of_2(max(plan.rows for plan in step.ranks))
         longest = max(chunk.end for plan in step.ranks for chunk in plan.chunks)
         context = next_power_of_2(max(longest, self._fewest_tokens))
-        if (rows, context) not in self._buckets:
-            self._buckets[rows, context] = _Bucket(_empty_batch(rows, context, self._config, self._mesh, self._cache))
-        return self._buckets[rows, context]
+        # Choices of experts that are planned, not routed, differ with the rows of every rank.
+        planned = self._mesh.ep.routing is not None
+        key = (rows, context, *(plan.rows for plan in step.ranks if planned))
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket(_empty_batch(rows, context, self._config, self._mesh, self._cache))
+        return self._buckets[key]
 
     def _capture_bucket(self, bucket: _Bucket) -> None:
-        device = self._mesh.device
-        before = torch.cuda.memory_reserved(device)
+        device, routing = self._mesh.device, self._mesh.ep.routing
         # Once without capturing: kernels are compiled, libraries take their workspaces, lazy tensors are made. The rows
         # that this writes to the cache are those of the step itself.
         side = torch.cuda.Stream(device)
@@ -109,12 +128,23 @@ class DecodeGraphs:
         with torch.cuda.stream(side):
             self._model(bucket.batch, self._cache)
         torch.cuda.current_stream(device).wait_stream(side)
+        # What capturing would free is none of its own memory.
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, such as NCCL's watchdog, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             bucket.hidden = self._model(bucket.batch, self._cache)
         bucket.graph = graph
+        bucket.plans = routing.plans if routing else []
         self.memory_bytes += torch.cuda.memory_reserved(device) - before
+
+
+def _close(graphs: weakref.ref[DecodeGraphs]) -> None:
+    alive = graphs()
+    if alive is not None:
+        alive.close()
 
 
 def _empty_batch(rows: int, context: int, config: ModelConfig, mesh: Mesh, cache: KVCache) -> ForwardBatch:

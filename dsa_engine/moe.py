@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.batch import ForwardBatch
 from dsa_engine.config import ModelConfig
-from dsa_engine.kernels.expert_mlp import expert_mlp
+from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, expert_mlp
 from dsa_engine.kernels.router import route
 from dsa_engine.layers import MLP, Placement, Streams, Weighted
 from dsa_engine.parallel.expert import Dispatched, dispatch_all_gather, dispatch_all_to_all, dispatch_local
@@ -55,7 +57,17 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             here = self._dispatch(x, experts, weights, batch)
         with stage("MoE experts"):
-            sums = expert_mlp(here.tokens, here.experts, here.weights, self.gate_up, self.down, share=here.share)
+            # A padded step may be one that a CUDA graph is captured of: the host must not ask how many are served.
+            uncounted = UNCOUNTED_BYTES if batch.live is None else sys.maxsize
+            sums = expert_mlp(
+                here.tokens,
+                here.experts,
+                here.weights,
+                self.gate_up,
+                self.down,
+                share=here.share,
+                uncounted_bytes=uncounted,
+            )
         with stage("MoE combine"):
             return here.combine(sums) + shared()
 

@@ -40,6 +40,7 @@ class Segments:
     sequences: torch.Tensor  # [rows] int32, each row's row of the block table
     visible: torch.Tensor  # [rows] int32, how many tokens each row sees: its position + 1
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _parts: dict[tuple[int, int], Segments] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, runs: Iterable[Segment], device: torch.device | str = "cpu") -> Segments:
@@ -73,10 +74,15 @@ class Segments:
         return max((run.end for run in self.runs), default=0)
 
     def part(self, first: int, last: int) -> Segments:
-        """The rows ``first … last-1``, numbered from 0; on the device these are views. All of them are the same
-        object, with its tiles."""
+        """The rows ``first … last-1``, numbered from 0; on the device these are views. The same object each time, with
+        its tiles, so that layers after the first copy nothing to the device."""
         if (first, last) == (0, self.rows):
             return self
+        if (first, last) not in self._parts:
+            self._parts[first, last] = self._part(first, last)
+        return self._parts[first, last]
+
+    def _part(self, first: int, last: int) -> Segments:
         runs = []
         for run in self.runs:
             begin, end = max(run.row, first), min(run.row + run.length, last)

@@ -73,6 +73,11 @@ class Routing:
     top_groups: int = 1
     _kept: dict[tuple[object, ...], Planned] = field(default_factory=dict)
 
+    @property
+    def plans(self) -> list[Planned]:
+        """Those that are kept at present."""
+        return list(self._kept.values())
+
     def plan(self, tokens: int, top_k: int, experts: int, device: torch.device) -> Planned:
         """Choices for a step in which this rank has ``tokens`` tokens; every layer of a step gets the same ones.
 

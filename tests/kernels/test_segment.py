@@ -39,6 +39,7 @@ def test_nothing() -> None:
 def test_a_part_is_numbered_from_0(first: int, last: int) -> None:
     whole = Segments.of(RUNS)
     part = whole.part(first, last)
+    assert whole.part(first, last) is part
     again = Segments.of(part.runs)  # which checks that the rows follow one another
     assert part.rows == last - first
     assert torch.equal(part.visible, whole.visible[first:last]) and torch.equal(part.visible, again.visible)

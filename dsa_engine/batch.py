@@ -136,7 +136,7 @@ class ForwardBatch:
     def build(cls, step: StepPlan, config: ModelConfig, mesh: Mesh, page_size: int) -> ForwardBatch:
         plan, device = step.ranks[mesh.rank], mesh.device
         positions, sequences = plan.positions(), plan.sequences()
-        tables = _block_tables([chunk.sequence.pages for chunk in plan.chunks])
+        tables = block_tables([chunk.sequence.pages for chunk in plan.chunks])
         rows = [p.rows for p in step.ranks]
         # At least one row, so that no collective of a group without tokens is empty.
         tp_rows, cp_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp))
@@ -179,7 +179,7 @@ def _of(step: StepPlan, group: Group) -> list[RankPlan]:
     return [step.ranks[r] for r in group.ranks]
 
 
-def _block_tables(pages: list[list[int]]) -> torch.Tensor:
+def block_tables(pages: list[list[int]]) -> torch.Tensor:
     """int32 ``[sequences, max_pages]``; what lies behind a sequence's last page is never read."""
     width = max((len(p) for p in pages), default=0)
     return torch.tensor([p + [0] * (width - len(p)) for p in pages], dtype=torch.int32).view(len(pages), width)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from triton import next_power_of_2
 
-from dsa_engine.batch import ForwardBatch, RankPlan, StepPlan
+from dsa_engine.batch import ForwardBatch, RankPlan, StepPlan, block_tables
 from dsa_engine.cache import KVCache, pages_for
 from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.paged import slots_of
@@ -28,10 +29,6 @@ from dsa_engine.model import Model
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.routing import Planned
 from dsa_engine.profiling import current_stage
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 @dataclass
@@ -184,10 +181,8 @@ def _fill(batch: ForwardBatch, step: StepPlan, config: ModelConfig, mesh: Mesh, 
     rows, mine = batch.plan.rows, step.ranks[mesh.rank]
     ids = [p.token_ids() + [0] * (rows - p.rows) for p in (step.ranks[r] for r in mesh.tp.ranks)]
     positions, sequences = mine.positions(), mine.sequences()
-    tables = torch.zeros(rows, batch.block_tables.shape[1], dtype=torch.int32)
-    for row, sequence in enumerate(sequences.tolist()):
-        pages = mine.chunks[sequence].sequence.pages
-        tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    tables = block_tables([mine.chunks[number].sequence.pages for number in sequences.tolist()])
+    tables = F.pad(tables, (0, batch.block_tables.shape[1] - tables.shape[1], 0, rows - mine.rows))
     slots = slots_of(positions, tables, torch.arange(mine.rows), page_size)
     cos, sin = config.rope.cos_sin(positions)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.e4m3 import converts_e4m3, decode_e4m3
 from dsa_engine.kernels.launch import runs_triton
-from dsa_engine.kernels.quantize import E4M3_MAX
+from dsa_engine.kernels.quantize import E4M3_MAX, scales_of
 
 # Largest tile of a program: with 4 warps, 4 loads of 16 bytes a thread.
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
@@ -71,11 +71,7 @@ def quantize_blocks_reference(
     padded = weight.new_zeros(down * block_rows, across * block_columns, dtype=torch.float32)
     padded[:rows, :columns] = weight
     blocks = padded.view(down, block_rows, across, block_columns)
-    # The floor keeps a block of zeros, or of the smallest floats, from dividing by zero.
-    scale = (blocks.abs().amax(dim=(1, 3)) / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa > 0.5, exponent, exponent - 1))
+    scale = scales_of(blocks.abs().amax(dim=(1, 3)), power_of_two)
     blocks.div_(scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     return padded[:rows, :columns].to(torch.float8_e4m3fn), scale
 

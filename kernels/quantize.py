@@ -21,12 +21,19 @@ E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 _TILE, _WARPS = 4096, 4
 
 
+def scales_of(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """Scales of blocks whose largest magnitudes are ``largest``, float32: these come to the end of e4m3's range."""
+    # The floor keeps a block of zeros, or of the smallest floats, from dividing by zero.
+    scales = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    if not power_of_two:
+        return scales
+    mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(scales), torch.where(mantissa > 0.5, exponent, exponent - 1))
+
+
 def quantize_rows_reference(values: torch.Tensor, block: int, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = values.float().unflatten(-1, (-1, block))
-    scales = (blocks.abs().amax(dim=-1) / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa > 0.5, exponent, exponent - 1))
+    scales = scales_of(blocks.abs().amax(dim=-1), power_of_two)
     # A smallest scale, rounded, may lift a value over the end of the range; e4m3 has no infinity to catch it.
     scaled = (blocks / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn).flatten(-2), scales

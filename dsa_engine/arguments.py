@@ -41,6 +41,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workspace", metavar="SIZE", help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU")
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs in decode")
     group.add_argument(
+        "--no-async-scheduling", action="store_true", help="read a step's tokens before the next one is launched"
+    )
+    group.add_argument(
         "--no-overlap-shared-expert", action="store_true", help="run the shared expert in order, not beside dispatch"
     )
     group.add_argument(
@@ -91,6 +94,7 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
         "seed": args.seed,
         "progress": not args.no_progress,
         "enforce_eager": args.enforce_eager,
+        "async_scheduling": not args.no_async_scheduling,
         "overlap_shared_expert": not args.no_overlap_shared_expert,
         "overlap_indexer": not args.no_overlap_indexer,
         "parallel": parallel_from(args),

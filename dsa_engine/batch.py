@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.transfer import upload
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.context import split_sequence
 from dsa_engine.parallel.group import Group
@@ -49,6 +50,7 @@ class RankPlan:
         return self.unabsorbed + self.absorbed + self.sparse
 
     def token_ids(self) -> list[int]:
+        """Of every row; as :meth:`Sequence.tokens`, for :func:`known_ids`."""
         ids: list[int] = []
         for s in self.segments:
             ids += self.chunks[s.sequence].sequence.tokens(s.start, s.length)
@@ -133,7 +135,10 @@ class ForwardBatch:
     live: torch.Tensor | None = None  # [T] bool: rows that are tokens; None where all are
 
     @classmethod
-    def build(cls, step: StepPlan, config: ModelConfig, mesh: Mesh, page_size: int) -> ForwardBatch:
+    def build(
+        cls, step: StepPlan, config: ModelConfig, mesh: Mesh, page_size: int, sampled: torch.Tensor | None
+    ) -> ForwardBatch:
+        """``sampled``: the tokens of the step before, where they have not been read; see :func:`known_ids`."""
         plan, device = step.ranks[mesh.rank], mesh.device
         positions, sequences = plan.positions(), plan.sequences()
         tables = block_tables([chunk.sequence.pages for chunk in plan.chunks])
@@ -155,19 +160,33 @@ class ForwardBatch:
         cos, sin = config.rope.cos_sin(positions)
         return cls(
             plan=plan,
-            input_ids=torch.stack(ids).to(device),
-            cos=cos.to(device),
-            sin=sin.to(device),
+            input_ids=known_ids(torch.stack(ids), sampled, device),
+            cos=upload(cos, device),
+            sin=upload(sin, device),
             absorbed=_from_row_0(plan.absorbed, device),
             sparse=_from_row_0(plan.sparse, device),
-            block_tables=tables.to(device),
-            slots=slots.to(device),
+            block_tables=upload(tables, device),
+            slots=upload(slots, device),
             gathers=gathers,
             cp_rows=cp_rows,
             tp_rows=tp_rows,
             ep_rows=max(rows),
             decodes=step.decodes,
         )
+
+
+def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """int64 token ids on the device.
+
+    Args:
+        ids: on the host; ``-1 - place`` stands for the token at that place of ``sampled``.
+        sampled: ``[n]`` on the device; in place of a token it may have the negative code of an error, and what is
+            computed for that sequence is dropped.
+    """
+    known = upload(ids, device)
+    if sampled is None or not bool((ids < 0).any()):
+        return known
+    return known.where(known >= 0, sampled.clamp(min=0)[(-1 - known).clamp(min=0)])
 
 
 def _from_row_0(segments: list[Segment], device: torch.device) -> Segments:

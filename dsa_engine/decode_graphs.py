@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from triton import next_power_of_2
 
-from dsa_engine.batch import ForwardBatch, RankPlan, StepPlan, block_tables
+from dsa_engine.batch import ForwardBatch, RankPlan, StepPlan, block_tables, known_ids
 from dsa_engine.cache import KVCache, pages_for
 from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.transfer import upload
 from dsa_engine.model import Model
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.routing import Planned
@@ -86,16 +87,19 @@ class DecodeGraphs:
         """Sequences and longest context, in tokens, of the graphs captured so far."""
         return sorted((key[0], key[1]) for key, bucket in self._buckets.items() if bucket.graph is not None)
 
-    def takes(self, step: StepPlan) -> bool:
-        """Whether this is a step that graphs run: a decode step whose shapes do not depend on the routing."""
-        static = self._mesh.world_size == 1 or self._mesh.config.decode_dispatch == "all_gather"
-        return static and step.decodes
+    def ready(self, step: StepPlan) -> bool:
+        """Whether :meth:`forward` has nothing to capture first."""
+        bucket = self._buckets.get(self._key(step))
+        return not self._capture or (bucket is not None and bucket.graph is not None)
 
-    def forward(self, step: StepPlan) -> torch.Tensor:
-        """Hidden states ``[rows of this rank, hidden]`` of a decode step, valid until the next call."""
+    def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states ``[rows of this rank, hidden]`` of a decode step, valid until the next call.
+
+        ``sampled`` are the tokens of the step before, where they have not been read (``batch.known_ids``).
+        """
         mine = step.ranks[self._mesh.rank]
         bucket = self._bucket(step)
-        _fill(bucket.batch, step, self._config, self._mesh, self._cache.page_size)
+        _fill(bucket.batch, step, self._config, self._mesh, self._cache.page_size, sampled)
         # Timing events and the log of collectives do not work in a graph: a step that is watched runs without.
         if not self._capture or current_stage():
             return self._model(bucket.batch, self._cache)[: mine.rows]
@@ -105,14 +109,18 @@ class DecodeGraphs:
         bucket.graph.replay()
         return bucket.hidden[: mine.rows]
 
-    def _bucket(self, step: StepPlan) -> _Bucket:
+    def _key(self, step: StepPlan) -> tuple[int, ...]:
         rows = next_power_of_2(max(plan.rows for plan in step.ranks))
         longest = max(chunk.end for plan in step.ranks for chunk in plan.chunks)
         context = next_power_of_2(max(longest, self._fewest_tokens))
         # Choices of experts that are planned, not routed, differ with the rows of every rank.
         planned = self._mesh.ep.routing is not None
-        key = (rows, context, *(plan.rows for plan in step.ranks if planned))
+        return (rows, context, *(plan.rows for plan in step.ranks if planned))
+
+    def _bucket(self, step: StepPlan) -> _Bucket:
+        key = self._key(step)
         if key not in self._buckets:
+            rows, context = key[:2]
             self._buckets[key] = _Bucket(_empty_batch(rows, context, self._config, self._mesh, self._cache))
         return self._buckets[key]
 
@@ -176,7 +184,14 @@ def _empty_batch(rows: int, context: int, config: ModelConfig, mesh: Mesh, cache
     )
 
 
-def _fill(batch: ForwardBatch, step: StepPlan, config: ModelConfig, mesh: Mesh, page_size: int) -> None:
+def _fill(
+    batch: ForwardBatch,
+    step: StepPlan,
+    config: ModelConfig,
+    mesh: Mesh,
+    page_size: int,
+    sampled: torch.Tensor | None,
+) -> None:
     """Copies a step into the buffers of its bucket; the rows behind it become padding."""
     rows, mine = batch.plan.rows, step.ranks[mesh.rank]
     ids = [p.token_ids() + [0] * (rows - p.rows) for p in (step.ranks[r] for r in mesh.tp.ranks)]
@@ -190,8 +205,8 @@ def _fill(batch: ForwardBatch, step: StepPlan, config: ModelConfig, mesh: Mesh, 
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - mine.rows), value=value)
 
     visible = padded((positions + 1).int())
+    batch.input_ids.copy_(known_ids(torch.tensor(ids, dtype=torch.int64), sampled, mesh.device))
     for buffer, values in (
-        (batch.input_ids, torch.tensor(ids, dtype=torch.int64)),
         (batch.cos, padded(cos)),
         (batch.sin, padded(sin)),
         (batch.block_tables, tables),
@@ -200,5 +215,4 @@ def _fill(batch: ForwardBatch, step: StepPlan, config: ModelConfig, mesh: Mesh, 
         (batch.live, visible > 0),
     ):
         assert buffer is not None
-        # From pageable memory: the host waits until it has been read, the device copies in its own order.
-        buffer.copy_(values)
+        upload(values, mesh.device, out=buffer)

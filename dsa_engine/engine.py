@@ -26,10 +26,12 @@ from dsa_engine.memory import default_cache_memory, default_workspace, format_by
 from dsa_engine.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.runner import ModelRunner, Sampled
+from dsa_engine.runner import ModelRunner
+from dsa_engine.sampler import Sampled
 from dsa_engine.sampling import SamplingParams
 from dsa_engine.scheduler import Scheduler
 from dsa_engine.sequence import Chunk, Sequence
+from dsa_engine.steps import Steps
 
 
 class Engine:
@@ -80,6 +82,8 @@ class Engine:
         if device.type == "cuda" and not options.enforce_eager:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
         self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
+        ahead = device.type == "cuda" and options.async_scheduling
+        self.steps = Steps(self.scheduler, self.runner, config.eos_token_ids, ahead)
         self._next_id = 0
 
     def progress(self, total: int, unit: str, title: str, shown: bool = True) -> tqdm:
@@ -130,24 +134,17 @@ class Engine:
     def step(self) -> list[Sampled]:
         """Runs one step; returns what was sampled. Sequences with a ``finish_reason`` are done.
 
+        With ``async_scheduling`` a decode step is launched before the tokens of the one before are read, and what is
+        returned is that of the earlier one; nothing, the first time.
+
         An error of the whole step is raised, an interrupt too: then no sequence has changed, and the next step computes
         the same. What goes wrong in the sampling of one request ends that one only, with ``finish_reason`` "error".
         """
-        with uninterrupted():
-            chunks = self.scheduler.schedule()
-        sampled = self.runner.step(chunks)
-        with uninterrupted():
-            self.scheduler.computed(chunks)
-            now = time.perf_counter()
-            for one in sampled:
-                self._take(one, now)
-        return sampled
+        return self.steps.step()
 
     def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """Ends a request and frees its pages."""
-        with uninterrupted():
-            sequence.finish_reason, sequence.error = reason, error
-            self.scheduler.finish(sequence)
+        self.steps.finish(sequence, reason, error)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt, alone, and forgets it.
@@ -179,25 +176,6 @@ class Engine:
         most = self.options.max_num_batched_tokens * self.mesh.cp_size
         chunks = [Chunk(sequence, first, min(most, length - first), ranks) for first in range(0, length, most)]
         return [self.runner.plan([chunk]) for chunk in chunks]
-
-    def _take(self, sampled: Sampled, now: float) -> None:
-        """Adds a sampled token to its sequence, and ends the sequence where it is the last one."""
-        sequence, token, logprobs, error = sampled
-        if error is not None:
-            self.finish(sequence, "error", error)
-            return
-        sequence.output.append(token)
-        if logprobs is not None:
-            sequence.logprobs.append(logprobs)
-        sequence.first_token = sequence.first_token or now
-        sequence.last_token = now
-        params = sequence.params
-        ends = () if params.ignore_eos else self.config.eos_token_ids
-        stops = token in ends or token in (params.stop_token_ids or ())
-        if stops and len(sequence.output) > params.min_tokens:
-            self.finish(sequence, "stop")
-        elif len(sequence.output) >= params.max_tokens:
-            self.finish(sequence, "length")
 
     def _prefill_alone(self, prompt: list[int]) -> Generator[Chunk, None, None]:
         """The chunks of a prompt's prefill, each to be run before the next is asked for. Close it at the end."""

@@ -43,6 +43,8 @@ class LLM:
         seed: of dummy weights and of requests without a seed of their own.
         workspace: bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.
         enforce_eager: run decode kernel by kernel on CUDA, without CUDA graphs.
+        async_scheduling: on CUDA, schedule and launch a decode step before the tokens of the one before are read: the
+            device does not wait for the host; False shows what that gains.
         overlap_shared_expert, overlap_indexer: run these on a stream of their own on CUDA, beside gate and dispatch and
             beside MLA's prolog; False shows what that gains.
         progress: show progress bars, on stderr and only on a terminal.
@@ -71,6 +73,7 @@ class LLM:
         seed: int = 0,
         workspace: int | str | None = None,
         enforce_eager: bool = False,
+        async_scheduling: bool = True,
         overlap_shared_expert: bool = True,
         overlap_indexer: bool = True,
         progress: bool = True,
@@ -90,6 +93,7 @@ class LLM:
             hf_overrides=hf_overrides or {},
             parallel=parallel or ParallelConfig(),
             enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
             overlap_shared_expert=overlap_shared_expert,
             overlap_indexer=overlap_indexer,
             seed=seed,

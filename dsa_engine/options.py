@@ -33,6 +33,7 @@ class EngineOptions:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enforce_eager: bool = False
+    async_scheduling: bool = True
     overlap_shared_expert: bool = True
     overlap_indexer: bool = True
     seed: int = 0
@@ -54,7 +55,7 @@ class EngineOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name in ("enforce_eager", "overlap_shared_expert", "overlap_indexer", "progress"):
+        for name in ("enforce_eager", "async_scheduling", "overlap_shared_expert", "overlap_indexer", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         share = self.max_prefill_share

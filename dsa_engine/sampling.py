@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from dsa_engine.kernels.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -79,35 +82,49 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> torch.Tensor:
-    """Chooses the next token at a temperature above 0; nothing waits for the device.
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """Chooses the next token of each row at its temperature above 0; nothing waits for the device.
 
     Args:
-        logits: float32 ``[vocab]``; -inf forbids a token, at least one is allowed.
-        params: the request's parameters.
-        seed: of the request.
-        position: of the token; with the seed it fixes the random numbers, so that the choice depends neither on the
+        logits: float32 ``[n, vocab]``; -inf forbids a token, at least one of a row is allowed.
+        params: each request's parameters.
+        seeds: of the requests.
+        positions: of the tokens; with the seed it fixes the random numbers, so that a choice depends neither on the
             batch nor on the rank that makes it, and is the same again after a preemption.
 
     Returns:
-        int64, no dimension, on the logits' device.
+        int64 ``[n]``, on the logits' device.
     """
+    vocab, device = logits.shape[1], logits.device
+
+    def column(values: list[float]) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=torch.float32)[:, None], device)
+
     # The most likely token lies at 0, so that no temperature makes it overflow.
-    scaled = (logits - logits.max()) / max(params.temperature, 1e-30)
-    if params.min_p > 0:
-        scaled = scaled.masked_fill(scaled < math.log(params.min_p), float("-inf"))
-    if 0 < params.top_k < scaled.shape[0]:
-        scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], float("-inf"))
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled /= column([max(p.temperature, 1e-30) for p in params])
+    if any(p.min_p > 0 for p in params):
+        scaled.masked_fill_(scaled < column([math.log(p.min_p) if p.min_p else -math.inf for p in params]), -math.inf)
+    counts = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
+    if any(counts):
+        best = scaled.topk(max(counts), dim=-1).values
+        last = upload(torch.tensor([max(k, 1) - 1 for k in counts])[:, None], device)
+        limited = upload(torch.tensor(counts)[:, None] > 0, device)
+        scaled.masked_fill_((scaled < best.gather(1, last)) & limited, -math.inf)
     probabilities = scaled.softmax(dim=-1)
-    if params.top_p < 1:
-        ordered, order = probabilities.sort(descending=True, stable=True)
+    if any(p.top_p < 1 for p in params):
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         # A token stays while those before it have less than top_p together, so at least one does.
-        kept = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= params.top_p, 0.0)
-        probabilities = torch.empty_like(probabilities).scatter_(0, order, kept)
-    generator = torch.Generator(logits.device).manual_seed((seed * 1_000_003 + position) % 2**63)
+        before = ordered.cumsum(dim=-1) - ordered
+        ordered.masked_fill_(before >= column([p.top_p if p.top_p < 1 else math.inf for p in params]), 0.0)
+        probabilities.scatter_(1, order, ordered)
     # Gumbel trick: the largest p / Exp(1) is a sample of p, without the sum that a multinomial draw rounds.
-    noise = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / noise).argmax()
+    noise = torch.empty_like(probabilities)
+    for row, seed, position in zip(noise, seeds, positions, strict=True):
+        row.exponential_(generator=torch.Generator(device).manual_seed((seed * 1_000_003 + position) % 2**63))
+    return (probabilities / noise).argmax(dim=-1)
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:

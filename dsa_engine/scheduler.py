@@ -150,7 +150,7 @@ class Scheduler:
         return self._decode() or self._prefill()
 
     def computed(self, chunks: list[Chunk]) -> None:
-        """Records that a step has run; after its prefill, a request leaves the ranks that do not own it."""
+        """Records that a step has been launched; after its prefill, a request leaves the ranks that do not own it."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.end
@@ -189,12 +189,14 @@ class Scheduler:
         return Chunk(sequence, sequence.computed, length, self._groups[sequence.cp_group])
 
     def _decode(self) -> list[Chunk]:
-        """One token of every request that is prefilled and has, or gets, a page for it."""
+        """One token of every request that decodes and has, or gets, a page for it."""
         for sequence in list(self._running):
-            if sequence.prefilled:  # a younger one may have been preempted meanwhile
+            if _wants_a_token(sequence):  # a younger one may have been preempted meanwhile
                 self._grow(sequence)
         return [
-            Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1)) for s in self._running if s.prefilled
+            Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1))
+            for s in self._running
+            if _wants_a_token(s)
         ]
 
     def _grow(self, sequence: Sequence) -> None:
@@ -253,6 +255,11 @@ class Scheduler:
     def _pages_at_most(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.
         return pages_for(prompt_len + max_tokens - 1, self._page_size)
+
+
+def _wants_a_token(sequence: Sequence) -> bool:
+    """Whether it decodes; not where its last token is on its way."""
+    return sequence.prefilled and sequence.generated < sequence.params.max_tokens
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -12,7 +12,7 @@ class Sequence:
     """One request.
 
     ``id`` grows with the order of arrival. ``pages`` are this rank's own; other ranks hold the same sequence in other
-    pages or not at all.
+    pages or not at all. Its length counts the tokens that have been sampled and not read yet; ``output`` lacks these.
     """
 
     id: int
@@ -21,7 +21,9 @@ class Sequence:
     arrival: float = 0.0  # seconds, time.perf_counter
     output: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each output token, where they are asked for
-    computed: int = 0  # tokens whose rows are in the cache
+    unread: int = 0  # tokens that steps under way sample
+    place: int = 0  # of the last of these, in the tokens that its step samples
+    computed: int = 0  # tokens whose rows are in the cache, or will be when the steps under way are done
     to_prefill: int = field(init=False)  # tokens that prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
     cp_group: int = 0  # the ranks that prefill it
@@ -36,7 +38,12 @@ class Sequence:
         self.to_prefill = len(self.prompt)
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return len(self.prompt) + self.generated
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the output, those that have not been read yet included."""
+        return len(self.output) + self.unread
 
     @property
     def prefilled(self) -> bool:
@@ -49,13 +56,10 @@ class Sequence:
         self.preemptions += 1
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at ``start … start+length-1``."""
-        border = len(self.prompt)
-        if start + length <= border:
-            return self.prompt[start : start + length]
-        if start >= border:
-            return self.output[start - border : start - border + length]
-        return self.prompt[start:] + self.output[: start + length - border]
+        """Token ids at ``start … start+length-1``; in place of a last one that has not been read, ``-1 - place``."""
+        border, end = len(self.prompt), start + length
+        known = self.prompt[start:end] + self.output[max(0, start - border) : max(0, end - border)]
+        return known if len(known) == length else [*known, -1 - self.place]
 
 
 @dataclass(frozen=True)

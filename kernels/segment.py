@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.transfer import upload
+
 
 class Segment(NamedTuple):
     """``length`` consecutive query tokens of one sequence, lying at rows ``row …`` of the flat batch.
@@ -56,7 +58,7 @@ class Segments:
         # Position less row, of each segment: added to the rows' numbers it gives their positions.
         offsets = torch.tensor([run.start - run.row for run in runs], dtype=torch.int32).repeat_interleave(lengths)
         visible = torch.arange(1, rows + 1, dtype=torch.int32) + offsets
-        return cls(runs, sequences.to(device), visible.to(device))
+        return cls(runs, upload(sequences, device), upload(visible, device))
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.runs)
@@ -99,7 +101,7 @@ class Segments:
                 for run in self.runs
                 for done in range(0, run.length, size)
             ]
-            self._tiles[size] = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(self.visible.device)
+            self._tiles[size] = upload(torch.tensor(tiles, dtype=torch.int32).view(-1, 2), self.visible.device)
         return self._tiles[size]
 
     def check(self, rows: int, block_tables: torch.Tensor, page_size: int) -> None:

@@ -63,20 +63,26 @@ def test_alone_as_transformers_generates(model: Any, prompts: list[list[int]], a
     assert alone == [model.greedy(prompt, COUNT) for prompt in prompts]
 
 
-@pytest.mark.parametrize("every, share", [(3, 0.3), (1, 1.0)])
+@pytest.mark.parametrize("every, share, ahead", [(3, 0.3, False), (1, 1.0, False), (3, 0.3, True), (1, 1.0, True)])
 def test_in_a_batch_of_16(
-    model: Any, prompts: list[list[int]], alone: list[list[int]], every: int, share: float
+    model: Any, prompts: list[list[int]], alone: list[list[int]], every: int, share: float, ahead: bool
 ) -> None:
     llm = load(model.folder, max_prefill_share=share)
+    llm.engine.steps.ahead = ahead
     found = staggered(llm, prompts, [GREEDY] * 16, every)
     assert [s.output for s in found] == alone
     assert llm.engine.scheduler.preemptions == 0
 
 
-@pytest.mark.parametrize("pages, every", [(85, 1), (160, 1), (160, 2)])
-def test_with_preemption(model: Any, prompts: list[list[int]], alone: list[list[int]], pages: int, every: int) -> None:
+@pytest.mark.parametrize(
+    "pages, every, ahead", [(85, 1, False), (160, 1, False), (160, 2, False), (85, 1, True), (160, 2, True)]
+)
+def test_with_preemption(
+    model: Any, prompts: list[list[int]], alone: list[list[int]], pages: int, every: int, ahead: bool
+) -> None:
     """85 pages hold the longest request, just."""
     llm = load(model.folder, pages)
+    llm.engine.steps.ahead = ahead
     found = staggered(llm, prompts, [GREEDY] * 16, every)
     assert [s.output for s in found] == alone
     assert llm.engine.scheduler.preemptions == sum(s.preemptions for s in found) >= 3
@@ -91,6 +97,7 @@ def test_sampled_requests_too(model: Any, prompts: list[list[int]]) -> None:
         for n in range(16)
     ]
     large, small = load(model.folder), load(model.folder, 90)
+    small.engine.steps.ahead = True
     one_by_one = [large.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
     together = small.generate(prompts, params)
     assert [o.token_ids for o in together] == [o.token_ids for o in one_by_one]

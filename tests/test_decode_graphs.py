@@ -43,9 +43,9 @@ def test_padded_steps(model_type: str, oracle: Callable[..., Any], random_ids: C
     steps = []
 
     class Counted(DecodeGraphs):
-        def forward(self, step: Any) -> torch.Tensor:
+        def forward(self, step: Any, sampled: torch.Tensor | None) -> torch.Tensor:
             steps.append([plan.rows for plan in step.ranks])
-            return super().forward(step)
+            return super().forward(step, sampled)
 
     engine.runner._graphs = Counted(
         engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=64

@@ -38,10 +38,13 @@ def llm(shared: LLM) -> Iterator[LLM]:
 def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Makes every request "sample" these tokens, the last of them for ever."""
 
-    def forced(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
-        return tokens[min(position - int(params.seed or 0), len(tokens) - 1)]
+    def forced(
+        logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
+    ) -> torch.Tensor:
+        places = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
+        return torch.tensor([tokens[min(place, len(tokens) - 1)] for place in places])
 
-    monkeypatch.setattr("dsa_engine.runner.sample", forced)
+    monkeypatch.setattr("dsa_engine.sampler.sample", forced)
 
 
 def test_text_and_tokens_are_the_same_prompt(llm: LLM) -> None:
@@ -224,18 +227,18 @@ def test_an_error_in_a_step_leaves_the_engine_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     expected = [o.token_ids for o in llm.generate([TEXT, "b"], GREEDY)]
-    step, calls = llm.engine.runner.step, []
+    launch, calls = llm.engine.runner.launch, []
 
-    def failing(chunks: Any) -> Any:
-        calls.append(chunks)
+    def failing(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == 3:
             raise error
-        return step(chunks)
+        return launch(*args)
 
     for run in (lambda: llm.generate([TEXT, "b"], GREEDY), lambda: list(llm.stream(TEXT, GREEDY))):
         calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.runner, "step", failing)
+            patch.setattr(llm.engine.runner, "launch", failing)
             with pytest.raises(type(error)):
                 run()
         assert not llm.engine.scheduler.has_work
@@ -244,7 +247,7 @@ def test_an_error_in_a_step_leaves_the_engine_usable(
 
 def test_a_bad_prompt_among_good_ones_runs_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "step", lambda chunks: pytest.fail("a step has been run"))
+        patch.setattr(llm.engine.runner, "launch", lambda *_: pytest.fail("a step has been run"))
         with pytest.raises(ValueError, match="token id 320 is out of range"):
             llm.generate([[5, 6], [5, 320]], GREEDY)
     assert not llm.engine.scheduler.has_work

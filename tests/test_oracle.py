@@ -159,13 +159,16 @@ def forced_decode(
     replaced by the next known one. Returns for each the logits from the prompt's last position on."""
     seen: list[dict[int, torch.Tensor]] = [{} for _ in requests]
 
-    def forced(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
-        assert params.seed == seed
-        seen[seed][position - 1] = logits.clone()
-        ids = requests[seed][0]
-        return ids[position] if position < len(ids) else 0
+    def forced(
+        logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
+    ) -> torch.Tensor:
+        assert [p.seed for p in params] == seeds
+        for row, seed, position in zip(logits, seeds, positions, strict=True):
+            seen[seed][position - 1] = row.clone()
+        known = [requests[seed][0] for seed in seeds]
+        return torch.tensor([ids[p] if p < len(ids) else 0 for ids, p in zip(known, positions, strict=True)])
 
-    monkeypatch.setattr("dsa_engine.runner.sample", forced)
+    monkeypatch.setattr("dsa_engine.sampler.sample", forced)
     for number, (ids, length) in enumerate(requests):
         count = len(ids) - length + 1
         llm.engine.add(ids[:length], SamplingParams(max_tokens=count, ignore_eos=True, seed=number))

@@ -15,7 +15,7 @@ import torch
 import dsa_engine
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.interrupts import uninterrupted
-from dsa_engine.runner import Sampled
+from dsa_engine.sampler import Samples
 from dsa_engine.tokenizer import Tokenizer
 
 TEXTS = ["first request", "the second", "a third one of them"]
@@ -74,26 +74,6 @@ def test_logits_that_are_not_finite_end_one_request(
     assert "".join(map(str, pieces)) == second.text
 
 
-def test_sampling_that_raises_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [SamplingParams(max_tokens=10, ignore_eos=True, seed=n) for n in range(3)]
-    expected = llm.generate(TEXTS, params)
-    original = dsa_engine.runner.sample  # type: ignore[attr-defined]
-
-    def failing(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> torch.Tensor:
-        if seed == 2:
-            raise RuntimeError("no luck" + "!" * 1000)
-        return original(logits, params, seed, position)
-
-    monkeypatch.setattr("dsa_engine.runner.sample", failing)
-    outputs = llm.generate(TEXTS, params)
-    assert [o.finish_reason for o in outputs] == ["length", "length", "error"]
-    assert [o.token_ids for o in outputs[:2]] == [o.token_ids for o in expected[:2]]
-    failed = llm.generate(TEXTS[2], params[2])[0]  # alone it is the same
-    for output in (outputs[2], failed):
-        assert output.token_ids == [] and output.text == "" and output.error is not None
-        assert output.error.startswith("its sampling failed: RuntimeError: no luck!!!") and len(output.error) == 400
-
-
 def test_a_request_that_forbids_every_token(llm: LLM) -> None:
     params = SamplingParams(max_tokens=10, min_tokens=3, stop_token_ids=list(range(320)))
     fine, failed = llm.generate(TEXTS[:2], [GREEDY, params])
@@ -127,7 +107,7 @@ def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pyt
 def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int:
     """Runs with a SIGINT at the n-th line that runs in the engine's own files; returns how many lines ran."""
     folder = str(Path(dsa_engine.__file__).parent)
-    names = ("scheduler", "engine", "llm", "request", "cache", "sequence", "interrupts")
+    names = ("scheduler", "engine", "steps", "llm", "request", "cache", "sequence", "interrupts")
     files = {f"{folder}/{name}.py" for name in names}
     lines = 0
 
@@ -150,14 +130,19 @@ def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int
     return lines
 
 
-@pytest.mark.parametrize("how", ["generate", "stream", "prefill"])
-def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+@pytest.mark.parametrize(
+    "how, ahead", [("generate", False), ("generate", True), ("stream", False), ("stream", True), ("prefill", False)]
+)
+def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, ahead: bool) -> None:
     """Whatever runs when Ctrl-C comes: no request stays, no page is lost, and the next call works."""
 
-    def fast(chunks: Any) -> list[Sampled]:
-        return [Sampled(c.sequence, 70 + 4 * len(c.sequence.output), None, None) for c in chunks if c.samples]
+    def fast(plan: Any, _: Any) -> Samples:
+        sequences = [sequence for _, sequence in plan.ranks[0].samples]
+        tokens = torch.tensor([70 + 4 * s.generated for s in sequences])
+        return Samples({s: i for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
 
-    monkeypatch.setattr(llm.engine.runner, "step", fast)
+    monkeypatch.setattr(llm.engine.runner, "launch", fast)
+    monkeypatch.setattr(llm.engine.steps, "ahead", ahead)
     monkeypatch.setattr(llm.engine.runner, "last_logits", lambda chunks: torch.zeros(3))
     llm.tokenizer  # noqa: B018 - loading it is no part of this
     stopped = SamplingParams(max_tokens=4, stop=llm.tokenizer.decode([78]))  # the third token

@@ -57,7 +57,12 @@ def test_stop_strings() -> None:
 
 
 def draws(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 0) -> Counter[int]:
-    return Counter(int(sample(logits, params, seed, position)) for position in range(count))
+    rows = logits.expand(count, -1)  # all at once
+    return Counter(sample(rows, [params] * count, [seed] * count, range(count)).tolist())
+
+
+def one(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
+    return int(sample(logits[None], [params], [seed], [position]))
 
 
 def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
@@ -128,35 +133,49 @@ def test_never_outside_of_the_allowed_set(
     wider = SamplingParams(
         temperature=temperature, top_p=min(1.0, top_p + 1e-4), top_k=top_k, min_p=max(0.0, min_p - 1e-4)
     )
-    assert int(sample(torch.tensor(logits), params, seed, 3)) in allowed(logits, wider)
+    assert one(torch.tensor(logits), params, seed, 3) in allowed(logits, wider)
 
 
 def test_a_seed_and_a_position_fix_the_choice() -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(0))
     params = SamplingParams()
     torch.manual_seed(1)
-    first = [int(sample(logits, params, 7, p)) for p in range(50)]
+    first = [one(logits, params, 7, p) for p in range(50)]
     torch.manual_seed(2)
-    assert [int(sample(logits, params, 7, p)) for p in range(50)] == first
-    assert [int(sample(logits, params, 8, p)) for p in range(50)] != first
+    assert [one(logits, params, 7, p) for p in range(50)] == first
+    assert [one(logits, params, 8, p) for p in range(50)] != first
     assert len(set(first)) > 20, "positions share their random numbers"
 
 
 def test_sampling_leaves_the_global_generator_and_the_logits_alone() -> None:
     logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
     before, state = logits.clone(), torch.get_rng_state()
-    sample(logits, SamplingParams(top_k=3, top_p=0.5), 1, 1)
+    one(logits, SamplingParams(min_p=0.01, top_k=3, top_p=0.5), 1, 1)
     assert torch.equal(logits, before) and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**31, 2**64 + 3])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    assert int(sample(torch.zeros(9), SamplingParams(), seed, 5)) in range(9)
+    assert one(torch.zeros(9), SamplingParams(), seed, 5) in range(9)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30, 1e-300])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     assert draws(torch.tensor([5.0, 8.0, 7.0, -90.0]), SamplingParams(temperature=temperature), 20) == {1: 20}
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    """Every row with parameters of its own gets the token that it gets alone."""
+    keys: list[dict[str, Any]] = [
+        *({}, {"temperature": 0.3}, {"top_k": 2}, {"top_k": 500}, {"top_p": 0.5}, {"min_p": 0.4}),
+        *({"top_k": 7, "top_p": 0.8}, {"top_p": 0.999, "min_p": 0.01}, {"temperature": 4.0, "top_k": 1}),
+    ]
+    params = [SamplingParams(**k) for k in keys] * 30
+    logits = 3 * torch.randn(len(params), 40, generator=torch.Generator().manual_seed(0))
+    seeds, positions = [n % 5 for n in range(len(params))], [7 * n % 11 for n in range(len(params))]
+    alone = [one(*row) for row in zip(logits, params, seeds, positions, strict=True)]
+    assert sample(logits, params, seeds, positions).tolist() == alone
+    assert len(set(alone)) > 20
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:

@@ -38,14 +38,14 @@ def one_rank_leaves() -> None:
 def in_the_third_step() -> None:
     llm = LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(timeout=5 if HOW == "one_rank_hangs" else 600))
     if RANK == 1:
-        steps, step = iter(range(100)), llm.engine.runner.step
+        steps, launch = iter(range(100)), llm.engine.runner.launch
 
-        def fails(chunks):
+        def fails(*args):
             if next(steps) == 2:
                 globals()[HOW]()
-            return step(chunks)
+            return launch(*args)
 
-        llm.engine.runner.step = fails  # type: ignore[method-assign]
+        llm.engine.runner.launch = fails  # type: ignore[method-assign]
     print(f"rank {RANK} has begun")  # into a pipe: not written before it is flushed
     llm.generate([[2, 3, 4], [5, 6]], GREEDY)
 

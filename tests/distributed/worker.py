@@ -3,7 +3,8 @@
 A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``LLM``), ``parallel`` (of
 ``ParallelConfig``), ``prompts`` (token ids whose logits are wanted), ``generate``, a list of
 ``{"prompts": …, "params": [{…}, …]}``, and perhaps ``every``: then a generation's requests arrive one by one, every so
-many steps. Requests with the seed ``broken_seed`` cannot be sampled on the rank that owns them.
+many steps. Requests with the seed ``broken_seed`` get logits that are not finite. With ``ahead`` decode steps are launched
+before the tokens of the one before are read.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams, runner
+from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
+from dsa_engine.batch import StepPlan
 from dsa_engine.request import Request
+from dsa_engine.runner import ModelRunner
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and what the engine says of itself."""
     llm = LLM(case["folder"], parallel=ParallelConfig(**case.get("parallel", {})), **case.get("options", {}))
     engine = llm.engine
+    engine.steps.ahead = case.get("ahead", False)
+    break_logits(engine.runner, case.get("broken_seed"))
     free = engine.scheduler.free_pages
     result: dict[str, Any] = {
         "last": [engine.prefill(ids) for ids in case.get("prompts", [])],
@@ -36,11 +39,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     }
     for request in case.get("generate", []):
         params = [SamplingParams(**p) for p in request["params"]]
-        with broken_sampling(case.get("broken_seed")):
-            if "every" in case:
-                outs = one_by_one(llm, request["prompts"], params, case["every"])
-            else:
-                outs = llm.generate(request["prompts"], params)
+        if "every" in case:
+            outs = one_by_one(llm, request["prompts"], params, case["every"])
+        else:
+            outs = llm.generate(request["prompts"], params)
         result["tokens"].append([out.token_ids for out in outs])
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
         result["logprobs"].append([out.logprobs for out in outs])
@@ -67,21 +69,18 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams],
     return [request.output() for request in requests]
 
 
-@contextmanager
-def broken_sampling(seed: int | None) -> Iterator[None]:
-    """Makes the sampling of requests with this seed raise, as if that happened on one rank only."""
-    sample = runner.sample
+def break_logits(runner: ModelRunner, seed: int | None) -> None:
+    """Spoils the logits of requests with this seed, on the rank that owns them."""
+    original = runner._sampled_logits
 
-    def broken(logits: torch.Tensor, params: SamplingParams, its_seed: int, position: int) -> torch.Tensor:
-        if its_seed == seed:
-            raise ArithmeticError(f"broken at {position}")
-        return sample(logits, params, its_seed, position)
+    def broken(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
+        logits = original(plan, hidden)
+        for row, (_, sequence) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].samples, strict=True):
+            if seed is not None and sequence.params.seed == seed:
+                row[3] = float("nan")
+        return logits
 
-    runner.sample = broken
-    try:
-        yield
-    finally:
-        runner.sample = sample
+    runner._sampled_logits = broken  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -1,0 +1,103 @@
+"""The loop of steps: what is scheduled, launched and read, and how a sequence ends.
+
+The device must not wait for the host between two decode steps. So the next one is scheduled and launched before the
+tokens of the one before are read: where a sequence's last token is not known yet, the device takes it from what it has
+just sampled (:meth:`dsa_engine.sequence.Sequence.tokens`), and while it computes, the host reads that token, looks
+whether the sequence ends, and makes text of it. Launched ahead are decode steps whose launch waits for nothing; before
+a prefill, and before a graph is captured, what is under way is read first, so that no token waits behind them.
+
+A sequence that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
+pages may go to another one at once: the device works in order, and a row is written by its new owner before it is read.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dsa_engine.interrupts import uninterrupted
+from dsa_engine.profiling import current_stage
+from dsa_engine.runner import ModelRunner
+from dsa_engine.sampler import Sampled, Samples
+from dsa_engine.scheduler import Scheduler
+from dsa_engine.sequence import Sequence
+
+
+class Steps:
+    """Runs steps. Every rank does the same.
+
+    Args:
+        scheduler, runner: of the engine.
+        ends: the model's end-of-sequence tokens.
+        ahead: launch a decode step before the tokens of the step before it are read.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, ends: tuple[int, ...], ahead: bool):
+        self.ahead = ahead
+        self._scheduler = scheduler
+        self._runner = runner
+        self._ends = ends
+        self._flying: list[Samples] = []  # of steps that have been launched and not read, oldest first
+
+    def step(self) -> list[Sampled]:
+        """Launches a step, and reads those that do not stay under way; returns what was read of sequences that had
+        not ended before. See ``Engine.step``."""
+        # A step that is watched is read at once, or its time would be another's.
+        stay = 1 if self.ahead and not current_stage() else 0
+        sampled = self._read(stay)  # one too many is under way where an interrupt has come between
+        with uninterrupted():
+            chunks = self._scheduler.schedule()
+        plan = self._runner.plan(chunks)
+        if self._flying and not self._runner.runs_ahead(plan):
+            sampled += self._read(0)
+            left = [chunk for chunk in chunks if chunk.sequence.finish_reason is None]
+            if len(left) < len(chunks):
+                chunks, plan = left, self._runner.plan(left)
+        if chunks:
+            launched = self._runner.launch(plan, self._flying[-1].tokens if self._flying else None)
+            with uninterrupted():
+                self._scheduler.computed(chunks)
+                for sequence, place in launched.places.items():
+                    sequence.unread += 1
+                    sequence.place = place
+                self._flying.append(launched)
+        return sampled + self._read(stay if chunks else 0)
+
+    def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        """Ends a request and frees its pages."""
+        with uninterrupted():
+            sequence.finish_reason, sequence.error = reason, error
+            self._scheduler.finish(sequence)
+
+    def _read(self, stay: int) -> list[Sampled]:
+        """Reads the oldest steps until ``stay`` of them are under way."""
+        taken = []
+        while len(self._flying) > stay:
+            sampled = self._flying[0].read()
+            with uninterrupted():
+                del self._flying[0]
+                now = time.perf_counter()
+                for one in sampled:
+                    one.sequence.unread -= 1
+                    if one.sequence.finish_reason is None:
+                        self._take(one, now)
+                        taken.append(one)
+        return taken
+
+    def _take(self, sampled: Sampled, now: float) -> None:
+        """Adds a sampled token to its sequence, and ends the sequence where it is the last one."""
+        sequence, token, logprobs, error = sampled
+        if error is not None:
+            self.finish(sequence, "error", error)
+            return
+        sequence.output.append(token)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        sequence.first_token = sequence.first_token or now
+        sequence.last_token = now
+        params = sequence.params
+        ends = () if params.ignore_eos else self._ends
+        stops = token in ends or token in (params.stop_token_ids or ())
+        if stops and len(sequence.output) > params.min_tokens:
+            self.finish(sequence, "stop")
+        elif len(sequence.output) >= params.max_tokens:
+            self.finish(sequence, "length")

@@ -134,8 +134,8 @@ class Engine:
     def step(self) -> list[Sampled]:
         """Runs one step; returns what was sampled. Sequences with a ``finish_reason`` are done.
 
-        With ``async_scheduling`` a decode step is launched before the tokens of the one before are read, and what is
-        returned is that of the earlier one; nothing, the first time.
+        With ``async_scheduling`` a decode step is launched before the tokens of the one before are read; returned is
+        what has been read, sometimes nothing.
 
         An error of the whole step is raised, an interrupt too: then no sequence has changed, and the next step computes
         the same. What goes wrong in the sampling of one request ends that one only, with ``finish_reason`` "error".

@@ -4,7 +4,7 @@ The device must not wait for the host between two decode steps. So the next one 
 tokens of the one before are read: where a sequence's last token is not known yet, the device takes it from what it has
 just sampled (:meth:`dsa_engine.sequence.Sequence.tokens`), and while it computes, the host reads that token, looks
 whether the sequence ends, and makes text of it. Launched ahead are decode steps whose launch waits for nothing; before
-a prefill, and before a graph is captured, what is under way is read first, so that no token waits behind them.
+a prefill, and before a graph is captured, what is under way is read and handed out, so that no token waits behind them.
 
 A sequence that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
 pages may go to another one at once: the device works in order, and a row is written by its new owner before it is read.
@@ -19,7 +19,7 @@ from dsa_engine.profiling import current_stage
 from dsa_engine.runner import ModelRunner
 from dsa_engine.sampler import Sampled, Samples
 from dsa_engine.scheduler import Scheduler
-from dsa_engine.sequence import Sequence
+from dsa_engine.sequence import Chunk, Sequence
 
 
 class Steps:
@@ -36,31 +36,33 @@ class Steps:
         self._scheduler = scheduler
         self._runner = runner
         self._ends = ends
+        self._scheduled: list[Chunk] = []  # the next step, until it has been launched
         self._flying: list[Samples] = []  # of steps that have been launched and not read, oldest first
 
     def step(self) -> list[Sampled]:
-        """Launches a step, and reads those that do not stay under way; returns what was read of sequences that had
-        not ended before. See ``Engine.step``."""
+        """Launches a step, or reads those under way that must be read before; returns what was read of sequences that
+        had not ended before. See ``Engine.step``."""
         # A step that is watched is read at once, or its time would be another's.
         stay = 1 if self.ahead and not current_stage() else 0
         sampled = self._read(stay)  # one too many is under way where an interrupt has come between
-        with uninterrupted():
-            chunks = self._scheduler.schedule()
+        chunks = [chunk for chunk in self._scheduled if chunk.sequence.finish_reason is None]
+        if not chunks:
+            with uninterrupted():
+                self._scheduled = chunks = self._scheduler.schedule()
         plan = self._runner.plan(chunks)
         if self._flying and not self._runner.runs_ahead(plan):
-            sampled += self._read(0)
-            left = [chunk for chunk in chunks if chunk.sequence.finish_reason is None]
-            if len(left) < len(chunks):
-                chunks, plan = left, self._runner.plan(left)
+            return sampled + self._read(0)
         if chunks:
             launched = self._runner.launch(plan, self._flying[-1].tokens if self._flying else None)
             with uninterrupted():
+                self._scheduled = []
                 self._scheduler.computed(chunks)
                 for sequence, place in launched.places.items():
                     sequence.unread += 1
                     sequence.place = place
-                self._flying.append(launched)
-        return sampled + self._read(stay if chunks else 0)
+                if launched.places:
+                    self._flying.append(launched)
+        return sampled + self._read(stay)
 
     def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """Ends a request and frees its pages."""

@@ -24,8 +24,10 @@ def test_buckets() -> None:
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v3"])
-def test_padded_steps(model_type: str, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> None:
+@pytest.mark.parametrize("model_type, ahead", [("deepseek_v32", False), ("deepseek_v32", True), ("deepseek_v3", True)])
+def test_padded_steps(
+    model_type: str, ahead: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
+) -> None:
     """Three sequences in a bucket of four: one selects, one comes to it while it decodes, one sees few tokens."""
     model = oracle(model_type, num_hidden_layers=2)
     prompts = [random_ids(70), random_ids(62, seed=1), random_ids(3, seed=2)]
@@ -39,6 +41,7 @@ def test_padded_steps(model_type: str, oracle: Callable[..., Any], random_ids: C
         enforce_eager=True,
     )
     engine = llm.engine
+    engine.steps.ahead = ahead
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     steps = []
 

@@ -3,8 +3,8 @@
 A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``LLM``), ``parallel`` (of
 ``ParallelConfig``), ``prompts`` (token ids whose logits are wanted), ``generate``, a list of
 ``{"prompts": …, "params": [{…}, …]}``, and perhaps ``every``: then a generation's requests arrive one by one, every so
-many steps. Requests with the seed ``broken_seed`` get logits that are not finite. With ``ahead`` decode steps are launched
-before the tokens of the one before are read.
+many steps. Requests with the seed ``broken_seed`` get logits that are not finite. With ``ahead`` decode steps are
+launched before the tokens of the one before are read.
 """
 
 from __future__ import annotations

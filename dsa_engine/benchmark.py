@@ -12,7 +12,7 @@ import torch
 from dsa_engine.communication import Communication, Pass, watched
 from dsa_engine.engine import Engine
 from dsa_engine.figures import Figure
-from dsa_engine.generation import Generation, fill_caches, generate_batch, prefill_requests
+from dsa_engine.generation import Generation, fill_caches, generate_batch, most_tokens, prefill_requests
 from dsa_engine.llm import LLM
 from dsa_engine.memory import peak_bytes, reset_peak
 from dsa_engine.parallel.links import Links
@@ -135,6 +135,16 @@ class LatencyResult:
         stages = {"prefill": self.prefill_stages, "decode": self.decode_stages}
         stage_ms = {phase: [_ms(rank) for rank in ranks] for phase, ranks in stages.items() if ranks}
         return result | {"peak_memory_bytes": self.peak_memory_bytes, "stage_ms": stage_ms}
+
+
+def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int) -> None:
+    """Raises what :func:`measure_latency` would raise for this length and batch, and runs nothing."""
+    engine.check([0] * input_len)
+    engine.scheduler.check(input_len, most_tokens(engine, input_len, output_len, batch_size), batch_size)
+    if batch_size > engine.options.max_num_seqs:
+        raise ValueError(
+            f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"
+        )
 
 
 def measure_latency(

@@ -6,10 +6,9 @@ import argparse
 from typing import Any
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths
-from dsa_engine.benchmark import LatencyResult, measure_latency
+from dsa_engine.benchmark import LatencyResult, check_latency, measure_latency
 from dsa_engine.emulated import FullDepth, add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.figures import mean_stages
-from dsa_engine.generation import most_tokens
 from dsa_engine.llm import LLM
 from dsa_engine.memory import format_bytes
 from dsa_engine.parallel.links import Links
@@ -30,9 +29,8 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # all of them, before any is measured
-        engine.check([0] * input_len)
         for batch_size in args.batch_size:
-            engine.scheduler.check(input_len, most_tokens(engine, input_len, args.output_len, batch_size), batch_size)
+            check_latency(engine, input_len, args.output_len, batch_size)
     depth = FullDepth.of(llm)
     results = [
         _measure(llm, args, metric, input_len, batch_size, links)
@@ -82,10 +80,6 @@ def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace
         raise ValueError(
             f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
             f"not {args.output_len}, {args.repeat} and {args.warmup}"
-        )
-    if max(args.batch_size) > args.max_num_seqs:
-        raise ValueError(
-            f"--batch-size {max(args.batch_size)} exceeds --max-num-seqs {args.max_num_seqs}; raise --max-num-seqs"
         )
     return args
 

@@ -1,12 +1,24 @@
 #!/usr/bin/env bash
-# Proves and measures the kernels on a CUDA device, within 8 minutes: their tests on the device, then every kernel at
-# production sizes. Results go to the folder given (default: benchmarks/results).
+# Proves and measures on a CUDA device, each within 10 minutes. Results go to the folder given (default:
+# benchmarks/results).
 #
-#   scripts/gpu_check.sh [FOLDER]        PYTHON names the interpreter (default: .venv/bin/python, else python3)
+#   scripts/gpu_check.sh kernels [FOLDER]    the kernels' tests on the device, then every kernel at production sizes
+#   scripts/gpu_check.sh latency [FOLDER]    CUDA graphs and launching ahead give the same tokens; then TTFT and TPOT of
+#                                            4 layers of DeepSeek-V3.2-Exp as one rank of 64, and what each overlap gains
+#
+# PYTHON names the interpreter (default: .venv/bin/python, else python3).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
-out=$(realpath -m "${1:-benchmarks/results}")
+what=${1:-}
+case $what in
+kernels | latency) ;;
+*)
+	echo "usage: scripts/gpu_check.sh kernels|latency [FOLDER], not '$what'" >&2
+	exit 2
+	;;
+esac
+out=$(realpath -m "${2:-benchmarks/results}")
 mkdir -p "$out"
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 
@@ -25,12 +37,36 @@ unset TRITON_INTERPRET
 
 # Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is.
 processes=$("$python" -c 'import os, importlib.util as u; print(f"-n{min(16, os.cpu_count())}" if u.find_spec("xdist") else "")')
-# Not -m pytest: that would put the working folder on sys.path.
-pytest='import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))'
-timeout 240 "$python" -c "$pytest" tests/kernels tests/test_decode_graphs.py -q --maxfail=20 -o minversion=8 $processes 2>&1 |
-	tee "$out/gpu_check_tests.log"
-tests=${PIPESTATUS[0]}
-timeout 230 "$python" scripts/bench_kernels.py --time-limit 200 --json "$out/kernels.json"
-bench=$?
-echo "tests exited with $tests, benchmark with $bench"
-[ "$tests" -eq 0 ] && [ "$bench" -eq 0 ]
+failed=0
+
+# run_tests SECONDS TEST…; not -m pytest: that would put the working folder on sys.path.
+run_tests() {
+	local limit=$1
+	shift
+	timeout "$limit" "$python" -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' \
+		"$@" -q --maxfail=20 -o minversion=8 $processes 2>&1 | tee "$out/gpu_check_$what.log"
+	[ "${PIPESTATUS[0]}" -eq 0 ] || { failed=1 && echo "FAILED: tests"; }
+}
+
+# measure SECONDS SCRIPT ARGUMENT…
+measure() {
+	local limit=$1 script=$2
+	shift 2
+	timeout "$limit" "$python" "scripts/$script" "$@" || { failed=1 && echo "FAILED: $script"; }
+}
+
+if [ "$what" = kernels ]; then
+	run_tests 240 tests/kernels tests/test_decode_graphs.py
+	measure 230 bench_kernels.py --time-limit 200 --json "$out/kernels.json"
+else
+	run_tests 150 tests/test_decode_graphs.py tests/test_steps.py
+	model=$site/model
+	mkdir "$model"
+	"$python" -c 'import json, sys; from dsa_engine.checkpoint import released_config
+json.dump(released_config("deepseek_v32"), open(sys.argv[1], "w"))' "$model/config.json"
+	one_rank=(--model "$model" --load-format dummy --emulate-world 64 --tp-size 8 --input-len 8192,32768,131072
+		--hf-overrides '{"num_hidden_layers": 4, "first_k_dense_replace": 1}')
+	measure 200 measure_ttft.py "${one_rank[@]}" --output-len 1 --json "$out/ttft_rank_of_64.json"
+	measure 230 compare_overlaps.py "${one_rank[@]}" --batch-size 64 --json "$out/overlaps_rank_of_64.json"
+fi
+exit "$failed"

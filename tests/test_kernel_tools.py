@@ -148,10 +148,16 @@ def test_inspection_is_refused_in_the_interpreter() -> None:
     assert done.returncode != 0 and "cannot be compiled under TRITON_INTERPRET=1" in done.stderr
 
 
-def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["kernels", "latency"])
+def test_gpu_check_without_a_gpu(tmp_path: Path, what: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     env = os.environ | {"PYTHON": sys.executable}
-    command = ["bash", str(SCRIPTS / "gpu_check.sh"), str(tmp_path)]
+    command = ["bash", str(SCRIPTS / "gpu_check.sh"), what, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 1 and "needs a CUDA device" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_gpu_check_of_nothing() -> None:
+    done = subprocess.run(["bash", str(SCRIPTS / "gpu_check.sh"), "all"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "kernels|latency" in done.stderr

@@ -150,6 +150,24 @@ def test_one_rank_of_many(run: Run, tmp_path: Path) -> None:
         assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
+    """On a CPU there is nothing to turn off, but every variant is measured, here of an emulated rank."""
+    common = ["--input-len", "64,300", "--output-len", 4, "--repeat", 1, "--json", tmp_path / "out.json"]
+    done = run("compare_overlaps.py", *common, "--emulate-world", 2, "--batch-size", 2)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    found = {(r["turned_off"], r["input_len"]): r for r in result["results"]}
+    assert len(found) == 12 and result["emulated"]["world_size"] == 2
+    for name in ("nothing", "CUDA graphs", "async scheduling", "overlap of the shared expert", "all of them"):
+        times = [found[name, n]["median_computed_tpot_ms"] for n in (64, 300)]
+        assert min(times) > 0
+        base = [found["nothing", n]["median_computed_tpot_ms"] for n in (64, 300)]
+        row = next(line for line in done.stdout.splitlines() if line.startswith(name))
+        for ms, its_base in zip(times, base, strict=True):
+            assert f"{ms:.2f} ({ms / its_base:.2f}x)" in row
+    assert done.stdout.startswith("EMULATED: rank 0 of 2")
+
+
 def test_fewer_layers_are_scaled_on_a_line_of_their_own(run: Run, tmp_path: Path) -> None:
     report = tmp_path / "out.json"
     options = ["--hf-overrides", '{"num_hidden_layers": 2}', "--load-format", "dummy", "--json", report]
@@ -201,6 +219,9 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
             ["--emulate-world", "2", "--dump-logits", "x.npy"],
             "logits of an emulated rank mean nothing",
         ),
+        ("measure_tpot.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds max_num_seqs 64"),
+        ("compare_overlaps.py", ["--repeat", "0"], "--repeat and --batch-size at least 1"),
+        ("compare_overlaps.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds"),
         ("compare_transformers.py", ["--threads", "0"], "must be at least 1"),
         ("demo.py", ["--tokens", "0"], "--tokens must be at least 1"),
     ],

@@ -12,7 +12,7 @@ import torch
 from dsa_engine.communication import Communication, Pass, watched
 from dsa_engine.engine import Engine
 from dsa_engine.figures import Figure
-from dsa_engine.generation import Generation, fill_caches, generate_batch, most_tokens, prefill_requests
+from dsa_engine.generation import Generation, generate_batch, most_tokens
 from dsa_engine.llm import LLM
 from dsa_engine.memory import peak_bytes, reset_peak
 from dsa_engine.parallel.links import Links
@@ -171,8 +171,7 @@ def measure_latency(
     for i in range(warmup + repeat + 1):
         prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
         _barrier(engine)
-        reach = fill_caches if fill_cache else prefill_requests
-        run = generate_batch(engine, prompts, output_len, watch=i == warmup + repeat, reach=reach)
+        run = generate_batch(engine, prompts, output_len, watch=i == warmup + repeat, fill_cache=fill_cache)
         if i >= warmup:
             runs.append(run)
     seen = _Seen(runs.pop(), mesh.emulated, links or Links())
@@ -190,9 +189,8 @@ def measure_latency(
         upto = slice(0, max(seen.run.first) + 1)
         # The request in the middle of the batch stands for all: it has waited for the steps up to its first token.
         middle = sorted(seen.run.first)[batch_size // 2]
-        times = [
-            s * seen.own_share(slice(0, step + 1)) for run in runs for s, step in zip(run.ttft, run.first, strict=True)
-        ]
+        upto_first = [slice(0, step + 1) for step in seen.run.first]
+        times = [s * seen.own_share(steps) for run in runs for s, steps in zip(run.ttft, upto_first, strict=True)]
         ttft = Figure("ttft", times, input_len, world, seen.communication(slice(0, middle + 1)))
         prefill = figure("prefill", [max(run.ttft) for run in runs], input_len * batch_size, upto)
         prefill_stages = _of_all_ranks(engine, seen.stages(upto))

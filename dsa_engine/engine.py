@@ -82,7 +82,7 @@ class Engine:
         if device.type == "cuda" and not options.enforce_eager:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
         self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
-        ahead = device.type == "cuda" and options.async_scheduling
+        ahead = device.type == "cuda" and options.async_scheduling and self.mesh.static_decode
         self.steps = Steps(self.scheduler, self.runner, config.eos_token_ids, ahead)
         self._next_id = 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
 from functools import cached_property
 
 from dsa_engine.communication import Pass, watched
@@ -20,7 +19,7 @@ class Generation:
     def __init__(self, engine: Engine, watch: bool):
         self.engine = engine
         self.sequences: list[Sequence] = []
-        self.ends: list[float] = []  # of every step, in seconds from the arrival
+        self.ends: list[float] = []  # of steps that brought tokens, in seconds from the arrival; of all, if watched
         self.passes: list[Pass] = []  # of every step, where they are watched
         self.first: list[int] = []  # of every request, the step of its first token
         self.decode: tuple[int, int] | None = None  # steps in which the whole batch decodes: from, up to
@@ -33,8 +32,8 @@ class Generation:
             with watched(self.engine) as one:
                 self.engine.step()
             self.passes.append(one)
-        else:
-            self.engine.step()
+        elif not self.engine.step():
+            return  # no token: a part of a prompt, or a step that is read by the next call
         self.ends.append(time.perf_counter() - self._begin)
 
     @cached_property
@@ -48,11 +47,7 @@ class Generation:
         return [] if self.decode is None else [self.ends[i] - self.ends[i - 1] for i in range(*self.decode)]
 
 
-# Makes the run's sequences and brings them to the state in which all decode; sets ``sequences`` and ``first``.
-Reach = Callable[[Generation, list[list[int]], SamplingParams], None]
-
-
-def prefill_requests(run: Generation, prompts: list[list[int]], params: SamplingParams) -> None:
+def _prefill(run: Generation, prompts: list[list[int]], params: SamplingParams) -> None:
     """Brings requests to the state in which they decode, by computing their prompts: each has its first token."""
     for prompt in prompts:
         run.sequences.append(run.engine.add(prompt, params))
@@ -67,12 +62,13 @@ def prefill_requests(run: Generation, prompts: list[list[int]], params: Sampling
     run.first = [first[i] for i in range(len(prompts))]
 
 
-def fill_caches(run: Generation, prompts: list[list[int]], params: SamplingParams) -> None:
+def _fill(run: Generation, prompts: list[list[int]], params: SamplingParams) -> None:
     """Brings requests to the state in which they decode without computing their prompts: their caches are random. One
     step is run, in which graphs are captured; there is no first token whose time could be taken."""
     for prompt in prompts:
         run.sequences.append(run.engine.add_filled(len(prompt), params))
-    run.step()
+    while not run.ends:
+        run.step()
 
 
 def generate_batch(
@@ -81,9 +77,12 @@ def generate_batch(
     output_len: int,
     *,
     watch: bool = False,
-    reach: Reach = prefill_requests,
+    fill_cache: bool = False,
 ) -> Generation:
     """Generates ``output_len`` tokens with the whole batch; a request that is ready first may get more meanwhile.
+
+    With ``fill_cache`` the prompts are not computed: caches are filled with random rows. ``watch`` keeps what each step
+    shows (:func:`dsa_engine.communication.watched`).
 
     Nothing is left in the engine afterwards, whatever happens.
     """
@@ -91,7 +90,7 @@ def generate_batch(
     params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
     run = Generation(engine, watch)
     try:
-        reach(run, prompts, params)
+        (_fill if fill_cache else _prefill)(run, prompts, params)
         before, begin = [len(s.output) for s in run.sequences], len(run.ends)
         while run.decoded < output_len - 1 and all(s.finish_reason is None for s in run.sequences):
             run.step()

@@ -6,13 +6,16 @@ import argparse
 from typing import Any
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths
-from dsa_engine.benchmark import LatencyResult, check_latency, measure_latency
+from dsa_engine.benchmark import LatencyResult, check_latency, measure_latency, random_prompt
 from dsa_engine.emulated import FullDepth, add_emulation_arguments, heading, measured_llm, title, to_json
+from dsa_engine.engine import Engine
 from dsa_engine.figures import mean_stages
+from dsa_engine.generation import generate_batch
 from dsa_engine.llm import LLM
 from dsa_engine.memory import format_bytes
 from dsa_engine.parallel.links import Links
 from dsa_engine.plots import plot_latency
+from dsa_engine.profiling import chrome_trace
 from dsa_engine.report import environment, format_shares, format_table, write_json
 
 
@@ -25,7 +28,7 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
         output_len: default number of output tokens.
     """
     args = _parse(metric, description, output_len)
-    check_outputs(args.json, plot=args.plot)
+    check_outputs(args.json, args.profile, plot=args.plot)
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # all of them, before any is measured
@@ -37,6 +40,8 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
         for input_len in args.input_len
         for batch_size in args.batch_size
     ]
+    if args.profile:
+        _profile(engine, args)
     if not engine.mesh.reports:
         return
     scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
@@ -66,6 +71,7 @@ def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace
     parser.add_argument("--repeat", type=int, default=3, help="runs that are")
     parser.add_argument("--json", metavar="PATH", help="write the result here")
     parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
+    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
     if metric == "tpot":
         parser.add_argument(
             "--fill-cache",
@@ -96,8 +102,20 @@ def _measure(
         repeat=args.repeat,
         seed=args.seed,
         links=links,
-        fill_cache=metric == "tpot" and args.fill_cache is not None,
+        fill_cache=_fills(args),
     )
+
+
+def _profile(engine: Engine, args: argparse.Namespace) -> None:
+    """One more run of the last length and batch size; the other ranks run along."""
+    input_len, batch_size = args.input_len[-1], args.batch_size[-1]
+    prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
+    with chrome_trace(args.profile if engine.mesh.reports else None):
+        generate_batch(engine, prompts, args.output_len, fill_cache=_fills(args))
+
+
+def _fills(args: argparse.Namespace) -> bool:
+    return getattr(args, "fill_cache", None) is not None
 
 
 def _scaled(result: LatencyResult, depth: FullDepth) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,17 @@ def stage(name: str) -> Iterator[None]:
     finally:
         if timer is not None:
             timer.leave()
+
+
+@contextmanager
+def chrome_trace(path: str | Path | None) -> Iterator[None]:
+    """Writes a Chrome trace of what runs inside, by PyTorch's profiler; with None it only runs."""
+    if path is None:
+        yield
+        return
+    with torch.profiler.profile() as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
 
 
 def current_stage() -> str:

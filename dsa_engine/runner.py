@@ -51,6 +51,9 @@ class ModelRunner:
         """Whether launching this step waits for nothing that the device still has to do."""
         return self._is_static(plan) and (self._graphs is None or self._graphs.ready(plan))
 
+    def _is_static(self, plan: StepPlan) -> bool:
+        return plan.decodes and self._mesh.static_decode
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> Samples:
         """Computes a step and samples where a sequence's known tokens end: the same on every rank.
@@ -95,10 +98,6 @@ class ModelRunner:
             for rank, theirs in enumerate(positions):
                 part = theirs[first : first + step]
                 into[part] = logits[rank * step : rank * step + len(part)]
-
-    def _is_static(self, plan: StepPlan) -> bool:
-        """Whether this is a decode step whose shapes do not depend on the routing."""
-        return plan.decodes and (self._mesh.world_size == 1 or self._mesh.config.decode_dispatch == "all_gather")
 
     def _forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> torch.Tensor:
         if self._graphs is not None and self._is_static(plan):

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import time
 
+from torch.profiler import record_function
+
 from dsa_engine.interrupts import uninterrupted
 from dsa_engine.profiling import current_stage
 from dsa_engine.runner import ModelRunner
@@ -47,13 +49,14 @@ class Steps:
         sampled = self._read(stay)  # one too many is under way where an interrupt has come between
         chunks = [chunk for chunk in self._scheduled if chunk.sequence.finish_reason is None]
         if not chunks:
-            with uninterrupted():
+            with record_function("schedule"), uninterrupted():
                 self._scheduled = chunks = self._scheduler.schedule()
         plan = self._runner.plan(chunks)
         if self._flying and not self._runner.runs_ahead(plan):
             return sampled + self._read(0)
         if chunks:
-            launched = self._runner.launch(plan, self._flying[-1].tokens if self._flying else None)
+            with record_function("launch"):
+                launched = self._runner.launch(plan, self._flying[-1].tokens if self._flying else None)
             with uninterrupted():
                 self._scheduled = []
                 self._scheduler.computed(chunks)
@@ -74,7 +77,8 @@ class Steps:
         """Reads the oldest steps until ``stay`` of them are under way."""
         taken = []
         while len(self._flying) > stay:
-            sampled = self._flying[0].read()
+            with record_function("read tokens"):
+                sampled = self._flying[0].read()
             with uninterrupted():
                 del self._flying[0]
                 now = time.perf_counter()

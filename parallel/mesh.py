@@ -162,6 +162,11 @@ class Mesh:
         """Whether this process speaks for the run: rank 0 does, and an emulated rank is alone."""
         return self.emulated or self.rank == 0
 
+    @property
+    def static_decode(self) -> bool:
+        """Whether no shape in a decode step depends on the routing, so that it never waits for the device."""
+        return self.world_size == 1 or self.config.decode_dispatch == "all_gather"
+
     def begin_step(self, rows: list[int]) -> None:
         """Tells how many tokens each rank of the world computes in the step; only planned routing wants to know."""
         if self.ep.routing is not None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-import torch
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, run
 from dsa_engine.benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
 from dsa_engine.emulated import FullDepth, add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.figures import mean_stages
-from dsa_engine.llm import LLM
 from dsa_engine.memory import format_bytes
 from dsa_engine.plots import plot_prefill
+from dsa_engine.profiling import chrome_trace
 from dsa_engine.report import environment, format_table, write_json
 
 
@@ -73,7 +72,8 @@ def main() -> None:
             if first:
                 print("\n" + depth.line(f"{result.input_len:,} tokens", "ttft", scaled))
     if args.profile:
-        profile(llm, prompts[-1], args.profile)
+        with chrome_trace(args.profile if first else None):  # the other ranks run along
+            engine.prefill(prompts[-1])
     if not first:
         return
     if args.json:
@@ -117,17 +117,6 @@ def report(result: PrefillResult, this_rank: int) -> None:
         if mean
     ]
     print("\n" + format_table(("stage", "mean ms", "slowest rank", "share"), stages))
-
-
-def profile(llm: LLM, prompt: list[int], path: str) -> None:
-    """One run under PyTorch's profiler, on rank 0; the others run along."""
-    engine = llm.engine
-    if not engine.mesh.reports:
-        engine.prefill(prompt)
-        return
-    with torch.profiler.profile() as profiler:
-        engine.prefill(prompt)
-    profiler.export_chrome_trace(path)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,9 @@ def test_prefill_of_32k_tokens_stays_under_1500_mb(run: Run, tmp_path: Path) -> 
 
 def test_latency_scripts(run: Run, tmp_path: Path) -> None:
     for script, metric in (("measure_ttft.py", "ttft"), ("measure_tpot.py", "tpot")):
-        report, plot = tmp_path / f"{metric}.json", tmp_path / f"{metric}.png"
-        options = ["--input-len", "100,300", "--batch-size", "1,3", "--repeat", 2, "--json", report, "--plot", plot]
+        report, plot, trace = (tmp_path / f"{metric}.{kind}" for kind in ("json", "png", "trace"))
+        options = ["--input-len", "100,300", "--batch-size", "1,3", "--repeat", 2]
+        options += ["--json", report, "--plot", plot, "--profile", trace]
         done = run(script, *options, *(["--output-len", 4] if metric == "tpot" else []))
         assert done.returncode == 0, done.stderr
         results = json.loads(report.read_text())["results"]
@@ -104,6 +105,8 @@ def test_latency_scripts(run: Run, tmp_path: Path) -> None:
             assert "decode stage" in done.stdout and r["output_throughput_per_device"] == r["output_throughput"]
             assert 0 < r["min_itl_ms"] <= r["median_itl_ms"] <= r["p99_itl_ms"]
         assert plot.read_bytes().startswith(b"\x89PNG")
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {"schedule", "launch", "read tokens", "lightning indexer"} <= names
         assert f"median {metric.upper()} ms" in done.stdout
 
 

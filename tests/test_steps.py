@@ -15,6 +15,7 @@ import torch
 
 from dsa_engine import LLM, RequestOutput, SamplingParams
 from dsa_engine.batch import known_ids
+from dsa_engine.generation import generate_batch
 from dsa_engine.sampler import Sampled, Samples
 from dsa_engine.sequence import Sequence
 
@@ -177,6 +178,14 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     while llm.engine.scheduler.has_work:
         llm.engine.step()
     assert sequence.output == wanted and sequence.unread == 0
+
+
+@pytest.mark.parametrize("fill_cache", [False, True])
+def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
+    """One time for each token, though the first call of a step brings none."""
+    run = generate_batch(llm.engine, [[5] * 40] * 2, 6, fill_cache=fill_cache)
+    assert run.decoded == len(run.itl) == 5 and min(run.itl) > 0
+    assert run.first == ([] if fill_cache else [0, 0])
 
 
 def test_tokens_that_are_not_read_have_a_place() -> None:

@@ -52,6 +52,7 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
     listed = [r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)]
     if args.json:
         where = environment(engine.mesh.device, engine.dtype, 1 if engine.mesh.emulated else engine.mesh.world_size)
+        where |= {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
         options = {key: value for key, value in vars(args).items() if value is not None}
         write_json(args.json, {**where, **to_json(engine, links), "options": options, "results": listed})
     if args.plot:

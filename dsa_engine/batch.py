@@ -106,7 +106,7 @@ class StepPlan:
 
     @property
     def decodes(self) -> bool:
-        """Whether every rank computes one token of each of its sequences, and some rank has one."""
+        """Whether every rank computes one token (of a prompt, perhaps) of each of its sequences, and some has one."""
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
         return bool(chunks) and all(chunk.length == 1 and len(chunk.ranks) == 1 for chunk in chunks)
 

@@ -137,8 +137,9 @@ class Engine:
         With ``async_scheduling`` a decode step is launched before the tokens of the one before are read; returned is
         what has been read, sometimes nothing.
 
-        An error of the whole step is raised, an interrupt too: then no sequence has changed, and the next step computes
-        the same. What goes wrong in the sampling of one request ends that one only, with ``finish_reason`` "error".
+        An error of the whole step is raised, an interrupt too; nothing is lost then: what has been read is in the
+        sequences, and the next call goes on from there. What goes wrong in the sampling of one request ends that one
+        only, with ``finish_reason`` "error".
         """
         return self.steps.step()
 

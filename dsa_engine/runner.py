@@ -48,10 +48,14 @@ class ModelRunner:
         return step
 
     def runs_ahead(self, plan: StepPlan) -> bool:
-        """Whether launching this step waits for nothing that the device still has to do."""
+        """Whether launching this step waits for nothing that the device still has to do.
+
+        Without graphs that is so up to some thousand tokens: beyond, the experts' buffers are counted first.
+        """
         return self._is_static(plan) and (self._graphs is None or self._graphs.ready(plan))
 
     def _is_static(self, plan: StepPlan) -> bool:
+        """Whether the host knows every shape of this step: a decode step, dispatched without regard to the routing."""
         return plan.decodes and self._mesh.static_decode
 
     @torch.inference_mode()

@@ -102,7 +102,7 @@ class Sampler:
         ]
         if forbidden:
             rows, ends = upload(torch.tensor(forbidden, dtype=torch.int64).T.contiguous(), logits.device)
-            logits[rows, ends] = float("-inf")
+            logits[rows, ends] = logits.new_full((), float("-inf"))  # a number would be copied, and waited for
         highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests; NaN counts as the highest
         drawn = [i for i, s in enumerate(sequences) if s.params.temperature > 0]
         if drawn:

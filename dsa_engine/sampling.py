@@ -124,7 +124,7 @@ def sample(
     noise = torch.empty_like(probabilities)
     for row, seed, position in zip(noise, seeds, positions, strict=True):
         row.exponential_(generator=torch.Generator(device).manual_seed((seed * 1_000_003 + position) % 2**63))
-    return (probabilities / noise).argmax(dim=-1)
+    return probabilities.div_(noise).argmax(dim=-1)
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:

@@ -137,7 +137,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step: chunks of what is to be prefilled, or one token of every request that decodes."""
         self._budget = [self._group_tokens] * len(self._groups)
-        decoding = any(s.prefilled for s in self._running)
+        decoding = any(_wants_a_token(s) for s in self._running)
         if decoding:
             # Credit that nobody used is kept up to one step: who comes late is prefilled at once, a burst is not.
             self._credit = min(1.0, self._credit) + self._max_prefill_share

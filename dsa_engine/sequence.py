@@ -51,7 +51,7 @@ class Sequence:
         return self.computed >= self.to_prefill
 
     def restart(self) -> None:
-        """Forgets what is in the cache: all tokens known so far, the sampled ones too, are to be prefilled again."""
+        """Forgets what is in the cache: all tokens so far, the sampled ones too, are to be prefilled again."""
         self.computed, self.to_prefill = 0, len(self)
         self.preemptions += 1
 

@@ -31,10 +31,14 @@ class Steps:
         scheduler, runner: of the engine.
         ends: the model's end-of-sequence tokens.
         ahead: launch a decode step before the tokens of the step before it are read.
+
+    Attributes:
+        launched_ahead: how often that has happened.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, ends: tuple[int, ...], ahead: bool):
         self.ahead = ahead
+        self.launched_ahead = 0
         self._scheduler = scheduler
         self._runner = runner
         self._ends = ends
@@ -54,18 +58,21 @@ class Steps:
         plan = self._runner.plan(chunks)
         if self._flying and not self._runner.runs_ahead(plan):
             return sampled + self._read(0)
-        if chunks:
-            with record_function("launch"):
-                launched = self._runner.launch(plan, self._flying[-1].tokens if self._flying else None)
-            with uninterrupted():
-                self._scheduled = []
-                self._scheduler.computed(chunks)
-                for sequence, place in launched.places.items():
-                    sequence.unread += 1
-                    sequence.place = place
-                if launched.places:
-                    self._flying.append(launched)
-        return sampled + self._read(stay)
+        if not chunks:
+            return sampled
+        with record_function("launch"):
+            launched = self._runner.launch(plan, self._flying[-1].tokens if self._flying else None)
+        with uninterrupted():
+            self._scheduled = []
+            self._scheduler.computed(chunks)
+            for sequence, place in launched.places.items():
+                sequence.unread += 1
+                sequence.place = place
+            if launched.places:
+                self.launched_ahead += bool(self._flying)
+                self._flying.append(launched)
+        # A step that samples nothing (a part of a prompt) does not keep what was sampled before it waiting.
+        return sampled + self._read(stay if launched.places else 0)
 
     def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """Ends a request and frees its pages."""

@@ -164,7 +164,7 @@ class Mesh:
 
     @property
     def static_decode(self) -> bool:
-        """Whether no shape in a decode step depends on the routing, so that it never waits for the device."""
+        """Whether no shape in a decode step depends on the routing: the host need not ask the device for it."""
         return self.world_size == 1 or self.config.decode_dispatch == "all_gather"
 
     def begin_step(self, rows: list[int]) -> None:

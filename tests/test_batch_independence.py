@@ -72,6 +72,7 @@ def test_in_a_batch_of_16(
     found = staggered(llm, prompts, [GREEDY] * 16, every)
     assert [s.output for s in found] == alone
     assert llm.engine.scheduler.preemptions == 0
+    assert (llm.engine.steps.launched_ahead > 10) == ahead
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_with_preemption(
     found = staggered(llm, prompts, [GREEDY] * 16, every)
     assert [s.output for s in found] == alone
     assert llm.engine.scheduler.preemptions == sum(s.preemptions for s in found) >= 3
+    assert (llm.engine.steps.launched_ahead > 10) == ahead
 
 
 def test_sampled_requests_too(model: Any, prompts: list[list[int]]) -> None:

@@ -43,11 +43,12 @@ def test_padded_steps(
     engine = llm.engine
     engine.steps.ahead = ahead
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    steps = []
+    steps, before = [], []
 
     class Counted(DecodeGraphs):
         def forward(self, step: Any, sampled: torch.Tensor | None) -> torch.Tensor:
             steps.append([plan.rows for plan in step.ranks])
+            before.append(sampled is not None)
             return super().forward(step, sampled)
 
     engine.runner._graphs = Counted(
@@ -56,5 +57,7 @@ def test_padded_steps(
     padded = [o.token_ids for o in llm.generate(prompts, params)]
     assert padded == [model.greedy(prompt, 5) for prompt in prompts]
     assert steps == [[3]] * 4  # the first token comes with the prefill
+    # On a GPU the first of them is captured, and what is under way is read before.
+    assert before == [ahead and not CUDA, ahead, ahead, ahead]
     if CUDA:
         assert engine.runner._graphs.captured == [(4, 128)] and engine.runner._graphs.memory_bytes > 0

@@ -123,7 +123,7 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     monkeypatch.setattr(engine.steps, "ahead", ahead)
     assert engine.cache.pages == ROOM // 2
     ended: Counter[str] = Counter()
-    before = engine.scheduler.preemptions
+    before, launched_ahead = engine.scheduler.preemptions, engine.steps.launched_ahead
     objects, memory = [], []
     run(llm, rng, 20)  # what is made once
     for _ in range(2):
@@ -137,5 +137,6 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     print(ended, f"{engine.scheduler.preemptions} preemptions, objects {objects}, bytes {memory}")
     assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
     assert engine.scheduler.preemptions - before > 20
+    assert (engine.steps.launched_ahead - launched_ahead > 500) == ahead
     assert objects[1] - objects[0] < 100, "objects are left behind"
     assert memory[1] - memory[0] < 8 * 2**20

@@ -146,7 +146,7 @@ def test_a_step_too_many_is_dropped(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_closing_a_stream_while_a_step_is_under_way(llm: LLM) -> None:
-    wanted = llm.generate(PROMPTS, GREEDY)
+    wanted, logits = llm.generate(PROMPTS, GREEDY), llm.prompt_logits(PROMPTS[1])
     for pieces in (1, 2, 5):
         with closing(llm.stream(PROMPTS[1], GREEDY)) as stream:  # type: ignore[type-var]
             for _ in range(pieces):
@@ -154,7 +154,7 @@ def test_closing_a_stream_while_a_step_is_under_way(llm: LLM) -> None:
         assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
         # What is left under way concerns nobody, though its pages and places are now another's.
         assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == [o.token_ids for o in wanted]
-        assert torch.isfinite(llm.prompt_logits(PROMPTS[0])).all()
+        assert torch.equal(llm.prompt_logits(PROMPTS[1]), logits)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
@@ -178,6 +178,41 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     while llm.engine.scheduler.has_work:
         llm.engine.step()
     assert sequence.output == wanted and sequence.unread == 0
+
+
+def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> None:
+    """The next step has been scheduled with it, and goes on without it; with nobody left, another one is scheduled."""
+    engine = llm.engine
+    wanted = {i: llm.generate(PROMPTS[i], GREEDY)[0].token_ids for i in (0, 2)}
+    for gone in ([1], [1, 2]):
+        sequences = [engine.add(PROMPTS[0], GREEDY)]
+        for _ in range(3):
+            engine.step()
+        sequences += [engine.add(PROMPTS[i], GREEDY) for i in (1, 2)]
+        assert len(engine.step()) == 1, "a prefill is next: what is under way is read, and nothing launched"
+        for i in gone:
+            engine.finish(sequences[i], "abort")
+        late = engine.add(PROMPTS[2], GREEDY)
+        while engine.scheduler.has_work:
+            engine.step()
+        assert sequences[0].output == wanted[0] and late.output == wanted[2]
+        assert sequences[2].output == ([] if 2 in gone else wanted[2])
+
+
+def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of one token looks like a decode step, and is launched ahead."""
+    llm = LLM("demo", device="cpu", max_model_len=64, cache_memory="8MiB", max_num_batched_tokens=1, progress=False)
+    llm.engine.steps.ahead = True
+    log = Log(llm, monkeypatch)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    sequences = [llm.engine.add([5], params), llm.engine.add([6] * 30, params)]
+    parts = 0
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
+        if not log.steps[-1][1]:
+            parts += 1
+            assert [s.unread for s in sequences] == [0, 0]
+    assert parts >= 29 and [len(s.output) for s in sequences] == [3, 3]
 
 
 @pytest.mark.parametrize("fill_cache", [False, True])

@@ -99,6 +99,7 @@ def test_one_by_one_with_preemption(
         first = results[0]
         print(world, described["name"], first["preemptions"], "preemptions")
         assert (first["preemptions"] > 0) == (described["options"]["cache_memory"] == SMALL["cache_memory"])
+        assert (first["launched_ahead"] > 10) == described["ahead"]
         assert first["tokens"] == [[one["tokens"] for one in alone]]
         assert first["ends"] == [[one["ends"] for one in alone]]
         for found, one in zip(first["logprobs"][0], alone, strict=True):
@@ -110,7 +111,7 @@ def test_one_by_one_with_preemption(
                 assert values == pytest.approx(expected, abs=1e-3)
         for other in results:
             assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0
-            same = ("tokens", "ends", "logprobs", "preemptions")
+            same = ("tokens", "ends", "logprobs", "preemptions", "launched_ahead")
             assert all(other[key] == first[key] for key in same), "every rank returns the same"
 
 

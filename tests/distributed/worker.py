@@ -47,6 +47,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
         result["logprobs"].append([out.logprobs for out in outs])
     result["preemptions"] = engine.scheduler.preemptions
+    result["launched_ahead"] = engine.steps.launched_ahead
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.gate_up.shape[0] for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)

@@ -100,6 +100,33 @@ def test_what_is_under_way_is_read_before_a_prefill(llm: LLM, monkeypatch: pytes
     assert (flying, most) == (0, 2)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU is never waited for")
+def test_decode_never_waits_for_the_device(llm: LLM) -> None:
+    """But for the tokens that it reads, whatever the requests ask for."""
+    asks_for_all = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.01,
+        max_tokens=12,
+        min_tokens=10,
+        stop_token_ids=[7],
+        seed=1,
+        logprobs=2,
+    )
+    engine = llm.engine
+    sequences = [engine.add(PROMPTS[1], params) for params in (GREEDY, asks_for_all)]
+    while min(len(s.output) for s in sequences) < 3:
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while engine.scheduler.has_work:
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(s.output) for s in sequences] == [12, 12]
+
+
 def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ends a request: its length, a stop token, an end of text, a stop string, an error, its own choice."""
     greedy = llm.generate(PROMPTS[0], GREEDY)[0].token_ids

@@ -109,7 +109,7 @@ def test_decode_never_waits_for_the_device(llm: LLM) -> None:
         top_k=20,
         min_p=0.01,
         max_tokens=12,
-        min_tokens=10,
+        min_tokens=12,
         stop_token_ids=[7],
         seed=1,
         logprobs=2,

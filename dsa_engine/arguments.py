@@ -102,6 +102,12 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
     return LLM(args.model, **(options | changes))
 
 
+def reported(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a run as its report keeps them: those that have a value, and not where results were written."""
+    written = ("json", "plot", "profile", "dump_logits")
+    return {name: value for name, value in vars(args).items() if value is not None and name not in written}
+
+
 def lengths(text: str) -> list[int]:
     """ "8192,32768" as numbers of tokens."""
     try:

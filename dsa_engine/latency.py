@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths
+from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported
 from dsa_engine.benchmark import LatencyResult, check_latency, measure_latency, random_prompt
 from dsa_engine.emulated import FullDepth, add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.engine import Engine
@@ -53,8 +53,7 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
     if args.json:
         where = environment(engine.mesh.device, engine.dtype, 1 if engine.mesh.emulated else engine.mesh.world_size)
         where |= {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-        options = {key: value for key, value in vars(args).items() if value is not None}
-        write_json(args.json, {**where, **to_json(engine, links), "options": options, "results": listed})
+        write_json(args.json, {**where, **to_json(engine, links), "options": reported(args), "results": listed})
     if args.plot:
         plot_latency(listed, metric, args.plot, title(engine))
 

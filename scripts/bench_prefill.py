@@ -9,7 +9,7 @@ import argparse
 
 import numpy as np
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, run
+from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, reported, run
 from dsa_engine.benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
 from dsa_engine.emulated import FullDepth, add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.figures import mean_stages
@@ -79,9 +79,8 @@ def main() -> None:
     if args.json:
         where = environment(engine.mesh.device, engine.dtype, 1 if engine.mesh.emulated else engine.mesh.world_size)
         where |= to_json(engine, links)
-        options = {key: value for key, value in vars(args).items() if value is not None}
         loaded = {"load_seconds": [rank[0] for rank in load], "weight_bytes_read": [int(rank[1]) for rank in load]}
-        write_json(args.json, {**where, "options": options, **loaded, "results": listed})
+        write_json(args.json, {**where, "options": reported(args), **loaded, "results": listed})
     if args.dump_logits:
         with open(args.dump_logits, "wb") as file:
             np.save(file, results[-1].logits.numpy())

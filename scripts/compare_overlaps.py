@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, run
+from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported, run
 from dsa_engine.benchmark import check_latency, measure_latency
 from dsa_engine.emulated import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.report import environment, format_table, write_json
@@ -82,8 +82,7 @@ def main() -> None:
         print(above + "\n")
     print(format_table(("turned off", *(f"TPOT ms at {n:,}" for n in args.input_len)), table(results, args.input_len)))
     if args.json:
-        options = {key: value for key, value in vars(args).items() if value is not None}
-        write_json(args.json, {**where, **about, "options": options, "results": results})
+        write_json(args.json, {**where, **about, "options": reported(args), "results": results})
 
 
 def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:

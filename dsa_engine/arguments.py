@@ -148,9 +148,13 @@ def check_outputs(*paths: str | None, plot: str | None = None) -> None:
     """
     if plot is not None:
         load_pyplot()
+        if Path(plot).suffix.lower() != ".png":
+            raise ValueError(f"cannot draw {plot}: plots are PNG files; give a name that ends in .png")
     for path in (*paths, plot):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
 
 
 def run(main: Callable[[], None]) -> None:
@@ -164,3 +168,8 @@ def run(main: Callable[[], None]) -> None:
             raise  # one line for the whole run, see parallel/failure.py
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

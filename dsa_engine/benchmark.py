@@ -137,10 +137,19 @@ class LatencyResult:
         return result | {"peak_memory_bytes": self.peak_memory_bytes, "stage_ms": stage_ms}
 
 
-def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int) -> None:
-    """Raises what :func:`measure_latency` would raise for this length and batch, and runs nothing."""
-    engine.check([0] * input_len)
-    engine.scheduler.check(input_len, most_tokens(engine, input_len, output_len, batch_size), batch_size)
+def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> None:
+    """Raises what :func:`measure_latency` would raise for this length and batch, and runs nothing.
+
+    Raises:
+        ValueError, CapacityError: the length, or the whole batch at once, is not possible.
+    """
+    most = most_tokens(engine, input_len, output_len, batch_size, fill_cache)
+    if input_len + most > engine.max_model_len:
+        raise ValueError(
+            f"{input_len} tokens and up to {most} new ones exceed max_model_len {engine.max_model_len}; measure "
+            "shorter inputs or outputs, or raise max_model_len"
+        )
+    engine.scheduler.check_batch(batch_size, input_len, most, fill_cache)
     if batch_size > engine.options.max_num_seqs:
         raise ValueError(
             f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"

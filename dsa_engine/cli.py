@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, json_object, llm_from, read_text, run
+from dsa_engine.arguments import add_engine_arguments, check_outputs, json_object, llm_from, read_text, run
 from dsa_engine.cache import cache_bytes_per_token
 from dsa_engine.checkpoint import parameter_counts
 from dsa_engine.config import ModelConfig
@@ -79,6 +79,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
+    check_outputs(args.json)
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
     config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))

@@ -22,7 +22,7 @@ from dsa_engine.decode_graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
 from dsa_engine.interrupts import uninterrupted
 from dsa_engine.layers import Placement
-from dsa_engine.memory import default_cache_memory, default_workspace, format_bytes, parse_bytes
+from dsa_engine.memory import default_cache_memory, default_workspace, enough_memory, format_bytes, parse_bytes
 from dsa_engine.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
@@ -64,10 +64,13 @@ class Engine:
             place = Placement(
                 self.mesh, self.dtype, self.workspace, options.overlap_shared_expert, options.overlap_indexer
             )
-            self.model = Model(config, place)
+            with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
+                self.model = Model(config, place)
             self.bytes_read = self._load(folder)
         self.load_seconds = time.perf_counter() - started
-        self.cache = KVCache(config, self._cache_pages(), options.page_size, self.dtype, device)
+        pages = self._cache_pages()
+        with enough_memory("the caches", "lower cache_memory"):
+            self.cache = KVCache(config, pages, options.page_size, self.dtype, device)
         self.scheduler = Scheduler(
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
@@ -207,7 +210,7 @@ class Engine:
         if len(prompt) + room > self.max_model_len:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, max_model_len is {self.max_model_len}"
-                + (f" and {room} is left for the output" if room else "")
+                + (f", of which at least {room} must be left for the output" if room else "")
                 + "; shorten the prompt or raise max_model_len"
             )
         lowest, highest = min(prompt), max(prompt)

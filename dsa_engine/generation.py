@@ -86,7 +86,7 @@ def generate_batch(
 
     Nothing is left in the engine afterwards, whatever happens.
     """
-    most = most_tokens(engine, len(prompts[0]), output_len, len(prompts))
+    most = most_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
     params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
     run = Generation(engine, watch)
     try:
@@ -104,11 +104,14 @@ def generate_batch(
     return run
 
 
-def most_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int) -> int:
+def most_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> int:
     """Tokens that a request of a batch may get, while all together decode ``output_len`` of them.
 
     While the last one is prefilled the others decode, at most ``1 / max_prefill_share`` steps for one of prefill.
+    With filled caches there is one step that is not counted.
     """
+    if fill_cache:
+        return output_len + 1
     if batch_size == 1 or output_len == 1:
         return output_len
     options = engine.options

@@ -33,7 +33,7 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
     engine = llm.engine
     for input_len in args.input_len:  # all of them, before any is measured
         for batch_size in args.batch_size:
-            check_latency(engine, input_len, args.output_len, batch_size)
+            check_latency(engine, input_len, args.output_len, batch_size, _fills(args))
     depth = FullDepth.of(llm)
     results = [
         _measure(llm, args, metric, input_len, batch_size, links)

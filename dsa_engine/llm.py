@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +128,19 @@ class LLM:
         many = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(many)
+        elif not isinstance(sampling_params, (list, tuple)):
+            raise TypeError(f"sampling parameters must be a SamplingParams or a list of them, not {sampling_params!r}")
         else:
             params = list(sampling_params)
             if len(params) != len(many):
                 raise ValueError(
                     f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
                 )
+        prepared = [self._prepare(prompt, p) for prompt, p in zip(many, params, strict=True)]
+        self._agree([tokens for tokens, _ in prepared], params)
         requests: list[Request] = []
         try:
-            for prompt, p in zip(many, params, strict=True):
-                tokens, tokenizer = self._prepare(prompt, p)
+            for (tokens, tokenizer), p in zip(prepared, params, strict=True):
                 with uninterrupted():  # no request is queued without being remembered here
                     requests.append(Request(self.engine, self.engine.add(tokens, p), tokenizer))
             with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
@@ -168,6 +172,8 @@ class LLM:
         """
         if not messages:
             raise ValueError("the conversation is empty; give at least one message")
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, not {messages!r:.80}")
         several: Any = [messages] if isinstance(messages[0], dict) else messages
         for conversation in several:
             if not isinstance(conversation, (list, tuple)) or not all(
@@ -186,6 +192,7 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         tokens, tokenizer = self._prepare(prompt, params)
+        self._agree([tokens], [params])
         request: Request | None = None
         try:
             with uninterrupted():
@@ -225,6 +232,21 @@ class LLM:
         if not listed or not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
             raise TypeError(f"a prompt is a text or a list of integer token ids, not {prompt!r:.80}")
         return list(prompt)
+
+    def _agree(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        """``ValueError`` where the ranks were given different requests: nothing good would come of them."""
+        mesh = self.engine.mesh
+        if mesh.world_size == 1 or mesh.emulated:
+            return
+        digest = blake2b(repr((prompts, params)).encode(), digest_size=7).digest()
+        mine = torch.tensor([int.from_bytes(digest, "big")], device=mesh.device)
+        everybodys = mesh.ep.all_gather(mine).tolist()
+        others = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]
+        if others:
+            raise ValueError(
+                f"rank(s) {', '.join(map(str, others))} were given other requests than rank 0; give every rank the "
+                "same prompts and sampling parameters: each gets all outputs"
+            )
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], Tokenizer | None]:
         """The tokens of a prompt, and what makes text of its output; everything that takes time before it is queued."""

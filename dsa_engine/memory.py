@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from dsa_engine.config import ModelConfig
+from dsa_engine.errors import CapacityError
 
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
@@ -76,6 +79,20 @@ def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: tor
     experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
     meeting = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
     return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + meeting
+
+
+@contextmanager
+def enough_memory(what: str, advice: str) -> Iterator[None]:
+    """Says which allocation did not fit; the block does nothing but allocate.
+
+    Raises:
+        CapacityError: in place of PyTorch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one too
+        reason = str(error).splitlines()[0]
+        raise CapacityError(f"{what} could not be allocated ({reason}); {advice}") from error
 
 
 def available_bytes() -> int:

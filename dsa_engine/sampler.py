@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +109,14 @@ class Sampler:
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
             them = [sequences[i] for i in drawn]
-            seeds = [self._seed + s.id if s.params.seed is None else s.params.seed for s in them]
+            seeds = [_mixed(self._seed, s.id) if s.params.seed is None else s.params.seed for s in them]
             tokens[rows] = sample(logits[rows], [s.params for s in them], seeds, [len(s) for s in them])
         return tokens.where(highest.isfinite(), _NOT_FINITE).where(highest != float("-inf"), _NOTHING_LEFT)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed for the request of this number: neighbouring seeds and numbers have nothing in common."""
+    return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big")
 
 
 def _ranked(token: int, row: list[float], count: int) -> dict[int, float]:

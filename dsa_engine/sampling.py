@@ -48,7 +48,8 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, (list, tuple)) or (name == "stop" and isinstance(value, str))):
-                raise ValueError(f"{name} must be a list, not {value!r}")
+                kinds = "a string or a list" if name == "stop" else "a list"
+                raise ValueError(f"{name} must be {kinds}, not {value!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
         for name in ("temperature", "top_p", "min_p"):

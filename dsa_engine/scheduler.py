@@ -90,21 +90,38 @@ class Scheduler:
         """Page numbers that this rank has left to hand out."""
         return self._ledger.own_free
 
-    def check(self, prompt_len: int, max_tokens: int, requests: int = 1) -> None:
-        """Whether requests of this size can run at the same time without preemption.
+    def check(self, prompt_len: int, max_tokens: int) -> None:
+        """Whether a request of this size can run, alone at least.
 
         Raises:
-            CapacityError: not even alone; says what they need and what there is.
+            CapacityError: it cannot; says what it needs and what there is.
         """
+        self._check("this request", self._pages_at_most(prompt_len, max_tokens), prompt_len, max_tokens)
+
+    def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
+        """Whether so many requests of this size, divided evenly over the ranks, can run at once without preemption.
+
+        Args:
+            filled: they are adopted, not prefilled.
+
+        Raises:
+            CapacityError: they cannot; says what a rank needs and what it has.
+        """
+        ranks = len(self._ledger.free)
+        each = -(-requests // ranks)
+        need = each * self._pages_at_most(prompt_len, max_tokens)
+        if requests > 1 and len(self._groups[0]) > 1 and not filled:
+            need += pages_for(prompt_len, self._page_size)  # of another rank's request, while it is prefilled
+        what = f"{requests} such requests at once on {ranks} rank(s), {each} on each"
+        self._check(what, need, prompt_len, max_tokens)
+
+    def _check(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
         pages = self._ledger.pages
-        need = requests * self._pages_at_most(prompt_len, max_tokens)
         if need > pages:
-            what = "this request" if requests == 1 else f"{requests} such requests at once"
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
-                f"({prompt_len + max_tokens} in all) need {need} pages of {self._page_size} tokens, the cache has "
-                f"{pages}; raise cache_memory by a factor of {need / pages:.2f}, shorten the prompt or "
-                "lower max_tokens"
+                f"({prompt_len + max_tokens} in all) need {need} pages of {self._page_size} tokens, the cache "
+                f"has {pages}; raise cache_memory by a factor of {need / pages:.2f}, or take fewer requests or tokens"
             )
 
     def add(self, sequence: Sequence) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from dsa_engine import memory
 from dsa_engine.checkpoint import released_config
 from dsa_engine.config import ModelConfig
-from dsa_engine.memory import default_cache_memory, format_bytes, parse_bytes
+from dsa_engine.errors import CapacityError
+from dsa_engine.memory import default_cache_memory, enough_memory, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,11 @@ def test_host_memory() -> None:
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])
     assert (64 << 20) * 0.5 < memory.peak_bytes(torch.device("cpu")) < 1 << 50 and held > 0
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with (
+        pytest.raises(CapacityError, match=r"^the caches could not be allocated \(.*\); lower cache_memory$"),
+        enough_memory("the caches", "lower cache_memory"),
+    ):
+        torch.empty(1 << 60, dtype=torch.uint8)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsa_engine.sampler import _mixed
 from dsa_engine.sampling import SamplingParams, log_probabilities, sample
 
 
@@ -157,6 +158,14 @@ def test_sampling_leaves_the_global_generator_and_the_logits_alone() -> None:
 @pytest.mark.parametrize("seed", [0, -1, 2**31, 2**64 + 3])
 def test_any_integer_is_a_seed(seed: int) -> None:
     assert one(torch.zeros(9), SamplingParams(), seed, 5) in range(9)
+
+
+def test_seeds_of_requests_without_one() -> None:
+    """Neighbouring engine seeds and requests share none."""
+    seeds = {_mixed(seed, number) for seed in range(-3, 30) for number in range(100)}
+    assert len(seeds) == 3300 and _mixed(1, 2) == _mixed(1, 2)
+    logits = torch.zeros(1000)
+    assert len({one(logits, SamplingParams(), s, 5) for s in list(seeds)[:50]}) > 40
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30, 1e-300])

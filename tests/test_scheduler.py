@@ -103,10 +103,40 @@ def test_a_request_that_can_never_run() -> None:
     with pytest.raises(
         CapacityError,
         match=r"17 prompt tokens and up to 5 new ones \(22 in all\) need 6 pages of 4 tokens, the cache has 5; "
-        r"raise cache_memory by a factor of 1.20, shorten the prompt or lower max_tokens",
+        r"raise cache_memory by a factor of 1.20, or take fewer requests or tokens",
     ):
         scheduler.add(request(1, 17, output=5))
     assert step(scheduler) == [(0, 0, 16)]  # the other is not disturbed
+
+
+@pytest.mark.parametrize(
+    "ranks, cp, requests, filled, pages",
+    [
+        (1, 1, 3, False, 9),  # 11 tokens in the cache are 3 pages
+        (4, 4, 4, True, 3),  # one a rank
+        (4, 4, 5, True, 6),
+        (4, 4, 4, False, 5),  # and the 2 pages of another rank's prompt
+        (4, 1, 4, False, 3),
+        (4, 4, 1, False, 3),
+    ],
+)
+def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pages: int) -> None:
+    """Just, without preemption; with a page less it does not, and the check says so."""
+    scheduler = make(pages=pages, page_size=4, world=ranks, cp=cp)
+    scheduler.check_batch(requests, 8, 4, filled)
+    with pytest.raises(CapacityError, match=rf"{requests} such requests at once on {ranks} rank"):
+        make(pages=pages - 1, page_size=4, world=ranks, cp=cp).check_batch(requests, 8, 4, filled)
+    them = [request(n, 8, output=4) for n in range(requests)]
+    for sequence in them:
+        scheduler.adopt(sequence) if filled else scheduler.add(sequence)
+    if filled:
+        for sequence in them:
+            sequence.output.append(7)
+    while not all(s.prefilled for s in them):
+        step(scheduler)
+    for _ in range(3):
+        assert len(step(scheduler)) == requests
+    assert scheduler.preemptions == 0
 
 
 def test_finishing_early_frees_pages_in_every_state() -> None:

@@ -223,6 +223,13 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
             "logits of an emulated rank mean nothing",
         ),
         ("measure_tpot.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds max_num_seqs 64"),
+        (
+            "measure_tpot.py",
+            ["--input-len", "512", "--max-model-len", "514"],
+            "512 tokens and up to 64 new ones exceed",
+        ),
+        ("measure_ttft.py", ["--json", "/"], "cannot write /: it is a folder"),
+        ("measure_ttft.py", ["--plot", "x.pdf"], "give a name that ends in .png"),
         ("compare_overlaps.py", ["--repeat", "0"], "--repeat and --batch-size at least 1"),
         ("compare_overlaps.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds"),
         ("compare_transformers.py", ["--threads", "0"], "must be at least 1"),

@@ -71,6 +71,12 @@ def all_alike() -> None:
     llm.generate([2, 100000], GREEDY)
 
 
+def other_prompts() -> None:
+    llm = LLM(FOLDER, **OPTIONS)
+    llm.generate([[2, 3, 4]], GREEDY)
+    llm.generate([[2, 3, 4 + (RANK == 2)]], GREEDY)
+
+
 def no_such_model() -> None:
     LLM(FOLDER + "/nowhere")
 

@@ -25,8 +25,10 @@ def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
     """Mean, median, 90th and 99th percentile, least and most, in milliseconds, named as ``vllm bench`` names them."""
     ms = sorted(s * 1e3 for s in seconds)
 
-    def at(share: float) -> float:
-        return ms[min(len(ms) - 1, round(share * (len(ms) - 1)))]
+    def at(share: float) -> float:  # between two samples in proportion, as numpy does
+        place = share * (len(ms) - 1)
+        below = int(place)
+        return ms[below] + (place - below) * (ms[min(below + 1, len(ms) - 1)] - ms[below])
 
     return {
         f"mean_{name}_ms": statistics.fmean(ms),

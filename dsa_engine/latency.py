@@ -140,7 +140,7 @@ def _print(metric: str, results: list[LatencyResult], above: str) -> None:
     rows: list[tuple[Any, ...]] = []
     for r, figure in shown:
         if figure is None:  # the cache had no room for the whole batch to decode at once
-            rows.append((f"{r.input_len:,}", r.batch_size, r.output_len, *["-"] * (5 if above else 6)))
+            rows.append((f"{r.input_len:,}", r.batch_size, r.output_len, *["-"] * 6))
             continue
         j, peak = r.to_json(), format_bytes(max(r.peak_memory_bytes))
         if above:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from dsa_engine.communication import Communication, replay, watched
 from dsa_engine.config import ModelConfig
 from dsa_engine.demo import demo_config
 from dsa_engine.emulated import FullDepth
-from dsa_engine.figures import Figure, depth_factors
+from dsa_engine.figures import Figure, depth_factors, percentiles
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.emulation import EmulatedGroup
 from dsa_engine.parallel.group import Collective, CollectiveLog
@@ -168,7 +169,7 @@ def test_communication_adds_up_by_stage() -> None:
 def test_figures_keep_measured_and_modelled_apart() -> None:
     measured = Figure("ttft", [0.2, 0.1, 0.3], tokens=100, ranks=4)
     result = measured.to_json("input_throughput")
-    assert result["median_ttft_ms"] == pytest.approx(200) and result["p99_ttft_ms"] == pytest.approx(300)
+    assert result["median_ttft_ms"] == pytest.approx(200) and result["p99_ttft_ms"] == pytest.approx(298)
     assert result["input_throughput"] == pytest.approx(500)
     assert result["input_throughput_per_device"] == pytest.approx(125)
     modelled = Communication({"MoE dispatch": 0.2, "communication": 0.1}, {"MoE dispatch": 0.2, "communication": 0.0})
@@ -281,3 +282,12 @@ def test_wrong_number_of_loads_is_said_at_the_first_layer(demo_cache: Path) -> N
     llm = LLM("demo", device="cpu", parallel=parallel)
     with pytest.raises(ValueError, match="there are 2 expert loads, the model has 24 routed experts"):
         llm.engine.prefill([5, 6, 7])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 100])
+def test_percentiles(count: int) -> None:
+    seconds = [((37 * i) % 101) / 1e3 for i in range(count)]
+    found, ms = percentiles("x", seconds), np.array(seconds) * 1e3
+    assert (found["p90_x_ms"], found["p99_x_ms"]) == pytest.approx(np.percentile(ms, [90, 99]))
+    expected = (ms.mean(), np.median(ms), ms.min(), ms.max())
+    assert tuple(found[f"{name}_x_ms"] for name in ("mean", "median", "min", "max")) == pytest.approx(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM
+from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.benchmark import random_prompt
 from dsa_engine.cli import main as dsa_engine_command
 
@@ -151,6 +153,19 @@ def test_one_rank_of_many(run: Run, tmp_path: Path) -> None:
         assert (scaled["num_hidden_layers"], scaled["measured_layers"]) == (4, 3)
         assert scaled[f"{metric}_ms_computed"] > times["computed"]
         assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
+    names = ("enforce_eager", "no_async_scheduling", "no_overlap_shared_expert", "no_overlap_indexer")
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    for off in (None, *names):
+        options = [] if off is None else [f"--{off.replace('_', '-')}"]
+        engine = llm_from(parser.parse_args(["--device", "cpu", "--cache-memory", "1MiB", *options])).engine
+        place = engine.model.place
+        on = (engine.options.async_scheduling, place.overlap_shared_expert, place.overlap_indexer)
+        found = (engine.options.enforce_eager, *(not x for x in on))
+        assert found == tuple(name == off for name in names)
 
 
 def test_compare_overlaps(run: Run, tmp_path: Path) -> None:

@@ -163,13 +163,9 @@ def run(main: Callable[[], None]) -> None:
     report_failures(brief=mendable)
     try:
         main()
-    except mendable as error:
+    except (*mendable, KeyboardInterrupt) as error:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise  # one line for the whole run, see parallel/failure.py
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)
+        sys.exit(130 if interrupted else 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +105,7 @@ class StepPlan:
                     plan.samples.append((s.row + s.length - 1, chunk.sequence))
         return cls(plans)
 
-    @property
+    @cached_property
     def decodes(self) -> bool:
         """Whether every rank computes one token (of a prompt, perhaps) of each of its sequences, and some has one."""
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]

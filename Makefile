@@ -54,7 +54,7 @@ ifeq ($(strip $(ARGS)),)
 endif
 
 test-kernels: $(STAMP)
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels tests/test_decode_graphs.py $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels tests/engine/test_decode_graphs.py $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(ARGS)

@@ -4,7 +4,7 @@ from dsa_engine.errors import CapacityError, CheckpointError
 from dsa_engine.llm import LLM
 from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.sampling import SamplingParams
+from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.version import __version__
 
 __all__ = [

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dsa_engine.llm import LLM
+from dsa_engine.measure.plots import load_pyplot
 from dsa_engine.options import LoadFormat
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.mesh import CpLayout, MoeDispatch
-from dsa_engine.plots import load_pyplot
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from dsa_engine.engine import Engine
-from dsa_engine.interrupts import uninterrupted
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.interrupts import uninterrupted
+from dsa_engine.engine.request import Request
 from dsa_engine.options import EngineOptions, LoadFormat
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
-from dsa_engine.request import Request
-from dsa_engine.sampling import SamplingParams
+from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dsa_engine.config import DTYPES
-from dsa_engine.memory import parse_bytes
+from dsa_engine.sizes import parse_bytes
+from dsa_engine.model.config import DTYPES
 from dsa_engine.parallel import ParallelConfig
 
 LoadFormat = Literal["auto", "dummy"]

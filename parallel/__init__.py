@@ -5,9 +5,6 @@
 * :mod:`~dsa_engine.parallel.context`: context parallelism, the split of a sequence and the gather of its cache rows
 * :mod:`~dsa_engine.parallel.expert`: expert parallelism, two dispatches
 * :mod:`~dsa_engine.parallel.tensor`: local tensor parallelism of embedding, output projection and LM head
-* :mod:`~dsa_engine.parallel.emulation`: groups of which one rank exists, to measure one rank of many on one device
-* :mod:`~dsa_engine.parallel.routing`: expert choices that are planned, for an emulated rank
-* :mod:`~dsa_engine.parallel.links`: how long collectives take, from a stated model
 * :mod:`~dsa_engine.parallel.streams`: work on a side stream
 * :mod:`~dsa_engine.parallel.failure`: how a run of several processes ends when one of them fails
 """

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel.routing import Planned, Routing
+from dsa_engine.measure.emulation.routing import Planned, Routing
 
 # PyTorch 2.13 renamed these two and warns of the old names, which are all that 2.11 and 2.12 have.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,7 +94,7 @@ class Group:
     log: CollectiveLog | None = None  # where each collective is written down, while somebody wants to know
     routing: Routing | None = None  # chooses experts instead of the router
 
-    emulated = False  # see dsa_engine.parallel.emulation
+    emulated = False  # see dsa_engine.measure.emulation.group
 
     @property
     def size(self) -> int:

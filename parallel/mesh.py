@@ -18,10 +18,10 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel.emulation import EmulatedGroup
+from dsa_engine.measure.emulation.group import EmulatedGroup
+from dsa_engine.measure.emulation.routing import Routing
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.routing import Routing
 
 CpLayout = Literal["head_tail", "contiguous"]
 MoeDispatch = Literal["all_to_all", "all_gather"]

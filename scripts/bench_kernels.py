@@ -8,11 +8,11 @@ import time
 import torch
 
 from dsa_engine.arguments import check_outputs, run
-from dsa_engine.config import DTYPES
-from dsa_engine.kernel_tools.bench import Ceilings, measure, rows
-from dsa_engine.kernel_tools.cases import CASES, named
-from dsa_engine.kernel_tools.inputs import Inputs, Sizes
-from dsa_engine.report import environment, format_table, write_json
+from dsa_engine.measure.kernel_cases.bench import Ceilings, measure, rows
+from dsa_engine.measure.kernel_cases.cases import CASES, named
+from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
+from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.model.config import DTYPES
 
 
 def parse() -> argparse.Namespace:

@@ -10,13 +10,20 @@ import argparse
 import numpy as np
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, reported, run
-from dsa_engine.benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
-from dsa_engine.emulated import FullDepth, add_emulation_arguments, heading, measured_llm, title, to_json
-from dsa_engine.figures import mean_stages
-from dsa_engine.memory import format_bytes
-from dsa_engine.plots import plot_prefill
-from dsa_engine.profiling import chrome_trace
-from dsa_engine.report import environment, format_table, write_json
+from dsa_engine.sizes import format_bytes
+from dsa_engine.measure.emulation.arguments import (
+    FullDepth,
+    add_emulation_arguments,
+    heading,
+    measured_llm,
+    title,
+    to_json,
+)
+from dsa_engine.measure.figures import mean_stages
+from dsa_engine.measure.plots import plot_prefill
+from dsa_engine.measure.prefill_benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
+from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.stage_timer import chrome_trace
 
 
 def parse() -> argparse.Namespace:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported, run
-from dsa_engine.benchmark import check_latency, measure_latency
-from dsa_engine.emulated import add_emulation_arguments, heading, measured_llm, to_json
-from dsa_engine.report import environment, format_table, write_json
+from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
+from dsa_engine.measure.prefill_benchmark import check_latency, measure_latency
+from dsa_engine.measure.report import environment, format_table, write_json
 
 # What is turned off, and the options that do it.
 VARIANTS = {

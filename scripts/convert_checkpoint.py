@@ -13,8 +13,8 @@ from pathlib import Path
 
 from dsa_engine.arguments import run
 from dsa_engine.checkpoint import dequantize_checkpoint
-from dsa_engine.config import DTYPES
-from dsa_engine.report import write_json
+from dsa_engine.measure.report import write_json
+from dsa_engine.model.config import DTYPES
 
 
 def parse_arguments() -> argparse.Namespace:

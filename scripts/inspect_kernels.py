@@ -7,9 +7,9 @@ import argparse
 import torch
 
 from dsa_engine.arguments import check_outputs, run
-from dsa_engine.kernel_tools.cases import CASES, named
-from dsa_engine.kernel_tools.inspection import SHARED_LIMIT, faults, inspect
-from dsa_engine.report import environment, format_table, write_json
+from dsa_engine.measure.kernel_cases.cases import CASES, named
+from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
+from dsa_engine.measure.report import environment, format_table, write_json
 
 COLUMNS = (
     "kernel",

@@ -15,10 +15,10 @@ from typing import Any
 
 from dsa_engine.arguments import json_object, run
 from dsa_engine.checkpoint import RELEASED_CONFIGS, released_config, write_random_checkpoint
-from dsa_engine.config import DTYPES, merge_overrides
 from dsa_engine.demo import demo_config, demo_files
 from dsa_engine.errors import CheckpointError
-from dsa_engine.report import write_json
+from dsa_engine.measure.report import write_json
+from dsa_engine.model.config import DTYPES, merge_overrides
 
 
 def parse_arguments() -> argparse.Namespace:

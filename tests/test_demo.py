@@ -14,8 +14,8 @@ import torch
 
 from dsa_engine import demo
 from dsa_engine.checkpoint import CheckpointReader, Source, released_tensors
-from dsa_engine.config import ModelConfig
 from dsa_engine.errors import CheckpointError
+from dsa_engine.model.config import ModelConfig
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
         places = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
         return torch.tensor([tokens[min(place, len(tokens) - 1)] for place in places])
 
-    monkeypatch.setattr("dsa_engine.sampler.sample", forced)
+    monkeypatch.setattr("dsa_engine.engine.sampler.sample", forced)
 
 
 def test_text_and_tokens_are_the_same_prompt(llm: LLM) -> None:

@@ -13,8 +13,8 @@ from dsa_engine.checkpoint.index import INDEX_NAME
 from dsa_engine.checkpoint.layout import FP8, TensorSpec
 from dsa_engine.checkpoint.reader import SCALE_SUFFIX, CheckpointReader, Source
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
-from dsa_engine.config import DTYPES, ModelConfig, read_config_json
 from dsa_engine.errors import CheckpointError
+from dsa_engine.model.config import DTYPES, ModelConfig, read_config_json
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.config import ModelConfig
+from dsa_engine.model.config import ModelConfig
 
 RELEASED_BLOCK_SIZE = (128, 128)
 FP8 = torch.float8_e4m3fn

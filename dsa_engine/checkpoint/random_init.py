@@ -17,8 +17,8 @@ from tqdm import tqdm
 from dsa_engine.checkpoint.layout import RELEASED_BLOCK_SIZE, TensorSpec, released_tensors
 from dsa_engine.checkpoint.reader import Source, fill_normal
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
-from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.fp8 import quantize_blocks
+from dsa_engine.model.config import ModelConfig
 
 RELEASED_QUANTIZATION = {
     "activation_scheme": "dynamic",

@@ -20,9 +20,9 @@ from dsa_engine.checkpoint import (
     released_tensors,
     write_random_checkpoint,
 )
-from dsa_engine.config import ModelConfig, read_config_json
 from dsa_engine.demo import demo_config
 from dsa_engine.errors import CheckpointError
+from dsa_engine.model.config import ModelConfig, read_config_json
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = demo_config() | {

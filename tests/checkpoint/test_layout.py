@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsa_engine.cache import cache_bytes_per_token
 from dsa_engine.checkpoint import (
     RELEASED_CONFIGS,
     CheckpointReader,
@@ -21,7 +20,8 @@ from dsa_engine.checkpoint import (
     write_random_checkpoint,
 )
 from dsa_engine.checkpoint.random_init import RESIDUAL_GAIN
-from dsa_engine.config import ModelConfig
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.kv_cache import cache_bytes_per_token
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.measure.emulation.routing import Routing
 from dsa_engine.parallel.group import CollectiveLog
-from dsa_engine.parallel.routing import Routing
 
 
 def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
         return step
 
     engine.runner.plan = noted  # type: ignore[method-assign]
-    from dsa_engine import moe
+    from dsa_engine.model import moe
 
     multiply = moe.expert_mlp
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.benchmark import measure_prefill, random_prompt
 from dsa_engine.llm import LLM
+from dsa_engine.measure.prefill_benchmark import measure_prefill, random_prompt
 from dsa_engine.parallel import ParallelConfig
 
 WORLD = 4

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
-from dsa_engine.batch import StepPlan
-from dsa_engine.request import Request
-from dsa_engine.runner import ModelRunner
+from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.request import Request
+from dsa_engine.engine.runner import ModelRunner
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:

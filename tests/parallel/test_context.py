@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsa_engine import SamplingParams
-from dsa_engine.batch import StepPlan
-from dsa_engine.config import ModelConfig
 from dsa_engine.demo import demo_folder
+from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.sequence import Chunk, Sequence
+from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.context import split_sequence
 from dsa_engine.parallel.group import Group
-from dsa_engine.sequence import Chunk, Sequence
 
 LAYOUTS = ["head_tail", "contiguous"]
 

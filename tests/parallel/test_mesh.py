@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.config import ModelConfig
-from dsa_engine.layers import Placement
-from dsa_engine.model import Model
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.layers import Placement
+from dsa_engine.model.model import Model
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.group import Group

@@ -1,0 +1,1 @@
+"""Requests on their way: scheduler, pages, step metadata, runner, CUDA graphs, sampler."""

@@ -1,0 +1,97 @@
+"""How much memory there is, and how much of it the caches get."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from dsa_engine.errors import CapacityError
+from dsa_engine.model.config import ModelConfig
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: forgets the peak of the resident set
+
+# A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
+_CPU_DEFAULT_CACHE = 4 << 30
+
+
+def default_workspace(device: torch.device) -> int:
+    """Bytes for score tiles and the like."""
+    return (1 << 30) if device.type == "cuda" else (256 << 20)
+
+
+def default_cache_memory(
+    config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype, device: torch.device, workspace: int
+) -> int:
+    """Bytes for the caches from what is free now, the weights being loaded.
+
+    Args:
+        config: the model.
+        tokens: most tokens of a forward pass on this rank.
+        gathered: most tokens that meet on this rank for its experts.
+        dtype: of activations and caches.
+        device: of this rank.
+        workspace: bytes set apart for score tiles.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return max(0, int(0.9 * (free - workspace - activation_bytes(config, tokens, gathered, dtype))))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_ranks)
+
+
+def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
+    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once.
+
+    ``gathered`` tokens meet for this rank's experts: their rows arrive, and their sums are float32. What the experts
+    make of them is counted for ``tokens``: so many fall to a rank when routing is balanced.
+    """
+    attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
+    experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
+    meeting = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
+    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + meeting
+
+
+@contextmanager
+def enough_memory(what: str, advice: str) -> Iterator[None]:
+    """Says which allocation did not fit; the block does nothing but allocate.
+
+    Raises:
+        CapacityError: in place of PyTorch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one too
+        reason = str(error).splitlines()[0]
+        raise CapacityError(f"{what} could not be allocated ({reason}); {advice}") from error
+
+
+def available_bytes() -> int:
+    """Host memory that new allocations can have."""
+    info = Path("/proc/meminfo")
+    if info.exists():
+        return int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]) * 1024  # type: ignore[index]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def reset_peak(device: torch.device) -> None:
+    """Makes :func:`peak_bytes` count from now on; without effect on a CPU that is not Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory that this process has held: device memory on CUDA, resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if _CLEAR_REFS.exists():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,87 @@
+"""Which pages of the caches each request holds, on every rank."""
+
+from __future__ import annotations
+
+from dsa_engine.engine.sequence import Sequence
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that ``tokens`` tokens fill."""
+    return -(-tokens // page_size)
+
+
+class PageAllocator:
+    """Hands out page numbers, lowest first when new, and takes them back."""
+
+    def __init__(self, pages: int):
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """``count`` pages; the caller has made sure that there are as many."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} pages asked for, {len(self._free)} are free")
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: list[int]) -> None:
+        self._free += reversed(pages)
+
+
+class PageLedger:
+    """How many pages every sequence holds on every rank, and the numbers of those on this rank.
+
+    All ranks keep the same counts, as all take the same decisions; the numbers go to ``Sequence.pages``.
+
+    Args:
+        rank, world_size: this rank's place.
+        pages: pages of the cache, the same on every rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, pages: int):
+        self.pages = pages
+        self._rank = rank
+        self._free = [pages] * world_size
+        self._held: list[dict[Sequence, int]] = [{} for _ in range(world_size)]
+        self._allocator = PageAllocator(pages)
+
+    @property
+    def free(self) -> list[int]:
+        """Free pages of every rank."""
+        return list(self._free)
+
+    @property
+    def own_free(self) -> int:
+        """Page numbers that this rank has left to hand out: as many as its count in ``free``."""
+        return self._allocator.free
+
+    def held(self, sequence: Sequence, rank: int) -> int:
+        """Pages of a sequence on a rank."""
+        return self._held[rank].get(sequence, 0)
+
+    def holders(self, rank: int) -> list[Sequence]:
+        """The sequences that hold pages on a rank."""
+        return list(self._held[rank])
+
+    def take(self, sequence: Sequence, rank: int, count: int) -> None:
+        """Gives a sequence ``count`` more pages on a rank; the caller has made sure that there are as many."""
+        if count > self._free[rank]:
+            raise RuntimeError(f"{count} pages asked for on rank {rank}, {self._free[rank]} are free")
+        if rank == self._rank:
+            sequence.pages += self._allocator.take(count)
+        self._free[rank] -= count
+        self._held[rank][sequence] = self.held(sequence, rank) + count
+
+    def release(self, sequence: Sequence, rank: int) -> None:
+        """Takes back all pages of a sequence on a rank, none where it holds none."""
+        self._free[rank] += self._held[rank].pop(sequence, 0)
+        if rank == self._rank:
+            self._allocator.give_back(sequence.pages)
+            sequence.pages = []
+
+    def release_all(self, sequence: Sequence) -> None:
+        """Takes back all pages of a sequence."""
+        for rank in range(len(self._free)):
+            self.release(sequence, rank)

@@ -1,0 +1,122 @@
+"""Runs steps: from chunks to sampled tokens, and to logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.engine.batch import ForwardBatch, StepPlan
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.sampler import Sampler, Samples
+from dsa_engine.engine.sequence import Chunk
+from dsa_engine.kernels.transfer import upload
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.model import Model
+from dsa_engine.parallel import Mesh
+
+
+class ModelRunner:
+    """One rank's model and caches. Every rank calls the same methods with the same chunks.
+
+    Args:
+        model, cache, config, mesh: of the engine.
+        seed: of requests without a seed of their own.
+        graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        config: ModelConfig,
+        mesh: Mesh,
+        seed: int,
+        graphs: DecodeGraphs | None = None,
+    ):
+        self._model = model
+        self._cache = cache
+        self._config = config
+        self._mesh = mesh
+        self._sampler = Sampler(config, mesh, seed)
+        self._graphs = graphs
+
+    def plan(self, chunks: list[Chunk]) -> StepPlan:
+        """All ranks' shares of the chunks, for the step that runs next."""
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, self._mesh.config.cp_layout)
+        self._mesh.begin_step([share.rows for share in step.ranks])
+        return step
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        """Whether launching this step waits for nothing that the device still has to do.
+
+        Without graphs that is so up to some thousand tokens: beyond, the experts' buffers are counted first.
+        """
+        return self._is_static(plan) and (self._graphs is None or self._graphs.ready(plan))
+
+    def _is_static(self, plan: StepPlan) -> bool:
+        """Whether the host knows every shape of this step: a decode step, dispatched without regard to the routing."""
+        return plan.decodes and self._mesh.static_decode
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> Samples:
+        """Computes a step and samples where a sequence's known tokens end: the same on every rank.
+
+        Args:
+            plan: of the step.
+            sampled: ``Samples.tokens`` of the step before, where they have not been read.
+        """
+        hidden = self._forward(plan, sampled)
+        return self._sampler.sample(plan, self._sampled_logits(plan, hidden))
+
+    @torch.inference_mode()
+    def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:
+        """Computes the chunks of one sequence; float32 logits ``[vocab]`` after its last token, on every rank.
+
+        None where the chunks do not reach the last token.
+        """
+        plan = self.plan(chunks)
+        hidden = self._forward(plan)
+        logits = self._sampled_logits(plan, hidden)
+        owners = [rank for rank, p in enumerate(plan.ranks) if p.samples]
+        if not owners:
+            return None
+        mine = logits[:1] if logits.shape[0] else logits.new_zeros(1, self._config.vocab_size)
+        return self._mesh.ep.all_gather(mine)[owners[0]]
+
+    @torch.inference_mode()
+    def all_logits(self, chunk: Chunk, into: torch.Tensor, block: int) -> None:
+        """Computes a chunk and writes the logits of its positions to ``into [prompt, vocab]`` (float32, CPU), on
+        every rank.
+
+        About ``block`` rows, of all ranks together, are gathered and multiplied with the LM head at a time.
+        """
+        plan = self.plan([chunk])
+        hidden = self._forward(plan)
+        positions = [share.positions() for share in plan.ranks]
+        step = max(1, block // len(plan.ranks))
+        for first in range(0, max(share.rows for share in plan.ranks), step):
+            mine = hidden[first : first + step]
+            gathered = self._mesh.ep.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
+            logits = self._model.logits(gathered).cpu()
+            for rank, theirs in enumerate(positions):
+                part = theirs[first : first + step]
+                into[part] = logits[rank * step : rank * step + len(part)]
+
+    def _forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        if self._graphs is not None and self._is_static(plan):
+            return self._graphs.forward(plan, sampled)
+        batch = ForwardBatch.build(plan, self._config, self._mesh, self._cache.page_size, sampled)
+        return self._model(batch, self._cache)
+
+    def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 ``[samples of this rank, vocab]``."""
+        tp = self._mesh.tp
+        rows = torch.tensor([row for row, _ in plan.ranks[self._mesh.rank].samples], dtype=torch.int64)
+        most = max(len(plan.ranks[r].samples) for r in tp.ranks)
+        if most == 0:
+            return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
+        wanted = hidden[upload(rows, hidden.device)]
+        everybodys = tp.all_gather(F.pad(wanted, (0, 0, 0, most - len(rows))))
+        first = tp.index * most
+        return self._model.logits(everybodys)[first : first + len(rows)]

@@ -1,0 +1,283 @@
+"""Which tokens are computed next.
+
+Every rank runs the same scheduler on the same requests and comes to the same decisions, so nothing has to be agreed by
+messages. It counts the free pages of all ranks, and hands out the page numbers of its own.
+
+A request is prefilled by the ranks of one context-parallel group, all of which hold its pages meanwhile; then its owner
+keeps them and decodes it alone. It enters with the pages of what is to be prefilled, so no prefill waits for memory
+half-way, and takes each further page when it decodes into it. Where its owner has none left, the youngest request with
+pages there is preempted: it loses them all, goes back to its place in the queue, and is later prefilled again, prompt
+and output so far.
+
+Every request ends. The oldest is never preempted: it would have to be the only one with pages on its owner, and then it
+has as many as it can ever need (``check``). While it waits it stands first in the queue, and nobody enters before it;
+those that run end, or come back behind it, so that it finds the cache empty at the latest. Once it runs it is first in
+every prefill step and part of every decode step, and neither kind waits for ever for the other. When it ends, the next
+one is the oldest.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dsa_engine.engine.pages import PageLedger, pages_for
+from dsa_engine.engine.sequence import Chunk, Sequence
+from dsa_engine.errors import CapacityError
+
+
+class _Load(NamedTuple):
+    """What the running requests mean for their owners, by rank."""
+
+    seen: list[int]  # tokens that they see
+    growth: list[int]  # pages that they may still ask for
+    kept: list[int]  # a page for each that may need another one, or who enters would soon be thrown out again
+
+
+class Scheduler:
+    """Requests in order of arrival, first come, first served; a step prefills or decodes.
+
+    Args:
+        rank, world_size, cp_size: this rank's place; context-parallel groups are consecutive ranks.
+        pages: pages of the cache, the same on every rank.
+        page_size: tokens a page.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens a rank prefills in a step.
+        max_prefill_share: of the steps taken while some request decodes, at most this share are prefill steps, in
+            (0, 1]; 1 puts prefill first.
+
+    Attributes:
+        preemptions: times that a running request has lost its pages to an older one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        cp_size: int,
+        pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_prefill_share: float,
+    ):
+        self._groups = [range(first, first + cp_size) for first in range(0, world_size, cp_size)]
+        self._page_size = page_size
+        self._max_num_seqs = max_num_seqs
+        self._group_tokens = max_num_batched_tokens * cp_size
+        self._budget: list[int] = []  # tokens that each group can still take in the step being planned
+        self._max_prefill_share = max_prefill_share
+        self._credit = 0.0  # prefill steps that may be taken while some request decodes
+        self._ledger = PageLedger(rank, world_size, pages)
+        self._waiting: deque[Sequence] = deque()  # both in order of arrival
+        self._running: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def free_pages(self) -> list[int]:
+        """Free pages of every rank."""
+        return self._ledger.free
+
+    @property
+    def own_free_pages(self) -> int:
+        """Page numbers that this rank has left to hand out."""
+        return self._ledger.own_free
+
+    def check(self, prompt_len: int, max_tokens: int) -> None:
+        """Whether a request of this size can run, alone at least.
+
+        Raises:
+            CapacityError: it cannot; says what it needs and what there is.
+        """
+        self._check("this request", self._pages_at_most(prompt_len, max_tokens), prompt_len, max_tokens)
+
+    def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
+        """Whether so many requests of this size, divided evenly over the ranks, can run at once without preemption.
+
+        Args:
+            filled: they are adopted, not prefilled.
+
+        Raises:
+            CapacityError: they cannot; says what a rank needs and what it has.
+        """
+        ranks = len(self._ledger.free)
+        each = -(-requests // ranks)
+        need = each * self._pages_at_most(prompt_len, max_tokens)
+        if requests > 1 and len(self._groups[0]) > 1 and not filled:
+            need += pages_for(prompt_len, self._page_size)  # of another rank's request, while it is prefilled
+        what = f"{requests} such requests at once on {ranks} rank(s), {each} on each"
+        self._check(what, need, prompt_len, max_tokens)
+
+    def _check(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+        pages = self._ledger.pages
+        if need > pages:
+            raise CapacityError(
+                f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
+                f"({prompt_len + max_tokens} in all) need {need} pages of {self._page_size} tokens, the cache "
+                f"has {pages}; raise cache_memory by a factor of {need / pages:.2f}, or take fewer requests or tokens"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
+        self.check(len(sequence.prompt), sequence.params.max_tokens)
+        insort(self._waiting, sequence, key=_arrival)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes a request that needs no prefill, as somebody fills its pages: it decodes from the next step on.
+
+        Raises:
+            CapacityError: there is no room for it now.
+        """
+        self.check(len(sequence.prompt), sequence.params.max_tokens)
+        free, load = self._ledger.free, self._load()
+        need = pages_for(sequence.to_prefill, self._page_size)
+        fits = [r for r in range(len(free)) if free[r] - load.kept[r] >= need]
+        if len(self._running) >= self._max_num_seqs or not fits:
+            raise CapacityError(
+                f"no room to fill the cache of another request of {len(sequence.prompt)} tokens: "
+                f"{len(self._running)} run of at most {self._max_num_seqs}, free pages are {free}; raise "
+                "cache_memory or max_num_seqs"
+            )
+        owner = self._owner(sequence, fits, load)
+        self._ledger.take(sequence, owner, need)
+        sequence.cp_group, sequence.owner = owner // len(self._groups[0]), owner
+        sequence.computed = sequence.to_prefill
+        insort(self._running, sequence, key=_arrival)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step: chunks of what is to be prefilled, or one token of every request that decodes."""
+        self._budget = [self._group_tokens] * len(self._groups)
+        decoding = any(_wants_a_token(s) for s in self._running)
+        if decoding:
+            # Credit that nobody used is kept up to one step: who comes late is prefilled at once, a burst is not.
+            self._credit = min(1.0, self._credit) + self._max_prefill_share
+        if not decoding or self._credit > 1 - 1e-9:
+            chunks = self._prefill()
+            if chunks:
+                self._credit -= 1.0 if decoding else 0.0
+                return chunks
+        # An older request that is being prefilled may take the last pages of all that decode.
+        return self._decode() or self._prefill()
+
+    def computed(self, chunks: list[Chunk]) -> None:
+        """Records that a step has been launched; after its prefill, a request leaves the ranks that do not own it."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.computed = chunk.end
+            if sequence.prefilled:
+                for rank in chunk.ranks:
+                    if rank != sequence.owner:
+                        self._ledger.release(sequence, rank)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a request, in whatever state, and frees its pages on every rank."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self._ledger.release_all(sequence)
+
+    def _prefill(self) -> list[Chunk]:
+        """Chunks of the requests that are being prefilled, then of those that can enter."""
+        chunks = [chunk for s in self._running if not s.prefilled and (chunk := self._prefill_chunk(s))]
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._place(sequence):
+                break
+            self._waiting.popleft()
+            insort(self._running, sequence, key=_arrival)
+            chunk = self._prefill_chunk(sequence)
+            assert chunk is not None
+            chunks.append(chunk)
+        return chunks
+
+    def _prefill_chunk(self, sequence: Sequence) -> Chunk | None:
+        length = min(sequence.to_prefill - sequence.computed, self._budget[sequence.cp_group])
+        if length == 0:
+            return None
+        self._budget[sequence.cp_group] -= length
+        return Chunk(sequence, sequence.computed, length, self._groups[sequence.cp_group])
+
+    def _decode(self) -> list[Chunk]:
+        """One token of every request that decodes and has, or gets, a page for it."""
+        for sequence in list(self._running):
+            if _wants_a_token(sequence):  # a younger one may have been preempted meanwhile
+                self._grow(sequence)
+        return [
+            Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1))
+            for s in self._running
+            if _wants_a_token(s)
+        ]
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Gives a request the pages for its last token, at the cost of the youngest on its rank: itself, perhaps."""
+        ledger, owner = self._ledger, sequence.owner
+        while sequence.prefilled and ledger.held(sequence, owner) < pages_for(len(sequence), self._page_size):
+            if ledger.free[owner]:
+                ledger.take(sequence, owner, 1)
+            else:
+                self._preempt(max(ledger.holders(owner), key=_arrival))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._ledger.release_all(sequence)
+        self._running.remove(sequence)
+        sequence.restart()
+        insort(self._waiting, sequence, key=_arrival)
+        self.preemptions += 1
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Gives a request its group, its owner and its first pages; False where no group has room.
+
+        The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
+        see fewest; but an owner with pages for all that its requests may still become goes before one without.
+        """
+        free, load = self._ledger.free, self._load()
+        need = pages_for(sequence.to_prefill, self._page_size)
+        fits = [
+            number
+            for number, ranks in enumerate(self._groups)
+            if self._budget[number] > 0 and all(free[r] - load.kept[r] >= need for r in ranks)
+        ]
+        if not fits:
+            return False
+        group = min(fits, key=lambda number: sum(load.seen[r] for r in self._groups[number]))
+        sequence.cp_group, sequence.owner = group, self._owner(sequence, self._groups[group], load)
+        for rank in self._groups[group]:
+            self._ledger.take(sequence, rank, need)
+        return True
+
+    def _owner(self, sequence: Sequence, ranks: Iterable[int], load: _Load) -> int:
+        free = self._ledger.free
+        most = self._pages_at_most(len(sequence.prompt), sequence.params.max_tokens)
+        return min(ranks, key=lambda r: (free[r] - load.growth[r] < most, load.seen[r], -free[r]))
+
+    def _load(self) -> _Load:
+        ranks = len(self._ledger.free)
+        load = _Load([0] * ranks, [0] * ranks, [0] * ranks)
+        for other in self._running:
+            most = self._pages_at_most(len(other.prompt), other.params.max_tokens)
+            more = most - self._ledger.held(other, other.owner)
+            load.seen[other.owner] += len(other)
+            load.growth[other.owner] += more
+            load.kept[other.owner] += min(more, 1)
+        return load
+
+    def _pages_at_most(self, prompt_len: int, max_tokens: int) -> int:
+        # The last token that is sampled never enters the cache.
+        return pages_for(prompt_len + max_tokens - 1, self._page_size)
+
+
+def _wants_a_token(sequence: Sequence) -> bool:
+    """Whether it decodes; not where its last token is on its way."""
+    return sequence.prefilled and sequence.generated < sequence.params.max_tokens
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.id

@@ -1,0 +1,146 @@
+"""Measuring one rank of many on one device: the options of the scripts, and what their reports say about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.arguments import json_object, llm_from, parallel_from
+from dsa_engine.engine.engine import Engine
+from dsa_engine.llm import LLM, resolve_model
+from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.emulation.routing import check_loads
+from dsa_engine.measure.figures import Figure, depth_factors
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.parallel import ParallelConfig
+
+# Keys of config.json that say which layers there are: overrides of these are for the run, not for the whole model.
+_LAYER_KEYS = {
+    *("num_hidden_layers", "first_k_dense_replace", "mlp_layer_types"),
+    *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+}
+
+
+def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options; :func:`measured_llm` reads them."""
+    group = parser.add_argument_group("one rank of many (in one process, without torchrun)")
+    group.add_argument(
+        "--emulate-world",
+        type=int,
+        metavar="N",
+        help="run the work of one rank of N: computation is measured, communication modelled; tokens mean nothing",
+    )
+    group.add_argument("--emulate-rank", type=int, metavar="R", help="which rank, from 0 (default: 0)")
+    group.add_argument(
+        "--expert-loads", metavar="PATH", help="JSON list, a relative load per expert; default: balanced"
+    )
+    group.add_argument("--links", metavar="PATH", help="JSON with the links' figures; default: NVLink and InfiniBand")
+
+
+def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
+    """The model that the options describe, and the links on which an emulated rank would communicate.
+
+    Raises:
+        ValueError, OSError: an option or a file is not possible; then nothing has been loaded.
+    """
+    if args.emulate_world is None:
+        for option in ("emulate_rank", "expert_loads", "links"):
+            if getattr(args, option) is not None:
+                raise ValueError(f"--{option.replace('_', '-')} needs --emulate-world, the number of ranks to emulate")
+        return llm_from(args), Links()
+    links = Links.read(args.links) if args.links else Links()
+    config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))
+    parallel = parallel_from(
+        args,
+        emulate_world=args.emulate_world,
+        emulate_rank=args.emulate_rank or 0,
+        expert_loads=None if args.expert_loads is None else tuple(_read_loads(args.expert_loads, config)),
+    )
+    return llm_from(args, parallel=parallel), links
+
+
+def _read_loads(path: str, config: ModelConfig) -> list[float]:
+    try:
+        loads = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); give a list of numbers, one for each expert") from error
+    if not isinstance(loads, list):
+        raise ValueError(f"{path} must hold a JSON list of numbers, one for each expert, not {loads!r:.80}")
+    try:
+        ParallelConfig(emulate_world=2, expert_loads=tuple(loads))  # that they are numbers
+        check_loads(loads, config.n_routed_experts, config.num_experts_per_tok)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return loads
+
+
+def heading(engine: Engine, links: Links) -> str:
+    """What stands above every table of an emulated run; "" elsewhere."""
+    mesh = engine.mesh
+    if not mesh.emulated:
+        return ""
+    loads = "given" if mesh.config.expert_loads else "balanced"
+    return (
+        f"EMULATED: rank {mesh.rank} of {mesh.world_size}, in one process, {loads} expert loads; tokens mean nothing.\n"
+        f"Computation is measured; communication is modelled, not measured: {links}."
+    )
+
+
+def title(engine: Engine) -> str:
+    """What stands above a plot; "" where nothing is emulated."""
+    mesh = engine.mesh
+    if not mesh.emulated:
+        return ""
+    return f"emulated: rank {mesh.rank} of {mesh.world_size}; computation measured, communication modelled"
+
+
+def to_json(engine: Engine, links: Links) -> dict[str, Any]:
+    """The key "emulated" of a result; nothing where nothing is."""
+    mesh = engine.mesh
+    if not mesh.emulated:
+        return {}
+    loads = mesh.config.expert_loads
+    about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": list(loads) if loads else "balanced"}
+    return {"emulated": {**about, "links": links.to_json()}}
+
+
+class FullDepth:
+    """The whole model, where a run has fewer layers: figures with all of them, scaled from the run's, not measured."""
+
+    def __init__(self, measured: ModelConfig, full: ModelConfig):
+        self.measured = measured.num_hidden_layers
+        self.layers = full.num_hidden_layers
+        self.factors = depth_factors(measured, full)
+
+    @classmethod
+    def of(cls, llm: LLM) -> FullDepth | None:
+        """None where the run has as many layers as config.json says.
+
+        Raises:
+            ValueError: a kind of layer is missing in the run.
+        """
+        engine = llm.engine
+        overrides = {key: v for key, v in engine.options.hf_overrides.items() if key not in _LAYER_KEYS}
+        full = ModelConfig.from_pretrained(llm.folder, overrides)
+        same = full.num_hidden_layers == engine.config.num_hidden_layers
+        return None if same else cls(engine.config, full)
+
+    def scale(self, figure: Figure, stages: dict[str, float]) -> dict[str, float]:
+        """Milliseconds of a figure at full depth; see :meth:`dsa_engine.measure.figures.Figure.scaled`."""
+        return figure.scaled(stages, self.factors)
+
+    def to_json(self, scaled: dict[str, float]) -> dict[str, Any]:
+        about = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
+        return {"scaled_to_full_depth": {**about, **scaled}}
+
+    def line(self, what: str, metric: str, scaled: dict[str, float]) -> str:
+        """The scaled times of ``metric``, for people."""
+        times = ", ".join(
+            f"{key.removeprefix(metric + '_ms').replace('_', ' ').strip()} {ms:,.1f} ms".strip()
+            for key, ms in scaled.items()
+            if key.startswith(metric)
+        )
+        depth = f"with all {self.layers} layers instead of {self.measured}"
+        return f"SCALED, not measured: {what} {depth}: {metric.upper()} {times}"

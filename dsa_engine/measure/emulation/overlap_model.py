@@ -1,0 +1,125 @@
+"""What an emulated rank would have spent in communication: its program, played again on modelled links.
+
+The computation is measured, the communication is not: it follows from the bytes of each collective and the figures of
+:class:`dsa_engine.measure.emulation.links.Links`. The two are always reported apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsa_engine.engine.engine import Engine
+from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
+from dsa_engine.model.stages import stage
+from dsa_engine.parallel.group import CollectiveLog
+
+
+@dataclass
+class Communication:
+    """Modelled seconds by stage: of all collectives, and of those that the computation had to wait for."""
+
+    total: dict[str, float] = field(default_factory=dict)
+    stalls: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.total.values())
+
+    @property
+    def stalled_seconds(self) -> float:
+        return sum(self.stalls.values())
+
+    @classmethod
+    def sum(cls, parts: Iterable[Communication]) -> Communication:
+        whole = cls()
+        for part in parts:
+            for name, seconds in part.total.items():
+                _add(whole.total, name, seconds)
+            for name, seconds in part.stalls.items():
+                _add(whole.stalls, name, seconds)
+        return whole
+
+    def scaled(self, factor: float) -> Communication:
+        return Communication(
+            {name: s * factor for name, s in self.total.items()}, {name: s * factor for name, s in self.stalls.items()}
+        )
+
+
+def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links) -> Communication:
+    """Plays the program of one rank again, with collectives that take the time that ``links`` say.
+
+    The bound that this computes: measured work stands where it was measured, on one stream, without the time in which
+    emulated groups made up their results. A collective begins when the program issues it and the one before has ended
+    (they share the links). The program waits for a synchronous one at once, and for an asynchronous one where it waits
+    in truth; so an asynchronous collective hides behind the work measured between, and never more than that. The
+    shared expert on its side stream, which in a real run lies beside the dispatch too, is not counted as hiding
+    anything: what is measured is that it lies beside gate and experts. The other ranks are taken to be at the same
+    point at the same time; waiting for a slower rank is in no figure.
+
+    Args:
+        log: of one pass, read from an emulated run; its marks are ``clock``'s.
+        begin: the mark at which the pass began.
+    """
+    result = Communication()
+    worked = stalled = free_at = 0.0
+    ends: dict[int, float] = {}
+    last = begin
+    for event in log.events:
+        worked += clock.seconds(last, event.before)
+        last = event.after
+        now = worked + stalled
+        collective = log.collectives[event.number]
+        if event.what == "begin":
+            seconds = links.seconds(collective)
+            _add(result.total, collective.stage, seconds)
+            free_at = max(now, free_at) + seconds
+            ends[event.number] = free_at
+        if event.what == "wait" or not collective.asynchronous:
+            stall = max(0.0, ends.pop(event.number) - now)
+            _add(result.stalls, collective.stage, stall)
+            stalled += stall
+    return result
+
+
+@dataclass
+class Pass:
+    """One forward pass, watched: stages, and collectives where the rank is emulated. Read it when it is over."""
+
+    timer: StageTimer
+    log: CollectiveLog | None
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Of the rank's own work."""
+        return {name: s for name, s in self.timer.seconds().items() if name != EMULATION}
+
+    def emulation_seconds(self) -> float:
+        """Spent on standing in for the other ranks: no part of the rank's work."""
+        return self.timer.seconds().get(EMULATION, 0.0)
+
+    def communication(self, links: Links) -> Communication:
+        if self.log is None:
+            return Communication()
+        return replay(self.log, self.timer.begin, self.timer.clock, links)
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[Pass]:
+    """Times the stages of what runs inside and, of an emulated rank, writes down its collectives."""
+    timer = StageTimer(engine.mesh.device)
+    log = CollectiveLog(timer.clock.mark, current_stage, lambda: stage(EMULATION)) if engine.mesh.emulated else None
+    for group in engine.mesh.groups:
+        group.log = log
+    try:
+        with timer:
+            yield Pass(timer, log)
+    finally:
+        for group in engine.mesh.groups:
+            group.log = None
+
+
+def _add(into: dict[str, float], name: str, seconds: float) -> None:
+    into[name] = into.get(name, 0.0) + seconds

@@ -1,0 +1,116 @@
+"""Where the time of a forward pass goes: the seconds of each stage, and Chrome traces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_engine.model.stages import STAGES, set_observer
+
+# What only stands in for the other ranks of an emulated one: timed like a stage, and no part of the rank's work.
+EMULATION = "emulation"
+
+_active: StageTimer | None = None
+
+
+@contextmanager
+def chrome_trace(path: str | Path | None) -> Iterator[None]:
+    """Writes a Chrome trace of what runs inside, by PyTorch's profiler; with None it only runs."""
+    if path is None:
+        yield
+        return
+    with torch.profiler.profile() as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
+
+
+def current_stage() -> str:
+    """The stage that runs now, "other" between stages; "" where no :class:`StageTimer` is running."""
+    return "" if _active is None else _active.stage
+
+
+class DeviceClock:
+    """Marks moments of a device's work: with CUDA events on the stream that is current now, or in wall time on a CPU.
+
+    What runs on a side stream is not seen, only what this one spends in waiting for it.
+    """
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def mark(self) -> Any:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks that the device has reached."""
+        return end - begin if self._stream is None else begin.elapsed_time(end) / 1e3
+
+
+class StageTimer:
+    """Sums the time spent in each stage while it is entered as a context; read ``seconds()`` afterwards.
+
+    On CUDA the time is the device's, on the stream that is current when the timer is made; on a CPU it is wall time.
+    """
+
+    def __init__(self, device: torch.device):
+        self.clock = DeviceClock(device)
+        self._device = device
+        self._stack = ["other"]
+        self._marks: list[tuple[str, Any]] = []  # a stage, and where it begins
+
+    @property
+    def stage(self) -> str:
+        """The innermost stage that has been entered."""
+        return self._stack[-1]
+
+    @property
+    def begin(self) -> Any:
+        """The mark at which the timer was entered."""
+        return self._marks[0][1]
+
+    def __enter__(self) -> StageTimer:
+        global _active
+        set_observer(self)
+        _active = self
+        self._mark()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _active
+        self._stack.append("")  # what follows, up to the next entry, is nobody's
+        self._mark()
+        self._stack.pop()
+        set_observer(None)
+        _active = None
+
+    def enter(self, name: str) -> None:
+        if name not in STAGES and name != EMULATION:
+            raise ValueError(f"{name!r} is no stage; stages are {', '.join(STAGES)}")
+        self._stack.append(name)
+        self._mark()
+
+    def leave(self) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._marks.append((self._stack[-1], self.clock.mark()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds in every stage, and in "other" what lay between; "emulation" is there where a rank was emulated."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        total = dict.fromkeys((*STAGES, "other"), 0.0)
+        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if name:
+                total[name] = total.get(name, 0.0) + self.clock.seconds(begin, end)
+        return total

@@ -1,0 +1,232 @@
+"""Multi-head latent attention with DeepSeek Sparse Attention, in absorbed form (DeepSeek-V2, section 2.1; V3.2-Exp).
+
+The cache holds one latent row a token for all heads. W_UK is absorbed into the query and W_UV is applied after the
+attention, so that no key or value is ever expanded, except for runs of queries that see so few tokens, or belong to a
+model without an indexer, that dense attention over expanded keys is the cheaper way (`batch.unabsorbed_min_queries`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.engine.batch import ForwardBatch
+from dsa_engine.kernels.dense_attention import dense_attention
+from dsa_engine.kernels.dense_mla import dense_mla
+from dsa_engine.kernels.paged import read_rows, store_rows
+from dsa_engine.kernels.rms_norm import rms_norm
+from dsa_engine.kernels.rope import apply_rope
+from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.sparse_attention import sparse_attention
+from dsa_engine.kernels.store_cache_rows import packed_width, store_cache_rows
+from dsa_engine.kernels.store_latent import store_latent
+from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.model.indexer import Indexer
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.layers import Placement, Streams, Weighted
+from dsa_engine.model.stages import stage
+from dsa_engine.parallel.tensor import head_parallel_projection, shard
+
+
+class Attention(Weighted):
+    """Attention of one layer. Projections are whole on every rank, o_proj is sharded by heads over the tp group."""
+
+    def __init__(self, layer: int, config: ModelConfig, place: Placement, streams: Streams):
+        super().__init__(place)
+        self.layer = layer
+        self.streams = streams
+        self.config = config
+        prefix = f"model.layers.{layer}.self_attn"
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        self.q_a = self.weight(f"{prefix}.q_a_proj.weight", config.q_lora_rank, config.hidden_size)
+        self.q_a_norm = self.weight(f"{prefix}.q_a_layernorm.weight", config.q_lora_rank)
+        self.q_b = self.weight(f"{prefix}.q_b_proj.weight", heads * config.qk_head_dim, config.q_lora_rank)
+        self.kv_a = self.weight(f"{prefix}.kv_a_proj_with_mqa.weight", config.latent_dim, config.hidden_size)
+        self.kv_a_norm = self.weight(f"{prefix}.kv_a_layernorm.weight", rank)
+        per_head = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_b = self.weight(f"{prefix}.kv_b_proj.weight", heads * per_head, rank)
+        up = self.kv_b.data.view(heads, per_head, rank)
+        self.w_uk = up[:, : config.qk_nope_head_dim]  # [heads, nope, rank]
+        self.w_uv = up[:, config.qk_nope_head_dim :]  # [heads, value, rank]
+        first, last = shard(heads, place.mesh.tp, "num_attention_heads")
+        width = heads * config.v_head_dim
+        columns = (first * config.v_head_dim, last * config.v_head_dim)
+        self.o = self.weight(f"{prefix}.o_proj.weight", config.hidden_size, width, columns=columns)
+        selects = config.indexer_types[layer] == "full"
+        self.indexer = Indexer(f"{prefix}.indexer", config, place) if selects else None
+
+    def forward(
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, selection: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends and caches.
+
+        Args:
+            x: ``[T, hidden]``, normed.
+            batch: what the rows are.
+            cache: this step's latent rows and index keys are written to it first.
+            selection: slots ``[sparse rows, index_topk]`` that the last selecting layer chose, for a layer that shares.
+
+        Returns:
+            ``[T, hidden]``, and the selection that this layer used.
+        """
+        plan, indexer = batch.plan, self.indexer
+        latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
+        dense = sum(s.length for s in plan.unabsorbed)  # rows [0, dense) take the expanded path
+        unscored = dense + sum(s.length for s in plan.absorbed)  # rows [unscored, T) select
+
+        # What others need first: it travels while q is computed.
+        gathering = self._gather_cache_rows(x, batch, key_pool) if batch.gathers else None
+        with stage("MLA prolog"):
+            q_resid = rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_NORM_EPS)
+
+        def index() -> tuple[torch.Tensor, ...]:
+            """The indexer's prolog: what it caches, and its queries."""
+            if indexer is None or key_pool is None:
+                return ()
+            if gathering is None:
+                indexer.store_keys(x, batch, key_pool, batch.slots)
+            return indexer.queries(x, q_resid, batch, unscored) if plan.sparse else ()
+
+        # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
+        with stage("indexer prolog"):
+            indexed = self.streams.indexer.run(index, x, q_resid)
+        with stage("MLA prolog"):
+            if gathering is None:
+                self._store_latent(x, batch, latent_pool, batch.slots)
+            q_expanded, q_latent = self._queries(q_resid, batch, dense)
+        with stage("indexer prolog"):
+            index_query = indexed()
+        if gathering is not None:
+            with stage("communication"):
+                rows = gathering()
+            with stage("MLA prolog"):
+                self._store_gathered(rows, latent_pool, key_pool, batch.slots)
+
+        if indexer and index_query and key_pool is not None:
+            selection = indexer.select(index_query[0], index_query[1], key_pool, batch)
+        with stage("sparse flash attention"):
+            out_latent = self._absorbed(q_latent, latent_pool, batch, selection, unscored - dense)
+            out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
+            self._unabsorbed(q_expanded, latent_pool, batch, out)
+        with stage("MLA epilog"):
+            _per_head(out_latent, self.w_uv.transpose(1, 2), out[dense:])
+            return head_parallel_projection(out, self.o, batch.tp_rows, self.place.mesh.tp), selection
+
+    def _store_latent(
+        self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> None:
+        """Latent rows of the local tokens: to their slots of a pool, or row by row."""
+        compressed = F.linear(x, self.kv_a)
+        interleaved = self.config.rope_interleaved
+        store_latent(
+            compressed, self.kv_a_norm, LATENT_NORM_EPS, batch.cos, batch.sin, into, slots, interleaved=interleaved
+        )
+
+    def _gather_cache_rows(
+        self, x: torch.Tensor, batch: ForwardBatch, key_pool: torch.Tensor | None
+    ) -> Callable[[], torch.Tensor]:
+        """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
+        side; the rows behind this rank's tokens hold anything, and their slots are −1."""
+        tokens, latent = x.shape[0], self.config.latent_dim
+        index_key = 0 if key_pool is None else key_pool.shape[-1]
+        rows = x.new_empty(batch.cp_rows, packed_width(latent, index_key, x.dtype))
+        with stage("MLA prolog"):
+            self._store_latent(x, batch, rows[:tokens, :latent])
+        if self.indexer is not None:
+            with stage("indexer prolog"):
+                self.indexer.store_keys(x, batch, rows[:tokens, latent : latent + index_key])
+        with stage("communication"):
+            return self.place.mesh.cp.all_gather_async(rows)
+
+    def _store_gathered(
+        self, rows: torch.Tensor, latent_pool: torch.Tensor, key_pool: torch.Tensor | None, slots: torch.Tensor
+    ) -> None:
+        """Gathered rows straight to their causal places."""
+        if key_pool is None:
+            store_rows(latent_pool, rows[:, : self.config.latent_dim], slots)
+        else:
+            store_cache_rows(latent_pool, key_pool, rows, slots)
+
+    def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch, dense: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries of the first rows as they are, ``[dense, heads, qk_head_dim]``, and of the others with W_UK absorbed,
+        ``[T - dense, heads, latent_dim]``."""
+        config = self.config
+        nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
+        q = F.linear(q_resid, self.q_b).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        expanded, absorbed = q[:dense], q[dense:]
+        if dense:
+            turned = expanded[..., nope:]
+            apply_rope(turned, batch.cos[:dense], batch.sin[:dense], interleaved=interleaved, out=turned)
+        latent = q.new_empty(absorbed.shape[0], config.num_attention_heads, config.latent_dim)
+        _per_head(absorbed[..., :nope], self.w_uk, latent[..., :rank])
+        apply_rope(
+            absorbed[..., nope:], batch.cos[dense:], batch.sin[dense:], interleaved=interleaved, out=latent[..., rank:]
+        )
+        return expanded, latent
+
+    def _absorbed(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        batch: ForwardBatch,
+        selection: torch.Tensor | None,
+        border: int,
+    ) -> torch.Tensor:
+        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: the rows before ``border`` over all that they
+        see, the others over what is selected."""
+        value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.place.workspace
+        parts = []
+        if border:
+            tables = batch.block_tables
+            over_all = dense_mla(
+                q[:border], pool, tables, batch.absorbed, value_dim=value_dim, scale=scale, workspace=workspace
+            )
+            parts.append(over_all[0])
+        if q.shape[0] > border:
+            assert selection is not None, "sparse rows need a selection, and the first layer makes one"
+            over_selected = sparse_attention(
+                q[border:], pool, selection, value_dim=value_dim, scale=scale, workspace=workspace
+            )
+            parts.append(over_selected[0])
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], value_dim)
+
+    def _unabsorbed(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """Dense attention of the first rows, ``q [dense, heads, qk_head_dim]``, into the same rows of ``out``.
+
+        Keys and values of a sequence are expanded once, for as many heads at a time as the workspace holds.
+        """
+        config = self.config
+        for sequence, group in groupby(batch.plan.unabsorbed, key=lambda s: s.sequence):
+            segments: list[Segment] = list(group)
+            longest = max(s.end for s in segments)
+            rows = read_rows(pool, batch.block_tables[sequence], 0, longest)
+            latent, k_rope = rows.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
+            # A head's keys without and with their rotated part, its values, and these as wide as the keys.
+            widths = config.qk_nope_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
+            per_head = longest * widths * rows.element_size()
+            step = max(1, self.place.workspace // 2 // per_head)
+            for first in range(0, config.num_attention_heads, step):
+                heads = slice(first, first + step)
+                k_nope = torch.einsum("sr,hdr->shd", latent, self.w_uk[heads])
+                k = torch.cat((k_nope, k_rope[:, None].expand(-1, k_nope.shape[1], -1)), dim=-1)
+                v = torch.einsum("sr,hdr->shd", latent, self.w_uv[heads])
+                for s in segments:
+                    part = slice(s.row, s.row + s.length)
+                    out[part, heads] = dense_attention(
+                        q[part, heads],
+                        k[: s.end],
+                        v[: s.end],
+                        scale=config.softmax_scale,
+                        workspace=self.place.workspace // 2,
+                    )
+
+
+def _per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, strided as it may be."""
+    if x.shape[0]:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

@@ -1,0 +1,75 @@
+"""The lightning indexer's projections (DeepSeek-V3.2-Exp, section 2.1): what is scored, and how heads are weighed."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.engine.batch import ForwardBatch
+from dsa_engine.kernels.lightning_indexer import lightning_indexer
+from dsa_engine.kernels.paged import slots_of
+from dsa_engine.kernels.rope import apply_rope
+from dsa_engine.kernels.store_index_keys import store_index_keys
+from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.model.layers import Placement, Weighted
+from dsa_engine.model.stages import stage
+
+
+class Indexer(Weighted):
+    """Chooses the ``index_topk`` cached tokens that a query attends to. Weights are whole on every rank."""
+
+    def __init__(self, prefix: str, config: ModelConfig, place: Placement):
+        super().__init__(place)
+        heads, dim = config.index_n_heads, config.index_head_dim
+        self.config = config
+        self.wq_b = self.weight(f"{prefix}.wq_b.weight", heads * dim, config.q_lora_rank)
+        self.wk = self.weight(f"{prefix}.wk.weight", dim, config.hidden_size)
+        self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
+        self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
+        self.weights_proj = self.weight(f"{prefix}.weights_proj.weight", heads, config.hidden_size, dtype=torch.float32)
+
+    def store_keys(
+        self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> None:
+        """Index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row."""
+        store_index_keys(
+            F.linear(x, self.wk),
+            self.k_norm_weight,
+            self.k_norm_bias,
+            LATENT_NORM_EPS,
+            batch.cos,
+            batch.sin,
+            into,
+            slots,
+            interleaved=self.config.index_rope_interleaved,
+        )
+
+    def queries(
+        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index queries ``[T - first, heads, dim]`` and head weights ``[T - first, heads]`` of the rows from
+        ``first`` on.
+
+        ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold every scale of the score.
+        """
+        config = self.config
+        q = F.linear(q_resid[first:], self.wq_b).unflatten(-1, (config.index_n_heads, config.index_head_dim))
+        # RoPE on the first dimensions only, in place.
+        turned, interleaved = q[..., : config.qk_rope_head_dim], config.index_rope_interleaved
+        apply_rope(turned, batch.cos[first:], batch.sin[first:], interleaved=interleaved, out=turned)
+        scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
+        return q, F.linear(x[first:].float(), self.weights_proj) * scale
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Slots ``[sparse rows, index_topk]`` int32 of the tokens that the sparse rows attend to."""
+        with stage("lightning indexer"):
+            positions = lightning_indexer(
+                q,
+                weights,
+                pool,
+                batch.block_tables,
+                batch.sparse,
+                self.config.index_topk,
+                workspace=self.place.workspace,
+            )
+            return slots_of(positions, batch.block_tables, batch.sparse.sequences, pool.shape[1])

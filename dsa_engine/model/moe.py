@@ -1,0 +1,83 @@
+"""Mixture of experts with a shared expert (DeepSeek-V3, section 2.1.2), expert-parallel over all ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.engine.batch import ForwardBatch
+from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, expert_mlp
+from dsa_engine.kernels.router import route
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.layers import MLP, Placement, Streams, Weighted
+from dsa_engine.model.stages import stage
+from dsa_engine.parallel.expert import Dispatched, dispatch_all_gather, dispatch_all_to_all, dispatch_local
+from dsa_engine.parallel.tensor import shard
+
+
+class MoE(Weighted):
+    """Rank i of the expert-parallel group holds an equal, consecutive part of the routed experts; the rest is whole."""
+
+    def __init__(self, prefix: str, config: ModelConfig, place: Placement, streams: Streams):
+        super().__init__(place)
+        self.config = config
+        self.streams = streams
+        hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
+        self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
+        first, last = shard(experts, place.mesh.ep, "n_routed_experts")
+        self.gate_up = self.stack(last - first, 2 * intermediate, hidden)
+        self.down = self.stack(last - first, hidden, intermediate)
+        for i in range(last - first):
+            name = f"{prefix}.experts.{first + i}"
+            self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
+            self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
+            self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
+        self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, place)
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``. The shared expert runs beside gate and dispatch."""
+        config = self.config
+        with stage("MoE shared"):
+            shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
+        with stage("MoE gate"):
+            experts, weights = route(
+                F.linear(x.float(), self.gate),
+                self.bias,
+                top_k=config.num_experts_per_tok,
+                groups=config.n_group,
+                top_groups=config.topk_group,
+                normalise=config.norm_topk_prob,
+                factor=config.routed_scaling_factor,
+            )
+            if batch.live is not None:
+                experts = experts.masked_fill(~batch.live[:, None], -1)
+        with stage("MoE dispatch"):
+            here = self._dispatch(x, experts, weights, batch)
+        with stage("MoE experts"):
+            # A padded step may be one that a CUDA graph is captured of: the host must not ask how many are served.
+            uncounted = UNCOUNTED_BYTES if batch.live is None else sys.maxsize
+            sums = expert_mlp(
+                here.tokens,
+                here.experts,
+                here.weights,
+                self.gate_up,
+                self.down,
+                share=here.share,
+                uncounted_bytes=uncounted,
+            )
+        with stage("MoE combine"):
+            return here.combine(sums) + shared()
+
+    def _dispatch(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
+    ) -> Dispatched:
+        group, per_rank = self.place.mesh.ep, self.gate_up.shape[0]
+        if group.size == 1:
+            return dispatch_local(x, experts, weights)
+        parallel = self.place.mesh.config
+        if (parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch) == "all_gather":
+            return dispatch_all_gather(x, experts, weights, per_rank, batch.ep_rows, group)
+        return dispatch_all_to_all(x, experts, weights, per_rank, group)

@@ -1,0 +1,110 @@
+"""A request's tokens do not depend on what else is in the batch, when it comes, or whether it is preempted.
+
+The same is shown for several ranks in ``distributed/test_preemption.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.sequence import Sequence
+
+LENGTHS = [70, 5, 150, 1, 64, 33, 9, 2, 120, 65, 17, 90, 63, 40, 100, 3]
+COUNT = 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, min_tokens=COUNT)  # as Oracle.greedy: no end token
+SMALL = {"page_size": 2, "max_num_batched_tokens": 48}
+
+
+def load(folder: Path, pages: int = 4000, **options: Any) -> LLM:
+    """With a cache of ``pages`` pages of 2 tokens."""
+    floats = 3 * (32 + 8 + 24)  # of a token: layers, latent, RoPE, index key
+    memory = pages * 2 * floats * 4
+    llm = LLM(folder, device="cpu", max_model_len=512, cache_memory=memory, progress=False, **SMALL | options)
+    assert llm.engine.cache.pages == pages
+    return llm
+
+
+def staggered(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[Sequence]:
+    """Runs all requests, one more of which arrives every ``every`` steps."""
+    sequences: list[Sequence] = []
+    step = 0
+    while llm.engine.scheduler.has_work or len(sequences) < len(prompts):
+        if step % every == 0 and len(sequences) < len(prompts):
+            sequences.append(llm.engine.add(prompts[len(sequences)], params[len(sequences)]))
+        llm.engine.step()
+        step += 1
+    assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
+    return sequences
+
+
+@pytest.fixture(scope="module")
+def prompts(random_ids: Callable[..., list[int]]) -> list[list[int]]:
+    return [random_ids(n, seed=i) for i, n in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def model(oracle: Callable[..., Any]) -> Any:
+    return oracle("deepseek_v32")
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of each prompt in a batch of one."""
+    llm = load(model.folder)
+    return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+
+
+def test_alone_as_transformers_generates(model: Any, prompts: list[list[int]], alone: list[list[int]]) -> None:
+    assert alone == [model.greedy(prompt, COUNT) for prompt in prompts]
+
+
+@pytest.mark.parametrize("every, share, ahead", [(3, 0.3, False), (1, 1.0, False), (3, 0.3, True), (1, 1.0, True)])
+def test_in_a_batch_of_16(
+    model: Any, prompts: list[list[int]], alone: list[list[int]], every: int, share: float, ahead: bool
+) -> None:
+    llm = load(model.folder, max_prefill_share=share)
+    llm.engine.steps.ahead = ahead
+    found = staggered(llm, prompts, [GREEDY] * 16, every)
+    assert [s.output for s in found] == alone
+    assert llm.engine.scheduler.preemptions == 0
+    assert (llm.engine.steps.launched_ahead > 10) == ahead
+
+
+@pytest.mark.parametrize(
+    "pages, every, ahead", [(85, 1, False), (160, 1, False), (160, 2, False), (85, 1, True), (160, 2, True)]
+)
+def test_with_preemption(
+    model: Any, prompts: list[list[int]], alone: list[list[int]], pages: int, every: int, ahead: bool
+) -> None:
+    """85 pages hold the longest request, just."""
+    llm = load(model.folder, pages)
+    llm.engine.steps.ahead = ahead
+    found = staggered(llm, prompts, [GREEDY] * 16, every)
+    assert [s.output for s in found] == alone
+    assert llm.engine.scheduler.preemptions == sum(s.preemptions for s in found) >= 3
+    assert (llm.engine.steps.launched_ahead > 10) == ahead
+
+
+def test_sampled_requests_too(model: Any, prompts: list[list[int]]) -> None:
+    """A seed and a position fix each choice, so a preemption does not change it."""
+    params = [
+        SamplingParams(
+            temperature=0.9, top_p=0.95, min_p=0.01, max_tokens=COUNT, seed=n, ignore_eos=True, logprobs=n % 3
+        )
+        for n in range(16)
+    ]
+    large, small = load(model.folder), load(model.folder, 90)
+    small.engine.steps.ahead = True
+    one_by_one = [large.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
+    together = small.generate(prompts, params)
+    assert [o.token_ids for o in together] == [o.token_ids for o in one_by_one]
+    assert sum(o.metrics.preemptions for o in together) == small.engine.scheduler.preemptions >= 3
+    for one, other in zip(one_by_one, together, strict=True):
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+        assert one.logprobs is not None and other.logprobs is not None
+        assert [set(of) for of in one.logprobs] == [set(of) for of in other.logprobs]

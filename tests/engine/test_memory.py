@@ -1,0 +1,106 @@
+"""Sizes in and out, and how much of the memory the caches get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsa_engine.checkpoint import released_config
+from dsa_engine.engine import memory
+from dsa_engine.engine.memory import default_cache_memory, enough_memory
+from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.errors import CapacityError
+from dsa_engine.model.config import ModelConfig
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (1, 1),
+        (123456, 123456),
+        ("77", 77),
+        ("77B", 77),
+        ("4GiB", 4 << 30),
+        (" 1.5 KiB ", 1536),
+        ("2kib", 2048),
+        ("512MB", 512_000_000),
+        ("3TB", 3 * 10**12),
+        ("0.5gb", 500_000_000),
+    ],
+)
+def test_parse(value: int | str, expected: int) -> None:
+    assert parse_bytes(value, "x") == expected
+
+
+@pytest.mark.parametrize("value", ["4 apples", "", "GiB", "-1GiB", "1e3", "2X", "1,5GiB", "1 GiB free"])
+def test_what_is_no_size(value: str) -> None:
+    with pytest.raises(
+        ValueError, match="cache_memory must be a positive number of bytes or a size such as '4GiB'.* not "
+    ):
+        parse_bytes(value, "cache_memory")
+
+
+@pytest.mark.parametrize("value", [0, -5, True, None, "0", "0.0001KiB"])
+def test_what_is_not_positive(value: object) -> None:
+    with pytest.raises(ValueError, match="workspace must be a positive number of bytes or a size .*, not"):
+        parse_bytes(value, "workspace")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (5 * 2**40, "5.00 TiB")],
+)
+def test_format(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@given(st.integers(1, 2**50))
+def test_what_is_shown_can_be_read(count: int) -> None:
+    assert parse_bytes(format_bytes(count), "x") == pytest.approx(count, rel=0.01)
+
+
+def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_dict(_any_released())
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "available_bytes", lambda: 6 << 30)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_cache_memory(config, 100, 100, torch.float32, cpu, 1 << 20) == 3 << 30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert default_cache_memory(config, 100, 100, torch.float32, cpu, 1 << 20) == 1 << 30
+    monkeypatch.setattr(memory, "available_bytes", lambda: 600 << 30)
+    assert default_cache_memory(config, 100, 100, torch.float32, cpu, 1 << 20) == 4 << 30
+
+
+def _any_released() -> dict[str, object]:
+    from dsa_engine.checkpoint import RELEASED_CONFIGS
+
+    return released_config(sorted(RELEASED_CONFIGS)[0])
+
+
+def test_activations_grow_with_tokens_and_width() -> None:
+    config = ModelConfig.from_dict(_any_released())
+    one = memory.activation_bytes(config, 1, 1, torch.bfloat16)
+    assert memory.activation_bytes(config, 1000, 1000, torch.bfloat16) == 1000 * one
+    # What is gathered from other ranks counts: rows twice, in and out, and their float32 sums.
+    more = memory.activation_bytes(config, 1, 64, torch.bfloat16)
+    assert more - one == 63 * config.hidden_size * (2 * 2 + 4)
+    # The widest sets of a DeepSeek layer: absorbed queries and results of 128 heads, or 8 experts' inputs and outputs.
+    assert one >= 2 * 128 * (576 + 512)
+
+
+def test_host_memory() -> None:
+    assert 1 << 20 < memory.available_bytes() < 1 << 50
+    held = memory.peak_bytes(torch.device("cpu"))
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    assert (64 << 20) * 0.5 < memory.peak_bytes(torch.device("cpu")) < 1 << 50 and held > 0
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with (
+        pytest.raises(CapacityError, match=r"^the caches could not be allocated \(.*\); lower cache_memory$"),
+        enough_memory("the caches", "lower cache_memory"),
+    ):
+        torch.empty(1 << 60, dtype=torch.uint8)

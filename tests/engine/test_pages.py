@@ -1,0 +1,268 @@
+"""Pages: the allocator, the ledger of all ranks, and that no page is lost and nobody starves, whatever comes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from dsa_engine.engine.pages import PageAllocator, PageLedger, pages_for
+from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.engine.sequence import Chunk, Sequence
+from dsa_engine.errors import CapacityError
+from dsa_engine.sampling_params import SamplingParams
+
+
+def test_allocator() -> None:
+    allocator = PageAllocator(3)
+    assert allocator.take(2) == [0, 1] and allocator.free == 1
+    with pytest.raises(RuntimeError, match="2 pages asked for, 1 are free"):
+        allocator.take(2)
+    allocator.give_back([0, 1])
+    assert allocator.free == 3 and sorted(allocator.take(3)) == [0, 1, 2]
+
+
+@given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 13)), max_size=30))
+def test_allocator_never_gives_a_page_twice(pages: int, calls: list[tuple[bool, int]]) -> None:
+    allocator, out = PageAllocator(pages), []
+    for take, count in calls:
+        if not take:
+            allocator.give_back(out[:count])
+            del out[:count]
+        elif count <= pages - len(out):
+            out += allocator.take(count)
+        else:
+            with pytest.raises(RuntimeError, match=f"{count} pages asked for, {pages - len(out)} are free"):
+                allocator.take(count)
+        assert len(set(out)) == len(out) == pages - allocator.free
+        assert set(out) <= set(range(pages))
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.lists(st.tuples(st.sampled_from("tra"), st.integers(0, 3), st.integers(0, 2), st.integers(0, 5)), max_size=30),
+)
+def test_ledgers_of_all_ranks_agree(world: int, pages: int, calls: list[tuple[str, int, int, int]]) -> None:
+    ledgers = [PageLedger(rank, world, pages) for rank in range(world)]
+    copies = [[Sequence(n, [0], SamplingParams()) for n in range(4)] for _ in ledgers]
+    for call, number, where, count in calls:
+        rank = where % world
+        for ledger, mine in zip(ledgers, copies, strict=True):
+            if call == "r":
+                ledger.release(mine[number], rank)
+            elif call == "a":
+                ledger.release_all(mine[number])
+            elif count <= ledger.free[rank]:
+                ledger.take(mine[number], rank, count)
+            else:
+                with pytest.raises(RuntimeError, match=rf"{count} pages asked for on rank {rank}, \d+ are free"):
+                    ledger.take(mine[number], rank, count)
+        for rank, (ledger, mine) in enumerate(zip(ledgers, copies, strict=True)):
+            own = [page for sequence in mine for page in sequence.pages]
+            assert len(set(own)) == len(own) == pages - ledger.own_free
+            assert ledger.free == ledgers[0].free and ledger.free[rank] == ledger.own_free
+            assert [len(s.pages) for s in mine] == [ledger.held(s, rank) for s in mine]
+            assert {s.id for s in mine if s.pages} <= {s.id for s in ledger.holders(rank)}
+
+
+@dataclass
+class World:
+    world: int
+    cp: int
+    pages: int
+    page_size: int
+    seqs: int
+    tokens: int
+    share: float
+
+    def schedulers(self) -> list[Scheduler]:
+        return [
+            Scheduler(
+                rank=rank,
+                world_size=self.world,
+                cp_size=self.cp,
+                pages=self.pages,
+                page_size=self.page_size,
+                max_num_seqs=self.seqs,
+                max_num_batched_tokens=self.tokens,
+                max_prefill_share=self.share,
+            )
+            for rank in range(self.world)
+        ]
+
+
+@dataclass
+class Wish:
+    """A request as hypothesis makes it."""
+
+    prompt: int
+    output: int
+    arrives: int  # at this step
+    ends_after: int  # tokens, as an end token would end it
+    leaves: int | None  # steps after its arrival, as a closed stream would end it
+
+
+def crowd(rng: random.Random) -> tuple[World, list[Wish]]:
+    """Requests that together want more than the cache has, so that most runs preempt."""
+    cp, page_size, pages = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
+    world = World(
+        world=cp * rng.randint(1, 3),
+        cp=cp,
+        pages=pages,
+        page_size=page_size,
+        seqs=rng.randint(1, 8),
+        tokens=rng.randint(1, 12),
+        share=rng.choice([1.0, 0.9, 0.5, 0.3, 0.05]),
+    )
+    room = pages * page_size
+    wishes = [
+        Wish(
+            prompt=rng.randint(1, max(1, room // 2)),
+            output=rng.randint(1, room * 3 // 4),
+            arrives=rng.randint(0, 12),
+            ends_after=rng.choice([room, room, rng.randint(1, room)]),
+            leaves=rng.choice([None, None, None, rng.randint(0, 40)]),
+        )
+        for _ in range(rng.randint(1, 4 + 4 * world.world))
+    ]
+    return world, wishes
+
+
+@dataclass
+class Simulation:
+    """All ranks' schedulers in lock-step, with a model that "samples" the position of the token."""
+
+    world: World
+    wishes: list[Wish]
+    now: int = 0
+    admitted: list[int] = field(default_factory=list)
+    decoding_steps: int = 0  # steps while some request decodes
+    prefill_steps: int = 0  # … that prefilled
+
+    def __post_init__(self) -> None:
+        self.ranks = self.world.schedulers()
+        self.copies: list[dict[int, Sequence]] = [{} for _ in self.ranks]  # a process has its own objects
+        self.to_come = sorted(range(len(self.wishes)), key=lambda n: self.wishes[n].arrives)
+        self.arrived: dict[int, int] = {}  # request: step
+
+    def on_all(self, what: Any) -> None:
+        for scheduler, mine in zip(self.ranks, self.copies, strict=True):
+            what(scheduler, mine)
+
+    def arrivals(self) -> None:
+        while self.to_come and self.wishes[self.to_come[0]].arrives <= self.now:
+            wish = self.wishes[self.to_come.pop(0)]
+            number = len(self.arrived)
+            self.arrived[number] = self.now
+
+            def add(scheduler: Scheduler, mine: dict[int, Sequence], number: int = number, wish: Wish = wish) -> None:
+                sequence = Sequence(number, list(range(wish.prompt)), SamplingParams(max_tokens=wish.output))
+                if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages:
+                    with pytest.raises(CapacityError):
+                        scheduler.add(sequence)
+                    return
+                scheduler.add(sequence)
+                mine[number] = sequence
+
+            self.order.append(wish)
+            self.on_all(add)
+
+    def departures(self) -> None:
+        for number, came in self.arrived.items():
+            if self.order[number].leaves == self.now - came:
+                self.on_all(lambda scheduler, mine, n=number: n in mine and self.end(scheduler, mine[n], "abort"))
+
+    order: list[Wish] = field(default_factory=list)  # by request
+
+    def end(self, scheduler: Scheduler, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = sequence.finish_reason or reason
+        scheduler.finish(sequence)
+
+    def live(self) -> list[Sequence]:
+        return [s for s in self.copies[0].values() if s.finish_reason is None]
+
+    def step(self) -> None:
+        oldest = min(self.live(), key=lambda s: s.id)
+        lost, decoded = oldest.preemptions, any(s.prefilled for s in self.live())
+        steps = [scheduler.schedule() for scheduler in self.ranks]
+        chunks = steps[0]
+        assert chunks, "there is work, and nothing is done"
+        assert all([key(c) for c in of_rank] == [key(c) for c in chunks] for of_rank in steps), "ranks disagree"
+        prefills = [c for c in chunks if not c.sequence.prefilled]
+        assert prefills in ([], chunks), "prefill and decode in one step"
+        self.decoding_steps += decoded
+        self.prefill_steps += bool(prefills) and any(s.prefilled for s in self.live())
+        assert self.prefill_steps <= self.world.share * self.decoding_steps + 1e-6
+        self.check_budgets(chunks, bool(prefills))
+        assert oldest.preemptions == lost, "the oldest was preempted"
+        if oldest.prefilled != bool(prefills) and oldest.pages:
+            assert oldest in [c.sequence for c in chunks], "the oldest stands still"
+        for chunk in chunks:
+            assert chunk.start == chunk.sequence.computed, "a token is left out, or computed twice"
+            if chunk.start == 0 and chunk.sequence.id not in self.admitted:
+                self.admitted.append(chunk.sequence.id)
+        for rank, of_rank in enumerate(steps):
+            self.check_pages(rank, of_rank)
+        for scheduler, of_rank in zip(self.ranks, steps, strict=True):
+            scheduler.computed(of_rank)
+            for chunk in of_rank:
+                if chunk.samples:
+                    self.sampled(scheduler, chunk.sequence)
+        self.now += 1
+
+    def sampled(self, scheduler: Scheduler, sequence: Sequence) -> None:
+        sequence.output.append(len(sequence))
+        if len(sequence.output) >= min(self.order[sequence.id].ends_after, sequence.params.max_tokens):
+            self.end(scheduler, sequence, "length")
+
+    def check_budgets(self, chunks: list[Chunk], prefill: bool) -> None:
+        assert len(chunks) <= self.world.seqs
+        assert all(c.length >= 1 for c in chunks)
+        for ranks in {c.ranks for c in chunks}:
+            length = sum(c.length for c in chunks if c.ranks == ranks)
+            assert len(ranks) == (self.world.cp if prefill else 1)
+            assert not prefill or length <= self.world.tokens * self.world.cp
+        assert prefill or all(c.length == 1 for c in chunks)
+
+    def check_pages(self, rank: int, chunks: list[Chunk]) -> None:
+        scheduler = self.ranks[rank]
+        pages = [page for sequence in self.copies[rank].values() for page in sequence.pages]
+        assert len(set(pages)) == len(pages), "two requests share a page"
+        assert scheduler.free_pages == self.ranks[0].free_pages
+        assert scheduler.free_pages[rank] == scheduler.own_free_pages == self.world.pages - len(pages)
+        for chunk in chunks:
+            assert rank not in chunk.ranks or len(chunk.sequence.pages) * self.world.page_size >= chunk.end
+
+
+def key(chunk: Chunk) -> tuple[int, int, int, range]:
+    return chunk.sequence.id, chunk.start, chunk.length, chunk.ranks
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_request_ends_and_no_page_is_lost(seed: int) -> None:
+    world, wishes = crowd(random.Random(seed))
+    run = Simulation(world, wishes)
+    while run.to_come or run.ranks[0].has_work:
+        run.arrivals()
+        run.departures()
+        if run.ranks[0].has_work:
+            run.step()
+        else:
+            run.now += 1
+        assert run.now < 5000, "a request never ends"
+    event(f"preempted: {min(run.ranks[0].preemptions, 3)}")
+    assert run.admitted == sorted(run.admitted), "not in order of arrival"
+    for scheduler, mine in zip(run.ranks, run.copies, strict=True):
+        assert scheduler.preemptions == run.ranks[0].preemptions
+        assert scheduler.free_pages == [world.pages] * world.world and scheduler.own_free_pages == world.pages
+        for number, sequence in mine.items():
+            wanted = min(run.order[number].output, run.order[number].ends_after)
+            assert sequence.output == list(range(len(sequence.prompt), len(sequence))), "a token was sampled twice"
+            assert not sequence.pages and sequence.finish_reason in ("length", "abort")
+            assert sequence.finish_reason == "abort" or len(sequence.output) == wanted

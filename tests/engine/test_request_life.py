@@ -1,0 +1,210 @@
+"""Requests that do not end well: errors that concern one of them, Ctrl-C at any moment. And their log-probabilities."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import dsa_engine
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.interrupts import uninterrupted
+from dsa_engine.engine.sampler import Samples
+from dsa_engine.tokenizer import Tokenizer
+
+TEXTS = ["first request", "the second", "a third one of them"]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared(demo_cache: Path) -> LLM:
+    return LLM("demo", device="cpu", max_model_len=2048, cache_memory="16MiB", page_size=8, progress=False)
+
+
+def assert_clean(llm: LLM) -> None:
+    scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
+    assert not scheduler.has_work
+    assert scheduler.free_pages == [pages] and scheduler.own_free_pages == pages
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    yield shared
+    assert_clean(shared)
+
+
+def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., torch.Tensor]:
+    """The runner's logits, with ``value`` in those of one request after some tokens."""
+    ids, original = llm.tokenizer.encode(prompt), llm.engine.runner._sampled_logits
+
+    def spoiled(plan: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = original(plan, hidden)
+        for row, (_, sequence) in zip(logits, plan.ranks[0].samples, strict=True):
+            if sequence.prompt == ids and len(sequence.output) == after:
+                row[7] = value
+        return logits
+
+    return spoiled
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value, after", [(float("nan"), 4), (float("inf"), 0)])
+def test_logits_that_are_not_finite_end_one_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, value: float, after: int, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1)
+    expected = llm.generate(TEXTS, params)
+    monkeypatch.setattr(llm.engine.runner, "_sampled_logits", nan_for(llm, TEXTS[1], after, value))
+    first, second, third = llm.generate(TEXTS, params)
+    assert (second.finish_reason, second.token_ids) == ("error", expected[1].token_ids[:after])
+    assert second.error == "the model's logits for its next token are not finite (inf or nan)"
+    assert second.text == llm.tokenizer.decode(second.token_ids)
+    assert (second.metrics.ttft_s > 0) == (after > 0), "nan without a token"
+    for output, wanted in ((first, expected[0]), (third, expected[2])):
+        assert output.token_ids == wanted.token_ids and output.finish_reason == "length" and output.error is None
+    pieces = list(llm.stream(TEXTS[1], params))
+    assert (pieces[-1].finish_reason, pieces[-1].error) == ("error", second.error)
+    assert [t for p in pieces for t in p.token_ids] == second.token_ids
+    assert "".join(map(str, pieces)) == second.text
+
+
+def test_a_request_that_forbids_every_token(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10, min_tokens=3, stop_token_ids=list(range(320)))
+    fine, failed = llm.generate(TEXTS[:2], [GREEDY, params])
+    assert fine.finish_reason == "length" and failed.finish_reason == "error"
+    assert failed.error == "no token is left to sample: min_tokens with its stop_token_ids forbids every one"
+
+
+@pytest.mark.parametrize("at", [0, 3, 9])
+def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    expected = llm.generate(TEXTS, GREEDY)
+    poisoned = expected[1].token_ids[: at + 1]
+    decode = Tokenizer.decode
+
+    def failing(self: Tokenizer, ids: list[int]) -> str:
+        if ids and ids == poisoned[len(poisoned) - len(ids) :] and ids[0] in poisoned[:2] + poisoned[-3:]:
+            raise UnicodeError("half a character")
+        return decode(self, ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", failing)
+    outputs = llm.generate(TEXTS, GREEDY)
+    assert outputs[1].finish_reason == "error"
+    assert outputs[1].error == "its tokens could not be decoded to text: UnicodeError: half a character"
+    assert outputs[1].token_ids == expected[1].token_ids[: len(outputs[1].token_ids)]
+    assert expected[1].text.startswith(outputs[1].text)
+    pieces = list(llm.stream(TEXTS[1], GREEDY))
+    assert pieces[-1].error == outputs[1].error and "".join(map(str, pieces)) == outputs[1].text
+    if at == 9:  # of a token that the others do not have in a row like this
+        assert [outputs[i].text for i in (0, 2)] == [expected[i].text for i in (0, 2)]
+
+
+def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int:
+    """Runs with a SIGINT at the n-th line that runs in the engine's own files; returns how many lines ran."""
+    folder = str(Path(dsa_engine.__file__).parent)
+    names = ("scheduler", "engine", "steps", "llm", "request", "cache", "sequence", "interrupts")
+    files = {f"{folder}/{name}.py" for name in names}
+    lines = 0
+
+    def trace(frame: FrameType, kind: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename not in files:
+            return None
+        if kind == "line":
+            lines += 1
+            if lines == interrupt_at:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "how, ahead", [("generate", False), ("generate", True), ("stream", False), ("stream", True), ("prefill", False)]
+)
+def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, ahead: bool) -> None:
+    """Whatever runs when Ctrl-C comes: no request stays, no page is lost, and the next call works."""
+
+    def fast(plan: Any, _: Any) -> Samples:
+        sequences = [sequence for _, sequence in plan.ranks[0].samples]
+        tokens = torch.tensor([70 + 4 * s.generated for s in sequences])
+        return Samples({s: i for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", fast)
+    monkeypatch.setattr(llm.engine.steps, "ahead", ahead)
+    monkeypatch.setattr(llm.engine.runner, "last_logits", lambda chunks: torch.zeros(3))
+    llm.tokenizer  # noqa: B018 - loading it is no part of this
+    stopped = SamplingParams(max_tokens=4, stop=llm.tokenizer.decode([78]))  # the third token
+    params = SamplingParams(max_tokens=4)
+    runs: dict[str, Callable[[], object]] = {
+        "generate": lambda: llm.generate([TEXTS[0], "b"], [stopped, params]),
+        "stream": lambda: list(llm.stream(TEXTS[0], params)),
+        "prefill": lambda: llm.engine.prefill([5] * 40),
+    }
+    total = our_lines(runs[how])
+    assert total > 100
+    for line in range(1, total + 1):
+        with pytest.raises(KeyboardInterrupt):
+            our_lines(runs[how], line)
+        assert_clean(llm)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert our_lines(runs[how]) == total
+
+
+def test_an_interrupt_waits_for_the_end_of_a_block() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("inner")
+        done.append("outer")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_logprobs(llm: LLM) -> None:
+    """Those of the model's own distribution, also where the choice is from another one."""
+    params = SamplingParams(
+        temperature=3.0, top_k=50, max_tokens=12, min_tokens=12, seed=3, logprobs=4, stop_token_ids=[70, 71, 72]
+    )
+    plain, output, sampled_only = llm.generate(
+        [TEXTS[0]] * 3, [GREEDY, params, SamplingParams(max_tokens=5, logprobs=0, ignore_eos=True, seed=4)]
+    )
+    assert plain.logprobs is None and plain.cumulative_logprob is None
+    ids = output.prompt_token_ids + output.token_ids
+    expected = llm.prompt_logits(ids)[len(output.prompt_token_ids) - 1 : -1].log_softmax(dim=-1)
+    assert output.logprobs is not None and len(output.logprobs) == 12
+    for token, found, row in zip(output.token_ids, output.logprobs, expected, strict=True):
+        best = row.topk(4).indices.tolist()
+        assert list(found)[:4] == best and set(found) == {*best, token}
+        assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
+    assert any(len(found) == 5 for found in output.logprobs)
+    chosen = [found[token] for token, found in zip(output.token_ids, output.logprobs, strict=True)]
+    assert output.cumulative_logprob == pytest.approx(sum(chosen))
+    assert sampled_only.logprobs is not None
+    assert [list(found) for found in sampled_only.logprobs] == [[token] for token in sampled_only.token_ids]
+    pieces = list(llm.stream(TEXTS[0], params))
+    assert [list(found) for piece in pieces for found in piece.logprobs or []] == [list(f) for f in output.logprobs]
+
+
+def test_logprobs_of_more_tokens_than_there_are(llm: LLM) -> None:
+    output = llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=2, logprobs=1000))[0]
+    assert output.logprobs is not None and [len(found) for found in output.logprobs] == [320] * len(output.token_ids)
+
+
+def test_logprobs_end_with_the_tokens(llm: LLM) -> None:
+    free = llm.generate(TEXTS[0], GREEDY)[0]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, stop=[free.text[1]], logprobs=1)
+    output = llm.generate(TEXTS[0], params)[0]
+    assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids) < 10

@@ -1,0 +1,208 @@
+"""Sampling: parameters, the sets that min-p, top-k and top-p leave, seeds, distributions, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsa_engine.engine.sampler import _mixed
+from dsa_engine.engine.sampling import log_probabilities, sample
+from dsa_engine.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"temperature": float("nan")}, "temperature must be a finite number, not nan"),
+        ({"temperature": float("inf")}, "temperature must be a finite number, not inf"),
+        ({"temperature": "hot"}, "temperature must be a finite number, not 'hot'"),
+        ({"temperature": None}, "temperature must be a finite number, not None"),
+        ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or more, not -0.1"),
+        ({"top_p": 0.0}, r"top_p must lie in .*0.*1.*, not 0.0"),
+        ({"top_p": 1.01}, "top_p must lie in .*, not 1.01"),
+        ({"top_p": float("nan")}, "top_p must be a finite number"),
+        ({"min_p": -0.1}, r"min_p must lie in \[0, 1\], not -0.1"),
+        ({"min_p": 1.5}, r"min_p must lie in \[0, 1\], not 1.5"),
+        ({"min_p": "much"}, "min_p must be a finite number, not 'much'"),
+        ({"logprobs": -1}, r"logprobs must be None, 0 \(the sampled token\) or a number of tokens, not -1"),
+        ({"logprobs": True}, "logprobs must be .*, not True"),
+        ({"logprobs": 2.0}, "logprobs must be .*, not 2.0"),
+        ({"top_k": -2}, "top_k must be .*, not -2"),
+        ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": None}, "max_tokens must be an integer, not None"),
+        ({"max_tokens": True}, "max_tokens must be an integer, not True"),
+        ({"min_tokens": -1}, "min_tokens must lie in"),
+        ({"min_tokens": 17}, r"min_tokens must lie in 0 … max_tokens \(16\), not 17"),
+        ({"stop": ""}, "stop must be non-empty strings, not ''"),
+        ({"stop": ["a", 3]}, "stop must be non-empty strings"),
+        ({"seed": "x"}, "seed must be an integer, not 'x'"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids must be token ids, not \[-1\]"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be token ids"),
+    ],
+)
+def test_refused_parameters(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**keys)
+
+
+def test_stop_strings() -> None:
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+def draws(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 0) -> Counter[int]:
+    rows = logits.expand(count, -1)  # all at once
+    return Counter(sample(rows, [params] * count, [seed] * count, range(count)).tolist())
+
+
+def one(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:
+    return int(sample(logits[None], [params], [seed], [position]))
+
+
+def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """Tokens that min-p, top-k, then top-p leave, and their probabilities: written out from their definitions."""
+    weights = [math.exp((x - max(logits)) / params.temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    order = [i for i in order if weights[i] >= params.min_p]
+    if params.top_k > 0:
+        least = logits[order[min(params.top_k, len(order)) - 1]]
+        order = [i for i in order if logits[i] >= least]
+    total = sum(weights[i] for i in order)
+    kept, before = [], 0.0
+    for i in order:
+        if before >= params.top_p:
+            break
+        kept.append(i)
+        before += weights[i] / total
+    total = sum(weights[i] for i in kept)
+    return {i: weights[i] / total for i in kept}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 3},
+        {"top_k": -1},
+        {"top_k": 100},
+        {"top_p": 0.6},
+        {"top_p": 0.9, "temperature": 2.0},
+        {"top_k": 4, "top_p": 0.7},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"min_p": 0.3},
+        {"min_p": 0.2, "temperature": 3.0},
+        {"min_p": 1.0},
+        {"min_p": 0.15, "top_k": 4, "top_p": 0.8},
+    ],
+)
+def test_the_distribution(keys: dict[str, Any]) -> None:
+    """Chi-square against the probabilities by definition; the bound is passed by chance in one of 10⁶ cases."""
+    logits = [1.0, -0.5, 2.0, 0.3, 0.3, -3.0, 1.7, 0.0]
+    params = SamplingParams(**keys)
+    expected = allowed(logits, params)
+    count = 4000
+    found = draws(torch.tensor(logits), params, count, seed=11)
+    assert set(found) <= set(expected)
+    chi_square = sum((found[i] - count * p) ** 2 / (count * p) for i, p in expected.items())
+    freedom = len(expected) - 1
+    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom) + 12
+
+
+@given(
+    st.lists(st.integers(-60, 60).map(lambda x: x / 8), min_size=1, max_size=12, unique=True),
+    st.floats(0.2, 5),
+    st.floats(0.01, 1),
+    st.integers(-1, 14),
+    st.floats(0, 1),
+    st.integers(0, 1000),
+)
+def test_never_outside_of_the_allowed_set(
+    logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    # 1e-4 more: sums that meet top_p up to rounding may fall on either side; min_p too.
+    wider = SamplingParams(
+        temperature=temperature, top_p=min(1.0, top_p + 1e-4), top_k=top_k, min_p=max(0.0, min_p - 1e-4)
+    )
+    assert one(torch.tensor(logits), params, seed, 3) in allowed(logits, wider)
+
+
+def test_a_seed_and_a_position_fix_the_choice() -> None:
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams()
+    torch.manual_seed(1)
+    first = [one(logits, params, 7, p) for p in range(50)]
+    torch.manual_seed(2)
+    assert [one(logits, params, 7, p) for p in range(50)] == first
+    assert [one(logits, params, 8, p) for p in range(50)] != first
+    assert len(set(first)) > 20, "positions share their random numbers"
+
+
+def test_sampling_leaves_the_global_generator_and_the_logits_alone() -> None:
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    before, state = logits.clone(), torch.get_rng_state()
+    one(logits, SamplingParams(min_p=0.01, top_k=3, top_p=0.5), 1, 1)
+    assert torch.equal(logits, before) and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**31, 2**64 + 3])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert one(torch.zeros(9), SamplingParams(), seed, 5) in range(9)
+
+
+def test_seeds_of_requests_without_one() -> None:
+    """Neighbouring engine seeds and requests share none."""
+    seeds = {_mixed(seed, number) for seed in range(-3, 30) for number in range(100)}
+    assert len(seeds) == 3300 and _mixed(1, 2) == _mixed(1, 2)
+    logits = torch.zeros(1000)
+    assert len({one(logits, SamplingParams(), s, 5) for s in list(seeds)[:50]}) > 40
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    assert draws(torch.tensor([5.0, 8.0, 7.0, -90.0]), SamplingParams(temperature=temperature), 20) == {1: 20}
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    """Every row with parameters of its own gets the token that it gets alone."""
+    keys: list[dict[str, Any]] = [
+        *({}, {"temperature": 0.3}, {"top_k": 2}, {"top_k": 500}, {"top_p": 0.5}, {"min_p": 0.4}),
+        *({"top_k": 7, "top_p": 0.8}, {"top_p": 0.999, "min_p": 0.01}, {"temperature": 4.0, "top_k": 1}),
+    ]
+    params = [SamplingParams(**k) for k in keys] * 30
+    logits = 3 * torch.randn(len(params), 40, generator=torch.Generator().manual_seed(0))
+    seeds, positions = [n % 5 for n in range(len(params))], [7 * n % 11 for n in range(len(params))]
+    alone = [one(*row) for row in zip(logits, params, seeds, positions, strict=True)]
+    assert sample(logits, params, seeds, positions).tolist() == alone
+    assert len(set(alone)) > 20
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([float("-inf"), 0.0, float("-inf"), 1.0])
+    assert set(draws(logits, SamplingParams(temperature=5.0), 200)) == {1, 3}
+
+
+def test_log_probabilities() -> None:
+    """Against the definition."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 5
+    tokens = torch.tensor([39, 0, int(logits[2].argmax())])
+    table = log_probabilities(logits, tokens, 4)
+    assert table.shape == (3, 9) and table.dtype == torch.float64
+    for row, token, found in zip(logits.double(), tokens.tolist(), table, strict=True):
+        expected = row - row.exp().sum().log()
+        order = sorted(range(40), key=lambda i: -float(row[i]))[:4]
+        assert float(found[0]) == pytest.approx(float(expected[token]), abs=1e-5)
+        assert found[1:5].tolist() == order
+        assert found[5:].tolist() == pytest.approx(expected[order].tolist(), abs=1e-5)
+    assert torch.equal(log_probabilities(logits, tokens, 0), table[:, :1])

@@ -1,0 +1,142 @@
+"""500 short random requests through a small cache: each ends in a defined way, no page is lost, memory stays flat."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
+from dsa_engine.demo import demo_folder
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.kv_cache import cache_bytes_per_token
+
+TINY = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "index_topk": 16,
+    "index_n_heads": 4,
+}
+ROOM = 64  # tokens in the cache
+HALF = 250  # requests
+
+
+@pytest.fixture(scope="module")
+def llm(demo_cache: Path) -> LLM:
+    token = cache_bytes_per_token(ModelConfig.from_pretrained(demo_folder(), TINY), torch.float32)
+    return LLM(
+        demo_folder(),
+        device="cpu",
+        load_format="dummy",
+        hf_overrides=TINY,
+        max_model_len=200,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        page_size=2,
+        cache_memory=ROOM * token,
+        progress=False,
+    )
+
+
+def random_request(rng: random.Random) -> tuple[list[int], SamplingParams, str]:
+    """Tokens, parameters, and how it should end."""
+    prompt = [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 15, 24, 30]))]
+    keys: dict[str, Any] = {
+        "max_tokens": rng.choice([1, 2, 5, 12, 25]),
+        "ignore_eos": rng.random() < 0.8,
+        "temperature": rng.choice([0.0, 0.0, 0.7, 1.3]),
+        "top_p": rng.choice([1.0, 0.9]),
+        "top_k": rng.choice([0, 20]),
+        "min_p": rng.choice([0.0, 0.05]),
+        "logprobs": rng.choice([None, None, 0, 3]),
+        "seed": rng.choice([None, rng.randrange(1000)]),
+        "stop": rng.choice([None, None, ["e"], ["ab", "qu"]]),
+        "stop_token_ids": rng.choice([None, [5, 6, 7]]),
+    }
+    kind = rng.random()
+    if kind < 0.05:  # its pages can never be there
+        return [9] * (ROOM - 10), SamplingParams(**keys | {"max_tokens": 40}), "too large"
+    if kind < 0.10:
+        return [*prompt, 320], SamplingParams(**keys), "bad token"
+    if kind < 0.15:  # it fails at its first token
+        return prompt, SamplingParams(**keys | {"min_tokens": 1, "stop_token_ids": list(range(320))}), "error"
+    if kind < 0.35:
+        return prompt, SamplingParams(**keys), "left"
+    return prompt, SamplingParams(**keys), "runs"
+
+
+def run(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
+    """``count`` requests, up to twelve at a time, advanced in a random order; returns how they have ended."""
+    ended: Counter[str] = Counter()
+    live: list[tuple[Iterator[StreamPiece], SamplingParams, str, list[int]]] = []
+    started = 0
+    while live or started < count:
+        if started < count and len(live) < 12:
+            started += 1
+            prompt, params, how = random_request(rng)
+            stream = llm.stream(prompt, params)
+            if how in ("too large", "bad token"):
+                with pytest.raises(CapacityError if how == "too large" else ValueError):
+                    next(stream)
+                ended[how] += 1
+            else:
+                live.append((stream, params, how, []))
+            continue
+        item = rng.choice(live)
+        stream, params, how, tokens = item
+        piece = next(stream)
+        tokens += piece.token_ids
+        assert (piece.logprobs is None) == (params.logprobs is None)
+        if piece.finish_reason is not None:
+            assert next(stream, None) is None
+            assert (piece.error is not None) == (piece.finish_reason == "error") == (how == "error")
+            assert piece.finish_reason != "length" or len(tokens) == params.max_tokens
+            ended[piece.finish_reason] += 1
+            live.remove(item)
+        elif how == "left" and rng.random() < 0.3:
+            stream.close()  # type: ignore[attr-defined]
+            ended["left"] += 1
+            live.remove(item)
+    return ended
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """``ahead``: decode steps are launched before the tokens of the one before are read, as on CUDA."""
+    rng, engine = random.Random(0), llm.engine
+    monkeypatch.setattr(engine.steps, "ahead", ahead)
+    assert engine.cache.pages == ROOM // 2
+    ended: Counter[str] = Counter()
+    before, launched_ahead = engine.scheduler.preemptions, engine.steps.launched_ahead
+    objects, memory = [], []
+    run(llm, rng, 20)  # what is made once
+    for _ in range(2):
+        ended += run(llm, rng, HALF)
+        assert not engine.scheduler.has_work
+        assert engine.scheduler.free_pages == [engine.cache.pages]
+        assert engine.scheduler.own_free_pages == engine.cache.pages
+        gc.collect()
+        objects.append(len(gc.get_objects()))
+        memory.append(resident_bytes())
+    print(ended, f"{engine.scheduler.preemptions} preemptions, objects {objects}, bytes {memory}")
+    assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
+    assert engine.scheduler.preemptions - before > 20
+    assert (engine.steps.launched_ahead - launched_ahead > 500) == ahead
+    assert objects[1] - objects[0] < 100, "objects are left behind"
+    assert memory[1] - memory[0] < 8 * 2**20

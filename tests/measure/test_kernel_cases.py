@@ -1,0 +1,163 @@
+"""Compiling the kernels for chips that are not here, and the benchmark of the kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure.kernel_cases.bench import Case, Ceilings, measure, rows
+from dsa_engine.measure.kernel_cases.cases import CASES
+from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+compiles = pytest.mark.skipif(INTERPRETED, reason="nothing can be compiled under TRITON_INTERPRET=1")
+
+
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / script), *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+
+
+def test_every_kernel_has_a_case() -> None:
+    """By its launch: a kernel that no case launches is neither inspected nor measured."""
+    sources = (path.read_text(encoding="utf-8") for path in (SCRIPTS.parent / "kernels").glob("*.py"))
+    written = {name for text in sources for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.M)}
+    compiled = json.loads((SCRIPTS.parent / "benchmarks" / "results" / "kernels_compiled.json").read_text())
+    assert len(written) > 20
+    assert written == {kernel["kernel"] for kernel in compiled["kernels"]["sm_90"]}
+
+
+def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
+    """No faults, but for at most so many bytes spilled a thread."""
+    kernels = inspect(capability, [name])
+    assert kernels
+    for kernel in kernels:
+        print(kernel)
+        assert kernel["spilled"] <= spilled
+        assert faults(kernel | {"spilled": 0}, capability) == []
+
+
+@compiles
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_fit_hopper(name: str) -> None:
+    """No spills, shared memory within the limit, products by wgmma, at production sizes."""
+    assert_sound(name, 90)
+
+
+@compiles
+@pytest.mark.parametrize("name", ["sparse_prefill", "sparse_decode", "dense_decode"])
+def test_attention_divides_its_products_and_overlaps_them(name: str) -> None:
+    """With 64 heads the compiler can give both warpgroups the same product (76 wgmma instead of 40), and run products
+    one after another (80 waits instead of 6 to 10): it does neither, thanks to what `online_softmax.attend` says."""
+    for kernel in inspect(90, [name]):
+        if kernel["kernel"] != "merge_splits_kernel":
+            assert 0 < kernel["wgmma"] <= 40
+            assert kernel["warpgroup_waits"] <= 12
+
+
+@compiles
+def test_two_scoring_programs_share_a_multiprocessor() -> None:
+    """One multiplies while the other weighs and sums: half of the registers and of the shared memory each."""
+    for kernel in inspect(90, ["indexer_prefill"]):
+        assert kernel["registers"] * 32 * kernel["warps"] * 2 <= 65536
+        assert 2 * (kernel["shared"] + 1024) <= 228 << 10
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_fit_other_chips(name: str, capability: int) -> None:
+    """They compile and fit; a few registers too many for a tile that was chosen for Hopper are tolerated."""
+    assert_sound(name, capability, spilled=128)
+
+
+def test_faults_are_named() -> None:
+    sound = {"spilled": 0, "shared": SHARED_LIMIT[90], "product": True, "mma": 3, "wgmma": 4}
+    assert faults(sound, 90) == []
+    assert faults(sound | {"product": False, "wgmma": 0}, 90) == []
+    assert faults(sound | {"spilled": 8}, 90) == ["spills 8 bytes a thread"]
+    assert faults(sound, 80) == ["needs 232,448 bytes of shared memory, a program has 166,912"]
+    assert faults(sound | {"wgmma": 0}, 90) == ["multiplies with mma.sync instead of wgmma"]
+
+
+def test_a_measurement() -> None:
+    def out_of_order() -> None:
+        raise RuntimeError("no such kernel\nand a long trace")
+
+    x = torch.ones(1000)
+    case = Case("add", "1000", lambda: x + x, flops=1e3, bytes=8e3, baselines={"sum": x.sum, "broken": out_of_order})
+    result = measure(case, Ceilings(flops_per_s=1e12, bytes_per_s=1e9), torch.device("cpu"))
+    assert result["share_of_ceiling"] == pytest.approx(8e-6 / (result["ms"] / 1e3))
+    assert result["gb_per_s"] == pytest.approx(8e3 / (result["ms"] / 1e3) / 1e9)
+    assert result["baselines"]["sum"]["times_ours"] == pytest.approx(result["baselines"]["sum"]["ms"] / result["ms"])
+    assert result["baselines"]["broken"] == {"skipped": "RuntimeError: no such kernel"}
+    (row,) = rows([result])
+    assert row[0] == "add" and "of copy" in str(row[4]) and "broken: RuntimeError" in str(row[5])
+
+
+def test_the_benchmark_on_a_cpu(tmp_path: Path) -> None:
+    """Every case runs at small sizes and says what it was compared with."""
+    done = run(
+        "bench_kernels.py", "--small", "--device", "cpu", "--dtype", "float32", "--json", str(tmp_path / "k.json")
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "k.json").read_text())
+    assert result["left_out"] == [] and result["dtype"] == "float32" and "device" in result
+    assert {r["kernel"].partition(",")[0] for r in result["results"]} >= {"indexer scores", "top-k", "sparse attention"}
+    for r in result["results"]:
+        assert r["ms"] > 0 and r["share_of_ceiling"] > 0, r
+        assert not [b for b in r["baselines"].values() if "skipped" in b], r
+    assert "ceilings:" in done.stdout and "of matmul" in done.stdout and "of copy" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["bench_kernels.py", "inspect_kernels.py"])
+def test_unknown_kernel(script: str) -> None:
+    done = run(script, "--only", "top_k,attention", *(["--small"] if script.startswith("bench") else []))
+    assert done.returncode == 2
+    assert "no kernel is named attention; --only takes some of" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_production_sizes_are_refused_on_a_cpu() -> None:
+    done = run("bench_kernels.py", "--device", "cpu")
+    assert done.returncode == 2 and "add --small" in done.stderr
+
+
+@compiles
+def test_inspection_report(tmp_path: Path) -> None:
+    done = run("inspect_kernels.py", "--only", "top_k", "--json", str(tmp_path / "i.json"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "i.json").read_text())
+    assert result["measured_on"] is None and result["versions"]["triton"]
+    for kernel in result["kernels"]["sm_90"]:
+        assert kernel["registers"] > 0 and kernel["faults"] == []
+        assert kernel["kernel"] in done.stdout
+
+
+def test_inspection_is_refused_in_the_interpreter() -> None:
+    done = run("inspect_kernels.py", "--only", "top_k", TRITON_INTERPRET="1")
+    assert done.returncode != 0 and "cannot be compiled under TRITON_INTERPRET=1" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["kernels", "latency"])
+def test_gpu_check_without_a_gpu(tmp_path: Path, what: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    env = os.environ | {"PYTHON": sys.executable}
+    command = ["bash", str(SCRIPTS / "gpu_check.sh"), what, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 1 and "needs a CUDA device" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_gpu_check_of_nothing() -> None:
+    done = subprocess.run(["bash", str(SCRIPTS / "gpu_check.sh"), "all"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "kernels|latency" in done.stderr

@@ -1,0 +1,122 @@
+"""Stage times: nested stages, sums, what lies between, and misuse."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa_engine import LLM
+from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
+from dsa_engine.model.stages import STAGES, stage
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    moved = Clock()
+    monkeypatch.setattr(time, "perf_counter", moved)
+    return moved
+
+
+def test_nested_stages(clock: Clock) -> None:
+    with StageTimer(CPU) as timer:
+        clock.now += 1
+        with stage("MLA prolog"):
+            clock.now += 2
+            with stage("communication"):
+                clock.now += 4
+            clock.now += 8
+        with stage("MLA prolog"):
+            clock.now += 16
+        clock.now += 32
+    clock.now += 64
+    seconds = timer.seconds()
+    assert seconds.pop("other") == 33
+    assert seconds.pop("MLA prolog") == 26  # without the stage inside
+    assert seconds.pop("communication") == 4
+    assert set(seconds) == set(STAGES) - {"MLA prolog", "communication"} and not any(seconds.values())
+
+
+def test_a_stage_that_fails_ends(clock: Clock) -> None:
+    with StageTimer(CPU) as timer:
+        with pytest.raises(RuntimeError, match="broken"), stage("embedding"):
+            clock.now += 1
+            raise RuntimeError("broken")
+        clock.now += 2
+    assert timer.seconds()["embedding"] == 1 and timer.seconds()["other"] == 2
+
+
+def test_unknown_stage() -> None:
+    message = "'lunch' is no stage; stages are embedding, MLA prolog"
+    with StageTimer(CPU), pytest.raises(ValueError, match=message), stage("lunch"):
+        raise AssertionError("entered")
+    with stage("embedding"):  # without a timer a stage costs and says nothing
+        pass
+
+
+def test_what_stands_in_for_others_is_apart(clock: Clock) -> None:
+    assert current_stage() == ""
+    with StageTimer(CPU) as timer:
+        assert current_stage() == "other"
+        with stage("MoE dispatch"):
+            clock.now += 1
+            with stage(EMULATION):
+                assert current_stage() == "emulation"
+                clock.now += 2
+            assert current_stage() == "MoE dispatch"
+    assert timer.begin == 100 and current_stage() == ""
+    seconds = timer.seconds()
+    assert seconds["MoE dispatch"] == 1 and seconds["emulation"] == 2
+    assert EMULATION not in STAGES and "emulation" not in StageTimer(CPU).seconds()
+
+
+def test_clock(clock: Clock) -> None:
+    device = DeviceClock(CPU)
+    begin = device.mark()
+    clock.now += 3
+    assert device.seconds(begin, device.mark()) == 3
+
+
+def test_one_timer_at_a_time() -> None:
+    with StageTimer(CPU):
+        with pytest.raises(RuntimeError, match="a StageTimer is already running"), StageTimer(CPU):
+            raise AssertionError("entered")
+        with stage("embedding"):
+            pass
+    with StageTimer(CPU) as timer:  # and the next can begin
+        pass
+    assert set(timer.seconds()) == {*STAGES, "other"}
+
+
+def test_a_forward_pass_goes_through_every_stage(demo_cache: Path) -> None:
+    """All of it is accounted for: the stages add up to the time of the whole, and little lies between them."""
+    llm = LLM("demo", device="cpu", max_model_len=2000, progress=False)
+    prompt = list(range(4, 250)) * 4  # past the demo's index_topk
+    begin = time.perf_counter()
+    with StageTimer(CPU) as timer:
+        llm.engine.prefill(prompt)
+    whole = time.perf_counter() - begin
+    seconds = timer.seconds()
+    idle = {name for name in STAGES if seconds[name] == 0}
+    assert idle <= {"communication"}  # one rank may do without
+    assert sum(seconds.values()) == pytest.approx(whole, rel=0.05)
+
+
+def test_stages_are_seen_by_the_profiler() -> None:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu]) as profile, stage("lightning indexer"):
+        torch.ones(3).sum()
+    assert "lightning indexer" in {event.key for event in profile.key_averages()}

@@ -10,12 +10,12 @@ import torch
 from dsa_engine.arguments import add_engine_arguments, check_outputs, json_object, llm_from, read_text, run
 from dsa_engine.checkpoint import parameter_counts
 from dsa_engine.engine.memory import available_bytes
-from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.llm import resolve_model
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.version import __version__
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.interrupts import uninterrupted
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.text_request import TextRequest
 from dsa_engine.options import EngineOptions, LoadFormat
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
@@ -138,11 +138,11 @@ class LLM:
                 )
         prepared = [self._prepare(prompt, p) for prompt, p in zip(many, params, strict=True)]
         self._agree([tokens for tokens, _ in prepared], params)
-        requests: list[Request] = []
+        requests: list[TextRequest] = []
         try:
             for (tokens, tokenizer), p in zip(prepared, params, strict=True):
                 with uninterrupted():  # no request is queued without being remembered here
-                    requests.append(Request(self.engine, self.engine.add(tokens, p), tokenizer))
+                    requests.append(TextRequest(self.engine, self.engine.add(tokens, p), tokenizer))
             with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
                 running = list(requests)
                 while running:
@@ -193,10 +193,10 @@ class LLM:
         params = sampling_params or SamplingParams()
         tokens, tokenizer = self._prepare(prompt, params)
         self._agree([tokens], [params])
-        request: Request | None = None
+        request: TextRequest | None = None
         try:
             with uninterrupted():
-                request = Request(self.engine, self.engine.add(tokens, params), tokenizer)
+                request = TextRequest(self.engine, self.engine.add(tokens, params), tokenizer)
             while request.finish_reason is None:
                 new = request.advance()
                 if new or request.finish_reason is not None:
@@ -275,7 +275,7 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _progress(requests: list[Request]) -> str:
+def _progress(requests: list[TextRequest]) -> str:
     computed, prompts = sum(r.prompt_computed for r in requests), sum(r.prompt_len for r in requests)
     preemptions = sum(r.preemptions for r in requests)
     return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(r.generated for r in requests):,}" + (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dsa_engine.sizes import parse_bytes
 from dsa_engine.model.config import DTYPES
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.sizes import parse_bytes
 
 LoadFormat = Literal["auto", "dummy"]
 

@@ -10,7 +10,6 @@ import argparse
 import numpy as np
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, reported, run
-from dsa_engine.sizes import format_bytes
 from dsa_engine.measure.emulation.arguments import (
     FullDepth,
     add_emulation_arguments,
@@ -24,6 +23,7 @@ from dsa_engine.measure.plots import plot_prefill
 from dsa_engine.measure.prefill_benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.measure.stage_timer import chrome_trace
+from dsa_engine.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:

@@ -18,11 +18,11 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.arguments import check_outputs, lengths, run
 from dsa_engine.checkpoint import dequantize_checkpoint
 from dsa_engine.engine.memory import peak_bytes, reset_peak
-from dsa_engine.sizes import format_bytes
 from dsa_engine.llm import resolve_model
 from dsa_engine.measure.prefill_benchmark import random_prompt
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.sizes import format_bytes
 
 
 @dataclass

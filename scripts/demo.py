@@ -18,9 +18,9 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.arguments import check_outputs, read_text, run
-from dsa_engine.sizes import format_bytes
 from dsa_engine.measure.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:

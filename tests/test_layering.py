@@ -116,7 +116,7 @@ def test_the_tree_keeps_its_layers() -> None:
     ("module", "source", "complaint"),
     [
         ("dsa_engine.llm", "from dsa_engine.engine.runner import Runner", None),
-        ("dsa_engine.engine.scheduler", "from dsa_engine import sequence", None),
+        ("dsa_engine.engine.scheduler", "from dsa_engine import request", None),
         ("dsa_engine.engine.runner", "from .tokenizer import Tokenizer", None),
         ("dsa_engine.__init__", "from dsa_engine.llm import LLM", None),
         ("dsa_engine.checkpoint.loader", "from ..config import ModelConfig\nfrom . import names", None),

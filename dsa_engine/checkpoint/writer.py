@@ -22,8 +22,8 @@ import torch
 from dsa_engine.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsa_engine.checkpoint.layout import TensorSpec
 from dsa_engine.checkpoint.reader import STORED_DTYPES
-from dsa_engine.sizes import parse_bytes
 from dsa_engine.errors import CheckpointError
+from dsa_engine.sizes import parse_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}

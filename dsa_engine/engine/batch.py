@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.sequence import Chunk, Sequence
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.kernels.transfer import upload
@@ -43,7 +43,7 @@ class RankPlan:
     unabsorbed: list[Segment] = field(default_factory=list)  # dense attention, keys and values expanded
     absorbed: list[Segment] = field(default_factory=list)  # dense attention over the latent cache
     sparse: list[Segment] = field(default_factory=list)  # the queries that see more than index_topk tokens
-    samples: list[tuple[int, Sequence]] = field(default_factory=list)  # (row, sequence) whose next token is wanted
+    samples: list[tuple[int, Request]] = field(default_factory=list)  # (row, request) whose next token is wanted
     rows: int = 0
 
     @property
@@ -51,10 +51,10 @@ class RankPlan:
         return self.unabsorbed + self.absorbed + self.sparse
 
     def token_ids(self) -> list[int]:
-        """Of every row; as :meth:`Sequence.tokens`, for :func:`known_ids`."""
+        """Of every row; as :meth:`Request.tokens`, for :func:`known_ids`."""
         ids: list[int] = []
         for s in self.segments:
-            ids += self.chunks[s.sequence].sequence.tokens(s.start, s.length)
+            ids += self.chunks[s.sequence].request.tokens(s.start, s.length)
         return ids
 
     def positions(self) -> torch.Tensor:
@@ -82,8 +82,8 @@ class StepPlan:
         for chunk in chunks:
             count = len(chunk.ranks)
             for i, runs in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
-                # Turned by the sequence, or the odd tokens of many short prompts would all fall to the first ranks.
-                rank = chunk.ranks[(i + chunk.sequence.id) % count]
+                # Turned by the request, or the odd tokens of many short prompts would all fall to the first ranks.
+                rank = chunk.ranks[(i + chunk.request.id) % count]
                 plan = plans[rank]
                 plan.chunks.append(chunk)
                 for start, length in runs:
@@ -102,7 +102,7 @@ class StepPlan:
             for s in plan.segments:
                 chunk = plan.chunks[s.sequence]
                 if s.end == chunk.end and chunk.samples:
-                    plan.samples.append((s.row + s.length - 1, chunk.sequence))
+                    plan.samples.append((s.row + s.length - 1, chunk.request))
         return cls(plans)
 
     @cached_property
@@ -127,7 +127,7 @@ class ForwardBatch:
     absorbed: Segments  # plan.absorbed and plan.sparse, with rows counted from each one's first
     sparse: Segments
     block_tables: torch.Tensor  # [sequences, max_pages] int32
-    slots: torch.Tensor  # [R] int32: where each (gathered) cache row goes; R is T, or cp_size · cp_rows
+    slot_mapping: torch.Tensor  # [R] int32: where each (gathered) cache row goes; R is T, or cp_size · cp_rows
     gathers: bool  # whether cache rows are gathered over the context-parallel group
     cp_rows: int  # largest token count in the context-parallel group
     tp_rows: int  # … in the tensor-parallel group
@@ -142,12 +142,12 @@ class ForwardBatch:
         """``sampled``: the tokens of the step before, where they have not been read; see :func:`known_ids`."""
         plan, device = step.ranks[mesh.rank], mesh.device
         positions, sequences = plan.positions(), plan.sequences()
-        tables = block_tables([chunk.sequence.pages for chunk in plan.chunks])
+        tables = block_tables([chunk.request.pages for chunk in plan.chunks])
         rows = [p.rows for p in step.ranks]
         # At least one row, so that no collective of a group without tokens is empty.
         tp_rows, cp_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp))
         ids = [F.pad(torch.tensor(p.token_ids(), dtype=torch.int64), (0, tp_rows - p.rows)) for p in _of(step, mesh.tp)]
-        # The chunks of a step that splits a sequence are the same, in the same order, on all ranks of a group.
+        # The chunks of a step that splits a request are the same, in the same order, on all ranks of a group.
         gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
         if gathers:
             slots = torch.cat(
@@ -167,7 +167,7 @@ class ForwardBatch:
             absorbed=_from_row_0(plan.absorbed, device),
             sparse=_from_row_0(plan.sparse, device),
             block_tables=upload(tables, device),
-            slots=upload(slots, device),
+            slot_mapping=upload(slots, device),
             gathers=gathers,
             cp_rows=cp_rows,
             tp_rows=tp_rows,
@@ -182,7 +182,7 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
     Args:
         ids: on the host; ``-1 - place`` stands for the token at that place of ``sampled``.
         sampled: ``[n]`` on the device; in place of a token it may have the negative code of an error, and what is
-            computed for that sequence is dropped.
+            computed for that request is dropped.
     """
     known = upload(ids, device)
     if sampled is None or not bool((ids < 0).any()):
@@ -200,6 +200,6 @@ def _of(step: StepPlan, group: Group) -> list[RankPlan]:
 
 
 def block_tables(pages: list[list[int]]) -> torch.Tensor:
-    """int32 ``[sequences, max_pages]``; what lies behind a sequence's last page is never read."""
+    """int32 ``[sequences, max_pages]``; what lies behind a request's last page is never read."""
     width = max((len(p) for p in pages), default=0)
     return torch.tensor([p + [0] * (width - len(p)) for p in pages], dtype=torch.int32).view(len(pages), width)

@@ -175,7 +175,7 @@ def _empty_batch(rows: int, context: int, config: ModelConfig, mesh: Mesh, cache
         absorbed=nothing if selects else segments,
         sparse=segments if selects else nothing,
         block_tables=buffer(rows, pages_for(context, cache.page_size), dtype=torch.int32),
-        slots=buffer(rows, dtype=torch.int32),
+        slot_mapping=buffer(rows, dtype=torch.int32),
         gathers=False,
         cp_rows=rows,
         tp_rows=rows,
@@ -211,7 +211,7 @@ def _fill(
         (batch.cos, padded(cos)),
         (batch.sin, padded(sin)),
         (batch.block_tables, tables),
-        (batch.slots, padded(slots, -1)),
+        (batch.slot_mapping, padded(slots, -1)),
         ((batch.sparse if config.has_indexer else batch.absorbed).visible, visible),
         (batch.live, visible > 0),
     ):

@@ -19,21 +19,21 @@ from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.memory import default_cache_memory, default_workspace, enough_memory
-from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.engine.pages import pages_for
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled
 from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.engine.sequence import Chunk, Sequence
 from dsa_engine.engine.steps import Steps
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.config import DTYPES, ModelConfig, read_config_json
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
-from dsa_engine.model.layers import Placement
+from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.sizes import format_bytes, parse_bytes
 
 
 class Engine:
@@ -63,11 +63,11 @@ class Engine:
 
         started = time.perf_counter()
         with torch.inference_mode():
-            place = Placement(
+            runtime = Runtime(
                 self.mesh, self.dtype, self.workspace, options.overlap_shared_expert, options.overlap_indexer
             )
             with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
-                self.model = Model(config, place)
+                self.model = Model(config, runtime)
             self.bytes_read = self._load(folder)
         self.load_seconds = time.perf_counter() - started
         pages = self._cache_pages()
@@ -96,7 +96,7 @@ class Engine:
         off = not (shown and self.options.progress and self.mesh.rank == 0)
         return tqdm(total=total, unit=unit, desc=title, disable=True if off else None, leave=False, dynamic_ncols=True)
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
+    def add(self, prompt: list[int], params: SamplingParams) -> Request:
         """Queues a request.
 
         Raises:
@@ -109,12 +109,12 @@ class Engine:
             # As in vLLM: the model's length ends a request that asks for more.
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
         with uninterrupted():
-            sequence = Sequence(self._next_id, prompt, params, arrival=time.perf_counter())
-            self.scheduler.add(sequence)
+            request = Request(self._next_id, prompt, params, arrival=time.perf_counter())
+            self.scheduler.add(request)
             self._next_id += 1
-        return sequence
+        return request
 
-    def add_filled(self, length: int, params: SamplingParams) -> Sequence:
+    def add_filled(self, length: int, params: SamplingParams) -> Request:
         """A request whose ``length`` prompt tokens nobody computes: its caches are filled with random rows, and it
         decodes from the next step on. For measuring decode; its tokens mean nothing.
 
@@ -124,12 +124,12 @@ class Engine:
         prompt = [0] * length
         self._check_prompt(prompt, room=1)
         with uninterrupted():
-            sequence = Sequence(self._next_id, prompt, params, arrival=time.perf_counter())
-            self.scheduler.adopt(sequence)
+            request = Request(self._next_id, prompt, params, arrival=time.perf_counter())
+            self.scheduler.adopt(request)
             self._next_id += 1
-            sequence.output.append(0)  # the token that a prefill would have sampled
-        self.cache.fill_random(sequence.pages, self.options.seed + sequence.id)
-        return sequence
+            request.output.append(0)  # the token that a prefill would have sampled
+        self.cache.fill_random(request.pages, self.options.seed + request.id)
+        return request
 
     def check(self, prompt: list[int]) -> None:
         """Raises what :meth:`prefill` would raise for this prompt, and runs nothing."""
@@ -143,14 +143,14 @@ class Engine:
         what has been read, sometimes nothing.
 
         An error of the whole step is raised, an interrupt too; nothing is lost then: what has been read is in the
-        sequences, and the next call goes on from there. What goes wrong in the sampling of one request ends that one
+        requests, and the next call goes on from there. What goes wrong in the sampling of one request ends that one
         only, with ``finish_reason`` "error".
         """
         return self.steps.step()
 
-    def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends a request and frees its pages."""
-        self.steps.finish(sequence, reason, error)
+        self.steps.finish(request, reason, error)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt, alone, and forgets it.
@@ -177,10 +177,10 @@ class Engine:
 
     def prefill_plans(self, length: int) -> list[StepPlan]:
         """How the steps of a prefill of ``length`` tokens, alone, are divided over the ranks; computes nothing."""
-        sequence = Sequence(-1, [0] * length, SamplingParams())
+        request = Request(-1, [0] * length, SamplingParams())
         ranks = self.mesh.cp_ranks(0)
         most = self.options.max_num_batched_tokens * self.mesh.cp_size
-        chunks = [Chunk(sequence, first, min(most, length - first), ranks) for first in range(0, length, most)]
+        chunks = [Chunk(request, first, min(most, length - first), ranks) for first in range(0, length, most)]
         return [self.runner.plan([chunk]) for chunk in chunks]
 
     def _prefill_alone(self, prompt: list[int]) -> Generator[Chunk, None, None]:
@@ -188,23 +188,23 @@ class Engine:
         if self.scheduler.has_work:
             raise RuntimeError("the engine is busy with other requests; finish them first")
         self._check_prompt(prompt, room=0)
-        sequence = Sequence(-1, prompt, SamplingParams(max_tokens=1))
+        request = Request(-1, prompt, SamplingParams(max_tokens=1))
         try:
             with uninterrupted():
-                self.scheduler.add(sequence)
+                self.scheduler.add(request)
             with self.progress(len(prompt), "tok", "prefill") as bar:
-                while not sequence.prefilled:
+                while not request.prefilled:
                     with uninterrupted():
                         chunks = self.scheduler.schedule()
                     yield chunks[0]
                     with uninterrupted():
                         self.scheduler.computed(chunks)
                         if chunks[0].end == len(prompt):
-                            self.scheduler.finish(sequence)
+                            self.scheduler.finish(request)
                     bar.update(chunks[0].length)
         finally:
             with uninterrupted():
-                self.scheduler.finish(sequence)
+                self.scheduler.finish(request)
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
         if not prompt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsa_engine.engine.sequence import Sequence
+from dsa_engine.engine.request import Request
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -31,9 +31,9 @@ class PageAllocator:
 
 
 class PageLedger:
-    """How many pages every sequence holds on every rank, and the numbers of those on this rank.
+    """How many pages every request holds on every rank, and the numbers of those on this rank.
 
-    All ranks keep the same counts, as all take the same decisions; the numbers go to ``Sequence.pages``.
+    All ranks keep the same counts, as all take the same decisions; the numbers go to ``Request.pages``.
 
     Args:
         rank, world_size: this rank's place.
@@ -44,7 +44,7 @@ class PageLedger:
         self.pages = pages
         self._rank = rank
         self._free = [pages] * world_size
-        self._held: list[dict[Sequence, int]] = [{} for _ in range(world_size)]
+        self._held: list[dict[Request, int]] = [{} for _ in range(world_size)]
         self._allocator = PageAllocator(pages)
 
     @property
@@ -57,31 +57,31 @@ class PageLedger:
         """Page numbers that this rank has left to hand out: as many as its count in ``free``."""
         return self._allocator.free
 
-    def held(self, sequence: Sequence, rank: int) -> int:
-        """Pages of a sequence on a rank."""
-        return self._held[rank].get(sequence, 0)
+    def held(self, request: Request, rank: int) -> int:
+        """Pages of a request on a rank."""
+        return self._held[rank].get(request, 0)
 
-    def holders(self, rank: int) -> list[Sequence]:
-        """The sequences that hold pages on a rank."""
+    def holders(self, rank: int) -> list[Request]:
+        """The requests that hold pages on a rank."""
         return list(self._held[rank])
 
-    def take(self, sequence: Sequence, rank: int, count: int) -> None:
-        """Gives a sequence ``count`` more pages on a rank; the caller has made sure that there are as many."""
+    def take(self, request: Request, rank: int, count: int) -> None:
+        """Gives a request ``count`` more pages on a rank; the caller has made sure that there are as many."""
         if count > self._free[rank]:
             raise RuntimeError(f"{count} pages asked for on rank {rank}, {self._free[rank]} are free")
         if rank == self._rank:
-            sequence.pages += self._allocator.take(count)
+            request.pages += self._allocator.take(count)
         self._free[rank] -= count
-        self._held[rank][sequence] = self.held(sequence, rank) + count
+        self._held[rank][request] = self.held(request, rank) + count
 
-    def release(self, sequence: Sequence, rank: int) -> None:
-        """Takes back all pages of a sequence on a rank, none where it holds none."""
-        self._free[rank] += self._held[rank].pop(sequence, 0)
+    def release(self, request: Request, rank: int) -> None:
+        """Takes back all pages of a request on a rank, none where it holds none."""
+        self._free[rank] += self._held[rank].pop(request, 0)
         if rank == self._rank:
-            self._allocator.give_back(sequence.pages)
-            sequence.pages = []
+            self._allocator.give_back(request.pages)
+            request.pages = []
 
-    def release_all(self, sequence: Sequence) -> None:
-        """Takes back all pages of a sequence."""
+    def release_all(self, request: Request) -> None:
+        """Takes back all pages of a request."""
         for rank in range(len(self._free)):
-            self.release(sequence, rank)
+            self.release(request, rank)

@@ -1,120 +1,81 @@
-"""A request as the API sees it: a sequence of tokens, and the text that they make."""
+"""A request on its way: its tokens, how many of them are in the cache, and where."""
 
 from __future__ import annotations
 
-from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.sequence import Sequence
-from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
-from dsa_engine.tokenizer import TextStream, Tokenizer
+from dataclasses import dataclass, field
+
+from dsa_engine.sampling_params import SamplingParams
 
 
+@dataclass(eq=False)
 class Request:
-    """Follows a sequence of the engine, whoever calls ``Engine.step``, and ends it at a stop string.
+    """One request.
 
-    An error in making its text ends this request only, with ``finish_reason`` "error".
-
-    Args:
-        engine: runs the sequence.
-        sequence: as ``Engine.add`` returned it.
-        tokenizer: None where the model folder has none; the text is then "".
+    ``id`` grows with the order of arrival. ``pages`` are this rank's own; other ranks hold the same request in other
+    pages or not at all. Its length counts the tokens that have been sampled and not read yet; ``output`` lacks these.
     """
 
-    def __init__(self, engine: Engine, sequence: Sequence, tokenizer: Tokenizer | None):
-        self._engine = engine
-        self._sequence = sequence
-        self._text = (
-            TextStream(tokenizer, sequence.params.stop_strings, sequence.params.min_tokens) if tokenizer else None
-        )
-        self._text_failed = False  # then what was certain before is all there is
-        self._tokens: list[int] = []  # those taken from the sequence so far
-        self.finish_reason: str | None = None
-        self.error: str | None = None
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    arrival: float = 0.0  # seconds, time.perf_counter
+    output: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each output token, where they are asked for
+    unread: int = 0  # tokens that steps under way sample
+    place: int = 0  # of the last of these, in the tokens that its step samples
+    num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps under way are done
+    to_prefill: int = field(init=False)  # tokens that prefill computes: the prompt, and the output before a preemption
+    preemptions: int = 0  # times that it has lost its pages
+    cp_group: int = 0  # the ranks that prefill it
+    owner: int = 0  # the rank that decodes it
+    pages: list[int] = field(default_factory=list)
+    first_token: float | None = None  # seconds, time.perf_counter
+    last_token: float | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    error: str | None = None  # what ended it, with "error"
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self._sequence.prompt)
+    def __post_init__(self) -> None:
+        self.to_prefill = len(self.prompt)
 
-    @property
-    def prompt_computed(self) -> int:
-        """Tokens of the prompt that have been prefilled."""
-        return min(self._sequence.computed, self.prompt_len)
+    def __len__(self) -> int:
+        return len(self.prompt) + self.generated
 
     @property
     def generated(self) -> int:
-        return len(self._tokens)
+        """Tokens of the output, those that have not been read yet included."""
+        return len(self.output) + self.unread
 
     @property
-    def preemptions(self) -> int:
-        return self._sequence.preemptions
+    def prefilled(self) -> bool:
+        """Whether it has nothing left to prefill: it decodes."""
+        return self.num_computed_tokens >= self.to_prefill
 
-    def advance(self) -> int:
-        """Takes the tokens that are new in the sequence, up to a stop string; returns how many."""
-        before = len(self._tokens)
-        try:
-            for token in self._sequence.output[before:]:
-                self._tokens.append(token)
-                if self._text is not None:
-                    self._text.add(token)
-                    if self._text.stopped:
-                        self._end("stop")
-                        break
-            if self.finish_reason is None and self._sequence.finish_reason is not None:
-                if self._text is not None:
-                    self._text.finish()
-                self.finish_reason, self.error = self._sequence.finish_reason, self._sequence.error
-        except Exception as error:
-            self._text_failed = True
-            self._end("error", f"its tokens could not be decoded to text: {type(error).__name__}: {error}")
-        return len(self._tokens) - before
+    def restart(self) -> None:
+        """Forgets what is in the cache: all tokens so far, the sampled ones too, are to be prefilled again."""
+        self.num_computed_tokens, self.to_prefill = 0, len(self)
+        self.preemptions += 1
 
-    def abort(self) -> None:
-        """Ends the request where it is, unless it has ended."""
-        if self.finish_reason is None:
-            self._end("abort")
+    def tokens(self, start: int, length: int) -> list[int]:
+        """Token ids at ``start … start+length-1``; in place of a last one that has not been read, ``-1 - place``."""
+        border, end = len(self.prompt), start + length
+        known = self.prompt[start:end] + self.output[max(0, start - border) : max(0, end - border)]
+        return known if len(known) == length else [*known, -1 - self.place]
 
-    def piece(self, tokens: int) -> StreamPiece:
-        """The last ``tokens`` tokens, and the text that has become certain with them."""
-        first = len(self._tokens) - tokens
-        return StreamPiece(
-            text=self._new_text(),
-            token_ids=self._tokens[first:],
-            finish_reason=self.finish_reason,
-            error=self.error,
-            logprobs=self._logprobs(first),
-        )
 
-    def output(self) -> RequestOutput:
-        """The finished request; not for one that is streamed."""
-        sequence = self._sequence
-        assert self.finish_reason is not None
-        logprobs = self._logprobs(0)
-        return RequestOutput(
-            text=self._new_text(),
-            token_ids=self._tokens,
-            prompt_token_ids=sequence.prompt,
-            finish_reason=self.finish_reason,
-            metrics=RequestMetrics.of(
-                sequence.arrival, sequence.first_token, sequence.last_token, len(self._tokens), sequence.preemptions
-            ),
-            error=self.error,
-            logprobs=logprobs,
-            cumulative_logprob=(
-                None if logprobs is None else sum(of[token] for of, token in zip(logprobs, self._tokens, strict=True))
-            ),
-        )
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``start … start+length-1`` of a request, computed in one step by ``ranks`` together."""
 
-    def _new_text(self) -> str:
-        """The text that has become certain since the last call."""
-        if self._text is None:
-            return ""
-        return self._text.new_text(final=self.finish_reason is not None and not self._text_failed)
+    request: Request
+    start: int
+    length: int
+    ranks: range
 
-    def _logprobs(self, first: int) -> list[dict[int, float]] | None:
-        if self._sequence.params.logprobs is None:
-            return None
-        return self._sequence.logprobs[first : len(self._tokens)]
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
-    def _end(self, reason: str, error: str | None = None) -> None:
-        if self._sequence.finish_reason is None:
-            self._engine.finish(self._sequence, reason, error)
-        self.finish_reason, self.error = reason, error  # last: until then, abort() would still do the above
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled after it."""
+        return self.end == len(self.request)

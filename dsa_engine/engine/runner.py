@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import ForwardBatch, StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
-from dsa_engine.engine.sequence import Chunk
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
@@ -60,7 +60,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> Samples:
-        """Computes a step and samples where a sequence's known tokens end: the same on every rank.
+        """Computes a step and samples where a request's known tokens end: the same on every rank.
 
         Args:
             plan: of the step.
@@ -71,7 +71,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:
-        """Computes the chunks of one sequence; float32 logits ``[vocab]`` after its last token, on every rank.
+        """Computes the chunks of one request; float32 logits ``[vocab]`` after its last token, on every rank.
 
         None where the chunks do not reach the last token.
         """

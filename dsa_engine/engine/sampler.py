@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.request import Request
 from dsa_engine.engine.sampling import log_probabilities, sample
-from dsa_engine.engine.sequence import Sequence
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel import Mesh
@@ -26,9 +26,9 @@ _ERRORS = {
 
 
 class Sampled(NamedTuple):
-    """What a step has sampled for one sequence: a token, or the error that this sequence ends with."""
+    """What a step has sampled for one request: a token, or the error that this request ends with."""
 
-    sequence: Sequence
+    request: Request
     token: int
     logprobs: dict[int, float] | None  # by token id, as in RequestOutput.logprobs; None where they were not asked for
     error: str | None
@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
 class Samples:
     """What a step samples, the same on every rank, on its way to the host."""
 
-    places: dict[Sequence, int]  # where each sequence's token lies in ``tokens``
+    places: dict[Request, int]  # where each request's token lies in ``tokens``
     tokens: torch.Tensor  # int64 [ranks · most samples of a rank], on the device; codes of errors in place of some
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
@@ -48,11 +48,11 @@ class Samples:
         codes = self._codes()
         logprobs = self._logprobs() if self._logprobs else []
         sampled = []
-        for sequence, place in self.places.items():
-            token, asked, found = codes[place], sequence.params.logprobs, None
+        for request, place in self.places.items():
+            token, asked, found = codes[place], request.params.logprobs, None
             if token >= 0 and asked is not None:
                 found = _ranked(token, logprobs[place], asked)
-            sampled.append(Sampled(sequence, token, found, _ERRORS.get(token)))
+            sampled.append(Sampled(request, token, found, _ERRORS.get(token)))
         return sampled
 
 
@@ -76,7 +76,7 @@ class Sampler:
         places = {s: rank * most + i for rank, share in enumerate(plan.ranks) for i, (_, s) in enumerate(share.samples)}
         if not places:
             return Samples({}, torch.empty(0, dtype=torch.int64, device=logits.device), list, None)
-        mine = [sequence for _, sequence in plan.ranks[self._mesh.rank].samples]
+        mine = [request for _, request in plan.ranks[self._mesh.rank].samples]
         asked = [s.params.logprobs for s in places if s.params.logprobs is not None]
         unmodified = logits.clone() if asked else logits
         tokens = self._choose(mine, logits)
@@ -89,14 +89,14 @@ class Sampler:
             logprobs = download(self._mesh.ep.all_gather(table))
         return Samples(places, everybodys, download(everybodys), logprobs)
 
-    def _choose(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
         """A token for every row, int64 ``[n]``, or the code of an error.
 
         What one request's parameters or logits make impossible is that request's error, and nobody else's.
         """
         forbidden = [
             (i, token)
-            for i, s in enumerate(sequences)
+            for i, s in enumerate(requests)
             if s.generated < s.params.min_tokens
             for token in (*self._config.eos_token_ids, *(s.params.stop_token_ids or ()))
             if token < logits.shape[1]
@@ -105,10 +105,10 @@ class Sampler:
             rows, ends = upload(torch.tensor(forbidden, dtype=torch.int64).T.contiguous(), logits.device)
             logits[rows, ends] = logits.new_full((), float("-inf"))  # a number would be copied, and waited for
         highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests; NaN counts as the highest
-        drawn = [i for i, s in enumerate(sequences) if s.params.temperature > 0]
+        drawn = [i for i, s in enumerate(requests) if s.params.temperature > 0]
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
-            them = [sequences[i] for i in drawn]
+            them = [requests[i] for i in drawn]
             seeds = [_mixed(self._seed, s.id) if s.params.seed is None else s.params.seed for s in them]
             tokens[rows] = sample(logits[rows], [s.params for s in them], seeds, [len(s) for s in them])
         return tokens.where(highest.isfinite(), _NOT_FINITE).where(highest != float("-inf"), _NOTHING_LEFT)

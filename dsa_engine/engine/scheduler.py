@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dsa_engine.engine.pages import PageLedger, pages_for
-from dsa_engine.engine.sequence import Chunk, Sequence
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.errors import CapacityError
 
 
@@ -72,8 +72,8 @@ class Scheduler:
         self._max_prefill_share = max_prefill_share
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._ledger = PageLedger(rank, world_size, pages)
-        self._waiting: deque[Sequence] = deque()  # both in order of arrival
-        self._running: list[Sequence] = []
+        self._waiting: deque[Request] = deque()  # both in order of arrival
+        self._running: list[Request] = []
         self.preemptions = 0
 
     @property
@@ -124,32 +124,32 @@ class Scheduler:
                 f"has {pages}; raise cache_memory by a factor of {need / pages:.2f}, or take fewer requests or tokens"
             )
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, request: Request) -> None:
         """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
-        self.check(len(sequence.prompt), sequence.params.max_tokens)
-        insort(self._waiting, sequence, key=_arrival)
+        self.check(len(request.prompt), request.params.max_tokens)
+        insort(self._waiting, request, key=_arrival)
 
-    def adopt(self, sequence: Sequence) -> None:
+    def adopt(self, request: Request) -> None:
         """Takes a request that needs no prefill, as somebody fills its pages: it decodes from the next step on.
 
         Raises:
             CapacityError: there is no room for it now.
         """
-        self.check(len(sequence.prompt), sequence.params.max_tokens)
+        self.check(len(request.prompt), request.params.max_tokens)
         free, load = self._ledger.free, self._load()
-        need = pages_for(sequence.to_prefill, self._page_size)
+        need = pages_for(request.to_prefill, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.kept[r] >= need]
         if len(self._running) >= self._max_num_seqs or not fits:
             raise CapacityError(
-                f"no room to fill the cache of another request of {len(sequence.prompt)} tokens: "
+                f"no room to fill the cache of another request of {len(request.prompt)} tokens: "
                 f"{len(self._running)} run of at most {self._max_num_seqs}, free pages are {free}; raise "
                 "cache_memory or max_num_seqs"
             )
-        owner = self._owner(sequence, fits, load)
-        self._ledger.take(sequence, owner, need)
-        sequence.cp_group, sequence.owner = owner // len(self._groups[0]), owner
-        sequence.computed = sequence.to_prefill
-        insort(self._running, sequence, key=_arrival)
+        owner = self._owner(request, fits, load)
+        self._ledger.take(request, owner, need)
+        request.cp_group, request.owner = owner // len(self._groups[0]), owner
+        request.num_computed_tokens = request.to_prefill
+        insort(self._running, request, key=_arrival)
 
     def schedule(self) -> list[Chunk]:
         """The next step: chunks of what is to be prefilled, or one token of every request that decodes."""
@@ -169,77 +169,77 @@ class Scheduler:
     def computed(self, chunks: list[Chunk]) -> None:
         """Records that a step has been launched; after its prefill, a request leaves the ranks that do not own it."""
         for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.computed = chunk.end
-            if sequence.prefilled:
+            request = chunk.request
+            request.num_computed_tokens = chunk.end
+            if request.prefilled:
                 for rank in chunk.ranks:
-                    if rank != sequence.owner:
-                        self._ledger.release(sequence, rank)
+                    if rank != request.owner:
+                        self._ledger.release(request, rank)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, request: Request) -> None:
         """Ends a request, in whatever state, and frees its pages on every rank."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-        self._ledger.release_all(sequence)
+        if request in self._running:
+            self._running.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        self._ledger.release_all(request)
 
     def _prefill(self) -> list[Chunk]:
         """Chunks of the requests that are being prefilled, then of those that can enter."""
         chunks = [chunk for s in self._running if not s.prefilled and (chunk := self._prefill_chunk(s))]
         while self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            if not self._place(sequence):
+            request = self._waiting[0]
+            if not self._place(request):
                 break
             self._waiting.popleft()
-            insort(self._running, sequence, key=_arrival)
-            chunk = self._prefill_chunk(sequence)
+            insort(self._running, request, key=_arrival)
+            chunk = self._prefill_chunk(request)
             assert chunk is not None
             chunks.append(chunk)
         return chunks
 
-    def _prefill_chunk(self, sequence: Sequence) -> Chunk | None:
-        length = min(sequence.to_prefill - sequence.computed, self._budget[sequence.cp_group])
+    def _prefill_chunk(self, request: Request) -> Chunk | None:
+        length = min(request.to_prefill - request.num_computed_tokens, self._budget[request.cp_group])
         if length == 0:
             return None
-        self._budget[sequence.cp_group] -= length
-        return Chunk(sequence, sequence.computed, length, self._groups[sequence.cp_group])
+        self._budget[request.cp_group] -= length
+        return Chunk(request, request.num_computed_tokens, length, self._groups[request.cp_group])
 
     def _decode(self) -> list[Chunk]:
         """One token of every request that decodes and has, or gets, a page for it."""
-        for sequence in list(self._running):
-            if _wants_a_token(sequence):  # a younger one may have been preempted meanwhile
-                self._grow(sequence)
+        for request in list(self._running):
+            if _wants_a_token(request):  # a younger one may have been preempted meanwhile
+                self._grow(request)
         return [
-            Chunk(s, s.computed, len(s) - s.computed, range(s.owner, s.owner + 1))
+            Chunk(s, s.num_computed_tokens, len(s) - s.num_computed_tokens, range(s.owner, s.owner + 1))
             for s in self._running
             if _wants_a_token(s)
         ]
 
-    def _grow(self, sequence: Sequence) -> None:
+    def _grow(self, request: Request) -> None:
         """Gives a request the pages for its last token, at the cost of the youngest on its rank: itself, perhaps."""
-        ledger, owner = self._ledger, sequence.owner
-        while sequence.prefilled and ledger.held(sequence, owner) < pages_for(len(sequence), self._page_size):
+        ledger, owner = self._ledger, request.owner
+        while request.prefilled and ledger.held(request, owner) < pages_for(len(request), self._page_size):
             if ledger.free[owner]:
-                ledger.take(sequence, owner, 1)
+                ledger.take(request, owner, 1)
             else:
                 self._preempt(max(ledger.holders(owner), key=_arrival))
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._ledger.release_all(sequence)
-        self._running.remove(sequence)
-        sequence.restart()
-        insort(self._waiting, sequence, key=_arrival)
+    def _preempt(self, request: Request) -> None:
+        self._ledger.release_all(request)
+        self._running.remove(request)
+        request.restart()
+        insort(self._waiting, request, key=_arrival)
         self.preemptions += 1
 
-    def _place(self, sequence: Sequence) -> bool:
+    def _place(self, request: Request) -> bool:
         """Gives a request its group, its owner and its first pages; False where no group has room.
 
         The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
         free, load = self._ledger.free, self._load()
-        need = pages_for(sequence.to_prefill, self._page_size)
+        need = pages_for(request.to_prefill, self._page_size)
         fits = [
             number
             for number, ranks in enumerate(self._groups)
@@ -248,14 +248,14 @@ class Scheduler:
         if not fits:
             return False
         group = min(fits, key=lambda number: sum(load.seen[r] for r in self._groups[number]))
-        sequence.cp_group, sequence.owner = group, self._owner(sequence, self._groups[group], load)
+        request.cp_group, request.owner = group, self._owner(request, self._groups[group], load)
         for rank in self._groups[group]:
-            self._ledger.take(sequence, rank, need)
+            self._ledger.take(request, rank, need)
         return True
 
-    def _owner(self, sequence: Sequence, ranks: Iterable[int], load: _Load) -> int:
+    def _owner(self, request: Request, ranks: Iterable[int], load: _Load) -> int:
         free = self._ledger.free
-        most = self._pages_at_most(len(sequence.prompt), sequence.params.max_tokens)
+        most = self._pages_at_most(len(request.prompt), request.params.max_tokens)
         return min(ranks, key=lambda r: (free[r] - load.growth[r] < most, load.seen[r], -free[r]))
 
     def _load(self) -> _Load:
@@ -274,10 +274,10 @@ class Scheduler:
         return pages_for(prompt_len + max_tokens - 1, self._page_size)
 
 
-def _wants_a_token(sequence: Sequence) -> bool:
+def _wants_a_token(request: Request) -> bool:
     """Whether it decodes; not where its last token is on its way."""
-    return sequence.prefilled and sequence.generated < sequence.params.max_tokens
+    return request.prefilled and request.generated < request.params.max_tokens
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.id
+def _arrival(request: Request) -> int:
+    return request.id

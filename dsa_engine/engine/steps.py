@@ -1,12 +1,12 @@
-"""The loop of steps: what is scheduled, launched and read, and how a sequence ends.
+"""The loop of steps: what is scheduled, launched and read, and how a request ends.
 
 The device must not wait for the host between two decode steps. So the next one is scheduled and launched before the
-tokens of the one before are read: where a sequence's last token is not known yet, the device takes it from what it has
-just sampled (:meth:`.sequence.Sequence.tokens`), and while it computes, the host reads that token, looks
-whether the sequence ends, and makes text of it. Launched ahead are decode steps whose launch waits for nothing; before
+tokens of the one before are read: where a request's last token is not known yet, the device takes it from what it has
+just sampled (:meth:`.request.Request.tokens`), and while it computes, the host reads that token, looks
+whether the request ends, and makes text of it. Launched ahead are decode steps whose launch waits for nothing; before
 a prefill, and before a graph is captured, what is under way is read and handed out, so that no token waits behind them.
 
-A sequence that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
+A request that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
 pages may go to another one at once: the device works in order, and a row is written by its new owner before it is read.
 """
 
@@ -17,10 +17,10 @@ import time
 from torch.profiler import record_function
 
 from dsa_engine.engine.interrupts import uninterrupted
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.engine.sequence import Chunk, Sequence
 from dsa_engine.model.stages import observed
 
 
@@ -46,12 +46,12 @@ class Steps:
         self._flying: list[Samples] = []  # of steps that have been launched and not read, oldest first
 
     def step(self) -> list[Sampled]:
-        """Launches a step, or reads those under way that must be read before; returns what was read of sequences that
+        """Launches a step, or reads those under way that must be read before; returns what was read of requests that
         had not ended before. See ``Engine.step``."""
         # A step that is watched is read at once, or its time would be another's.
         stay = 1 if self.ahead and not observed() else 0
         sampled = self._read(stay)  # one too many is under way where an interrupt has come between
-        chunks = [chunk for chunk in self._scheduled if chunk.sequence.finish_reason is None]
+        chunks = [chunk for chunk in self._scheduled if chunk.request.finish_reason is None]
         if not chunks:
             with record_function("schedule"), uninterrupted():
                 self._scheduled = chunks = self._scheduler.schedule()
@@ -65,20 +65,20 @@ class Steps:
         with uninterrupted():
             self._scheduled = []
             self._scheduler.computed(chunks)
-            for sequence, place in launched.places.items():
-                sequence.unread += 1
-                sequence.place = place
+            for request, place in launched.places.items():
+                request.unread += 1
+                request.place = place
             if launched.places:
                 self.launched_ahead += bool(self._flying)
                 self._flying.append(launched)
         # A step that samples nothing (a part of a prompt) does not keep what was sampled before it waiting.
         return sampled + self._read(stay if launched.places else 0)
 
-    def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends a request and frees its pages."""
         with uninterrupted():
-            sequence.finish_reason, sequence.error = reason, error
-            self._scheduler.finish(sequence)
+            request.finish_reason, request.error = reason, error
+            self._scheduler.finish(request)
 
     def _read(self, stay: int) -> list[Sampled]:
         """Reads the oldest steps until ``stay`` of them are under way."""
@@ -90,27 +90,27 @@ class Steps:
                 del self._flying[0]
                 now = time.perf_counter()
                 for one in sampled:
-                    one.sequence.unread -= 1
-                    if one.sequence.finish_reason is None:
+                    one.request.unread -= 1
+                    if one.request.finish_reason is None:
                         self._take(one, now)
                         taken.append(one)
         return taken
 
     def _take(self, sampled: Sampled, now: float) -> None:
-        """Adds a sampled token to its sequence, and ends the sequence where it is the last one."""
-        sequence, token, logprobs, error = sampled
+        """Adds a sampled token to its request, and ends the request where it is the last one."""
+        request, token, logprobs, error = sampled
         if error is not None:
-            self.finish(sequence, "error", error)
+            self.finish(request, "error", error)
             return
-        sequence.output.append(token)
+        request.output.append(token)
         if logprobs is not None:
-            sequence.logprobs.append(logprobs)
-        sequence.first_token = sequence.first_token or now
-        sequence.last_token = now
-        params = sequence.params
+            request.logprobs.append(logprobs)
+        request.first_token = request.first_token or now
+        request.last_token = now
+        params = request.params
         ends = () if params.ignore_eos else self._ends
         stops = token in ends or token in (params.stop_token_ids or ())
-        if stops and len(sequence.output) > params.min_tokens:
-            self.finish(sequence, "stop")
-        elif len(sequence.output) >= params.max_tokens:
-            self.finish(sequence, "length")
+        if stops and len(request.output) > params.min_tokens:
+            self.finish(request, "stop")
+        elif len(request.output) >= params.max_tokens:
+            self.finish(request, "length")

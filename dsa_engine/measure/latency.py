@@ -7,7 +7,6 @@ from typing import Any
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported
 from dsa_engine.engine.engine import Engine
-from dsa_engine.sizes import format_bytes
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.arguments import (
     FullDepth,
@@ -24,6 +23,7 @@ from dsa_engine.measure.prefill_benchmark import LatencyResult, check_latency, m
 from dsa_engine.measure.report import environment, format_shares, format_table, write_json
 from dsa_engine.measure.stage_timer import chrome_trace
 from dsa_engine.measure.timed_generation import generate_batch
+from dsa_engine.sizes import format_bytes
 
 
 def measure_and_report(metric: str, description: str, output_len: int) -> None:

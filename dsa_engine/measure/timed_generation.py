@@ -8,7 +8,7 @@ import time
 from functools import cached_property
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.sequence import Sequence
+from dsa_engine.engine.request import Request
 from dsa_engine.measure.emulation.overlap_model import Pass, watched
 from dsa_engine.sampling_params import SamplingParams
 
@@ -18,7 +18,7 @@ class Generation:
 
     def __init__(self, engine: Engine, watch: bool):
         self.engine = engine
-        self.sequences: list[Sequence] = []
+        self.sequences: list[Request] = []
         self.ends: list[float] = []  # of steps that brought tokens, in seconds from the arrival; of all, if watched
         self.passes: list[Pass] = []  # of every step, where they are watched
         self.first: list[int] = []  # of every request, the step of its first token
@@ -54,11 +54,11 @@ def _prefill(run: Generation, prompts: list[list[int]], params: SamplingParams) 
     first: dict[int, int] = {}
     while len(first) < len(prompts):
         run.step()
-        for i, sequence in enumerate(run.sequences):
-            if sequence.output:
+        for i, request in enumerate(run.sequences):
+            if request.output:
                 first.setdefault(i, len(run.ends) - 1)
-            elif sequence.finish_reason is not None:
-                raise RuntimeError(f"a request ended without a token: {sequence.error or sequence.finish_reason}")
+            elif request.finish_reason is not None:
+                raise RuntimeError(f"a request ended without a token: {request.error or request.finish_reason}")
     run.first = [first[i] for i in range(len(prompts))]
 
 
@@ -98,9 +98,9 @@ def generate_batch(
         if run.decoded:
             run.decode = (begin, len(run.ends))
     finally:
-        for sequence in run.sequences:
-            if sequence.finish_reason is None:
-                engine.finish(sequence, "abort")
+        for request in run.sequences:
+            if request.finish_reason is None:
+                engine.finish(request, "abort")
     return run
 
 

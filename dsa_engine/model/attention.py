@@ -26,7 +26,7 @@ from dsa_engine.kernels.store_latent import store_latent
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.model.layers import Placement, Streams, Weighted
+from dsa_engine.model.layers import Runtime, Streams, Weighted
 from dsa_engine.model.stages import stage
 from dsa_engine.parallel.tensor import head_parallel_projection, shard
 
@@ -34,8 +34,8 @@ from dsa_engine.parallel.tensor import head_parallel_projection, shard
 class Attention(Weighted):
     """Attention of one layer. Projections are whole on every rank, o_proj is sharded by heads over the tp group."""
 
-    def __init__(self, layer: int, config: ModelConfig, place: Placement, streams: Streams):
-        super().__init__(place)
+    def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
+        super().__init__(runtime)
         self.layer = layer
         self.streams = streams
         self.config = config
@@ -51,15 +51,15 @@ class Attention(Weighted):
         up = self.kv_b.data.view(heads, per_head, rank)
         self.w_uk = up[:, : config.qk_nope_head_dim]  # [heads, nope, rank]
         self.w_uv = up[:, config.qk_nope_head_dim :]  # [heads, value, rank]
-        first, last = shard(heads, place.mesh.tp, "num_attention_heads")
+        first, last = shard(heads, runtime.mesh.tp, "num_attention_heads")
         width = heads * config.v_head_dim
         columns = (first * config.v_head_dim, last * config.v_head_dim)
         self.o = self.weight(f"{prefix}.o_proj.weight", config.hidden_size, width, columns=columns)
         selects = config.indexer_types[layer] == "full"
-        self.indexer = Indexer(f"{prefix}.indexer", config, place) if selects else None
+        self.indexer = Indexer(f"{prefix}.indexer", config, runtime) if selects else None
 
     def forward(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, selection: torch.Tensor | None
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attends and caches.
 
@@ -67,7 +67,7 @@ class Attention(Weighted):
             x: ``[T, hidden]``, normed.
             batch: what the rows are.
             cache: this step's latent rows and index keys are written to it first.
-            selection: slots ``[sparse rows, index_topk]`` that the last selecting layer chose, for a layer that shares.
+            topk_slots: slots ``[sparse rows, index_topk]`` that the last selecting layer chose, for one that shares.
 
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
@@ -87,7 +87,7 @@ class Attention(Weighted):
             if indexer is None or key_pool is None:
                 return ()
             if gathering is None:
-                indexer.store_keys(x, batch, key_pool, batch.slots)
+                indexer.store_keys(x, batch, key_pool, batch.slot_mapping)
             return indexer.queries(x, q_resid, batch, unscored) if plan.sparse else ()
 
         # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
@@ -95,7 +95,7 @@ class Attention(Weighted):
             indexed = self.streams.indexer.run(index, x, q_resid)
         with stage("MLA prolog"):
             if gathering is None:
-                self._store_latent(x, batch, latent_pool, batch.slots)
+                self._store_latent(x, batch, latent_pool, batch.slot_mapping)
             q_expanded, q_latent = self._queries(q_resid, batch, dense)
         with stage("indexer prolog"):
             index_query = indexed()
@@ -103,17 +103,17 @@ class Attention(Weighted):
             with stage("communication"):
                 rows = gathering()
             with stage("MLA prolog"):
-                self._store_gathered(rows, latent_pool, key_pool, batch.slots)
+                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping)
 
         if indexer and index_query and key_pool is not None:
-            selection = indexer.select(index_query[0], index_query[1], key_pool, batch)
+            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch)
         with stage("sparse flash attention"):
-            out_latent = self._absorbed(q_latent, latent_pool, batch, selection, unscored - dense)
+            out_latent = self._absorbed(q_latent, latent_pool, batch, topk_slots, unscored - dense)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
             self._unabsorbed(q_expanded, latent_pool, batch, out)
         with stage("MLA epilog"):
             _per_head(out_latent, self.w_uv.transpose(1, 2), out[dense:])
-            return head_parallel_projection(out, self.o, batch.tp_rows, self.place.mesh.tp), selection
+            return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
         self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
@@ -139,7 +139,7 @@ class Attention(Weighted):
             with stage("indexer prolog"):
                 self.indexer.store_keys(x, batch, rows[:tokens, latent : latent + index_key])
         with stage("communication"):
-            return self.place.mesh.cp.all_gather_async(rows)
+            return self.runtime.mesh.cp.all_gather_async(rows)
 
     def _store_gathered(
         self, rows: torch.Tensor, latent_pool: torch.Tensor, key_pool: torch.Tensor | None, slots: torch.Tensor
@@ -172,12 +172,12 @@ class Attention(Weighted):
         q: torch.Tensor,
         pool: torch.Tensor,
         batch: ForwardBatch,
-        selection: torch.Tensor | None,
+        topk_slots: torch.Tensor | None,
         border: int,
     ) -> torch.Tensor:
         """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: the rows before ``border`` over all that they
         see, the others over what is selected."""
-        value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.place.workspace
+        value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.runtime.workspace
         parts = []
         if border:
             tables = batch.block_tables
@@ -186,9 +186,9 @@ class Attention(Weighted):
             )
             parts.append(over_all[0])
         if q.shape[0] > border:
-            assert selection is not None, "sparse rows need a selection, and the first layer makes one"
+            assert topk_slots is not None, "sparse rows need a selection, and the first layer makes one"
             over_selected = sparse_attention(
-                q[border:], pool, selection, value_dim=value_dim, scale=scale, workspace=workspace
+                q[border:], pool, topk_slots, value_dim=value_dim, scale=scale, workspace=workspace
             )
             parts.append(over_selected[0])
         if len(parts) == 1:
@@ -209,7 +209,7 @@ class Attention(Weighted):
             # A head's keys without and with their rotated part, its values, and these as wide as the keys.
             widths = config.qk_nope_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
             per_head = longest * widths * rows.element_size()
-            step = max(1, self.place.workspace // 2 // per_head)
+            step = max(1, self.runtime.workspace // 2 // per_head)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
                 k_nope = torch.einsum("sr,hdr->shd", latent, self.w_uk[heads])
@@ -222,7 +222,7 @@ class Attention(Weighted):
                         k[: s.end],
                         v[: s.end],
                         scale=config.softmax_scale,
-                        workspace=self.place.workspace // 2,
+                        workspace=self.runtime.workspace // 2,
                     )
 
 

@@ -11,15 +11,15 @@ from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.store_index_keys import store_index_keys
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
-from dsa_engine.model.layers import Placement, Weighted
+from dsa_engine.model.layers import Runtime, Weighted
 from dsa_engine.model.stages import stage
 
 
 class Indexer(Weighted):
     """Chooses the ``index_topk`` cached tokens that a query attends to. Weights are whole on every rank."""
 
-    def __init__(self, prefix: str, config: ModelConfig, place: Placement):
-        super().__init__(place)
+    def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime):
+        super().__init__(runtime)
         heads, dim = config.index_n_heads, config.index_head_dim
         self.config = config
         self.wq_b = self.weight(f"{prefix}.wq_b.weight", heads * dim, config.q_lora_rank)
@@ -70,6 +70,6 @@ class Indexer(Weighted):
                 batch.block_tables,
                 batch.sparse,
                 self.config.index_topk,
-                workspace=self.place.workspace,
+                workspace=self.runtime.workspace,
             )
             return slots_of(positions, batch.block_tables, batch.sparse.sequences, pool.shape[1])

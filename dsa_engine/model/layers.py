@@ -16,7 +16,7 @@ from dsa_engine.parallel.streams import SideStream
 
 
 @dataclass(frozen=True)
-class Placement:
+class Runtime:
     """Where the model runs, in which dtype, and what it may use beside its weights and caches."""
 
     mesh: Mesh
@@ -37,10 +37,10 @@ class Streams(NamedTuple):
     indexer: SideStream  # its prolog, beside MLA's
 
     @classmethod
-    def of(cls, place: Placement) -> Streams:
+    def of(cls, runtime: Runtime) -> Streams:
         return cls(
-            SideStream(place.device, enabled=place.overlap_shared_expert),
-            SideStream(place.device, enabled=place.overlap_indexer),
+            SideStream(runtime.device, enabled=runtime.overlap_shared_expert),
+            SideStream(runtime.device, enabled=runtime.overlap_indexer),
         )
 
 
@@ -48,9 +48,9 @@ class Weighted(nn.Module):
     """A module that says, where each weight is born, what it is called in the checkpoint and which part a rank
     keeps."""
 
-    def __init__(self, place: Placement):
+    def __init__(self, runtime: Runtime):
         super().__init__()
-        self.place = place
+        self.runtime = runtime
         self.sources: list[Source] = []
 
     def weight(
@@ -74,7 +74,7 @@ class Weighted(nn.Module):
     def stack(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An empty weight whose parts come from several tensors; name each part with :meth:`fill`."""
         return nn.Parameter(
-            torch.empty(shape, dtype=dtype or self.place.dtype, device=self.place.device), requires_grad=False
+            torch.empty(shape, dtype=dtype or self.runtime.dtype, device=self.runtime.device), requires_grad=False
         )
 
     def fill(self, into: torch.Tensor, name: str, shape: tuple[int, ...], start: tuple[int, ...] = ()) -> None:
@@ -84,8 +84,8 @@ class Weighted(nn.Module):
 class MLP(Weighted):
     """SwiGLU feed-forward layer, on local tokens, not sharded: ``[T, hidden] -> [T, hidden]``."""
 
-    def __init__(self, prefix: str, hidden: int, intermediate: int, place: Placement):
-        super().__init__(place)
+    def __init__(self, prefix: str, hidden: int, intermediate: int, runtime: Runtime):
+        super().__init__(runtime)
         self.gate_up = self.stack(2 * intermediate, hidden)
         self.fill(self.gate_up[:intermediate], f"{prefix}.gate_proj.weight", (intermediate, hidden))
         self.fill(self.gate_up[intermediate:], f"{prefix}.up_proj.weight", (intermediate, hidden))

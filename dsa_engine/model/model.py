@@ -14,7 +14,7 @@ from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from dsa_engine.model.attention import Attention
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.model.layers import MLP, Placement, Streams, Weighted
+from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
 from dsa_engine.model.moe import MoE
 from dsa_engine.model.stages import stage
 from dsa_engine.parallel.tensor import shard, vocab_parallel_embedding, vocab_parallel_logits
@@ -23,19 +23,19 @@ from dsa_engine.parallel.tensor import shard, vocab_parallel_embedding, vocab_pa
 class DecoderLayer(Weighted):
     """Pre-norm layer. What it adds travels beside the residual: the next norm adds and normalises in one pass."""
 
-    def __init__(self, layer: int, config: ModelConfig, place: Placement, streams: Streams):
-        super().__init__(place)
+    def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
+        super().__init__(runtime)
         prefix = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps
         self.input_norm = self.weight(f"{prefix}.input_layernorm.weight", config.hidden_size)
-        self.attention = Attention(layer, config, place, streams)
+        self.attention = Attention(layer, config, runtime, streams)
         self.post_attention_norm = self.weight(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         self.mlp: MLP | None = None
         self.moe: MoE | None = None
         if config.mlp_layer_types[layer] == "dense":
-            self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, place)
+            self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, runtime)
         else:
-            self.moe = MoE(f"{prefix}.mlp", config, place, streams)
+            self.moe = MoE(f"{prefix}.mlp", config, runtime, streams)
 
     def forward(
         self,
@@ -43,7 +43,7 @@ class DecoderLayer(Weighted):
         residual: torch.Tensor | None,
         batch: ForwardBatch,
         cache: KVCache,
-        selection: torch.Tensor | None,
+        topk_slots: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """``delta [T, hidden]`` is what the layer before adds to ``residual [T, hidden]``; None before the first.
 
@@ -55,28 +55,28 @@ class DecoderLayer(Weighted):
                 normed, residual = rms_norm(delta, self.input_norm, self.eps), delta
             else:
                 normed, residual = add_rms_norm(delta, residual, self.input_norm, self.eps)
-        attended, selection = self.attention(normed, batch, cache, selection)
+        attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
         if self.moe is not None:
-            return self.moe(normed, batch), residual, selection
+            return self.moe(normed, batch), residual, topk_slots
         assert self.mlp is not None
         with stage("dense MLP"):
-            return self.mlp(normed), residual, selection
+            return self.mlp(normed), residual, topk_slots
 
 
 class Model(Weighted):
     """A decoder of any of the supported model types; the weights are empty until they are loaded."""
 
-    def __init__(self, config: ModelConfig, place: Placement):
-        super().__init__(place)
+    def __init__(self, config: ModelConfig, runtime: Runtime):
+        super().__init__(runtime)
         self.config = config
         # Sharded by vocabulary over the tensor-parallel group.
-        rows = shard(config.vocab_size, place.mesh.tp, "vocab_size")
+        rows = shard(config.vocab_size, runtime.mesh.tp, "vocab_size")
         table = (config.vocab_size, config.hidden_size)
         self.embed = self.weight("model.embed_tokens.weight", *table, rows=rows)
-        streams = Streams.of(place)
-        self.layers = nn.ModuleList(DecoderLayer(i, config, place, streams) for i in range(config.num_hidden_layers))
+        streams = Streams.of(runtime)
+        self.layers = nn.ModuleList(DecoderLayer(i, config, runtime, streams) for i in range(config.num_hidden_layers))
         self.norm = self.weight("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed if tied else self.weight("lm_head.weight", *table, rows=rows)
@@ -90,14 +90,14 @@ class Model(Weighted):
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed."""
         with stage("embedding"):
-            x = vocab_parallel_embedding(batch.input_ids, self.embed, self.place.mesh.tp)[: batch.plan.rows]
-        residual = selection = None
+            x = vocab_parallel_embedding(batch.input_ids, self.embed, self.runtime.mesh.tp)[: batch.plan.rows]
+        residual = topk_slots = None
         for layer in self.layers:
-            x, residual, selection = layer(x, residual, batch, cache, selection)
+            x, residual, topk_slots = layer(x, residual, batch, cache, topk_slots)
         assert residual is not None
         return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold."""
         with stage("LM head"):
-            return vocab_parallel_logits(hidden, self.lm_head, self.place.mesh.tp)
+            return vocab_parallel_logits(hidden, self.lm_head, self.runtime.mesh.tp)

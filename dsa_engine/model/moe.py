@@ -11,7 +11,7 @@ from dsa_engine.engine.batch import ForwardBatch
 from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, expert_mlp
 from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.layers import MLP, Placement, Streams, Weighted
+from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
 from dsa_engine.model.stages import stage
 from dsa_engine.parallel.expert import Dispatched, dispatch_all_gather, dispatch_all_to_all, dispatch_local
 from dsa_engine.parallel.tensor import shard
@@ -20,14 +20,14 @@ from dsa_engine.parallel.tensor import shard
 class MoE(Weighted):
     """Rank i of the expert-parallel group holds an equal, consecutive part of the routed experts; the rest is whole."""
 
-    def __init__(self, prefix: str, config: ModelConfig, place: Placement, streams: Streams):
-        super().__init__(place)
+    def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime, streams: Streams):
+        super().__init__(runtime)
         self.config = config
         self.streams = streams
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
-        first, last = shard(experts, place.mesh.ep, "n_routed_experts")
+        first, last = shard(experts, runtime.mesh.ep, "n_routed_experts")
         self.gate_up = self.stack(last - first, 2 * intermediate, hidden)
         self.down = self.stack(last - first, hidden, intermediate)
         for i in range(last - first):
@@ -35,7 +35,7 @@ class MoE(Weighted):
             self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
             self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
             self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
-        self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, place)
+        self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``. The shared expert runs beside gate and dispatch."""
@@ -74,10 +74,10 @@ class MoE(Weighted):
     def _dispatch(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
     ) -> Dispatched:
-        group, per_rank = self.place.mesh.ep, self.gate_up.shape[0]
+        group, per_rank = self.runtime.mesh.ep, self.gate_up.shape[0]
         if group.size == 1:
             return dispatch_local(x, experts, weights)
-        parallel = self.place.mesh.config
+        parallel = self.runtime.mesh.config
         if (parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch) == "all_gather":
             return dispatch_all_gather(x, experts, weights, per_rank, batch.ep_rows, group)
         return dispatch_all_to_all(x, experts, weights, per_rank, group)

@@ -49,7 +49,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
         step = plan(chunks)
         result["tokens"].append(step.ranks[mesh.rank].rows)
         result["attention_pairs"].append(step.attention_pairs()[mesh.rank])
-        result["free_pages"].append(engine.cache.pages - sum(len(c.sequence.pages) for c in chunks))
+        result["free_pages"].append(engine.cache.pages - sum(len(c.request.pages) for c in chunks))
         return step
 
     engine.runner.plan = noted  # type: ignore[method-assign]

@@ -19,8 +19,8 @@ import torch
 
 from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
 from dsa_engine.engine.batch import StepPlan
-from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.text_request import TextRequest
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[RequestOutput]:
     """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
-    requests: list[Request] = []
+    requests: list[TextRequest] = []
     step = 0
     while len(requests) < len(prompts) or llm.engine.scheduler.has_work:
         if step % every == 0 and len(requests) < len(prompts):
             number = len(requests)
-            requests.append(Request(llm.engine, llm.engine.add(prompts[number], params[number]), None))
+            requests.append(TextRequest(llm.engine, llm.engine.add(prompts[number], params[number]), None))
         llm.engine.step()
         step += 1
         for request in requests:
@@ -76,8 +76,8 @@ def break_logits(runner: ModelRunner, seed: int | None) -> None:
 
     def broken(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, sequence) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].samples, strict=True):
-            if seed is not None and sequence.params.seed == seed:
+        for row, (_, request) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].samples, strict=True):
+            if seed is not None and request.params.seed == seed:
                 row[3] = float("nan")
         return logits
 

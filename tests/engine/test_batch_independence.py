@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.sequence import Sequence
+from dsa_engine.engine.request import Request
 
 LENGTHS = [70, 5, 150, 1, 64, 33, 9, 2, 120, 65, 17, 90, 63, 40, 100, 3]
 COUNT = 20
@@ -29,9 +29,9 @@ def load(folder: Path, pages: int = 4000, **options: Any) -> LLM:
     return llm
 
 
-def staggered(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[Sequence]:
+def staggered(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[Request]:
     """Runs all requests, one more of which arrives every ``every`` steps."""
-    sequences: list[Sequence] = []
+    sequences: list[Request] = []
     step = 0
     while llm.engine.scheduler.has_work or len(sequences) < len(prompts):
         if step % every == 0 and len(sequences) < len(prompts):

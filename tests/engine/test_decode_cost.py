@@ -47,11 +47,11 @@ class Work(TorchDispatchMode):
 
 def decode_step(llm: LLM, context: int) -> Work:
     """The work of one token that sees ``context`` others."""
-    sequence = llm.engine.add_filled(context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    request = llm.engine.add_filled(context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     llm.engine.step()  # what is made once
     with watched(llm.engine), Work() as work:
         llm.engine.step()
-    llm.engine.finish(sequence, "abort")
+    llm.engine.finish(request, "abort")
     return work
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from dsa_engine.checkpoint import released_config
 from dsa_engine.engine import memory
 from dsa_engine.engine.memory import default_cache_memory, enough_memory
-from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

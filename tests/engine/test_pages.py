@@ -11,8 +11,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from dsa_engine.engine.pages import PageAllocator, PageLedger, pages_for
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.engine.sequence import Chunk, Sequence
 from dsa_engine.errors import CapacityError
 from dsa_engine.sampling_params import SamplingParams
 
@@ -49,7 +49,7 @@ def test_allocator_never_gives_a_page_twice(pages: int, calls: list[tuple[bool, 
 )
 def test_ledgers_of_all_ranks_agree(world: int, pages: int, calls: list[tuple[str, int, int, int]]) -> None:
     ledgers = [PageLedger(rank, world, pages) for rank in range(world)]
-    copies = [[Sequence(n, [0], SamplingParams()) for n in range(4)] for _ in ledgers]
+    copies = [[Request(n, [0], SamplingParams()) for n in range(4)] for _ in ledgers]
     for call, number, where, count in calls:
         rank = where % world
         for ledger, mine in zip(ledgers, copies, strict=True):
@@ -63,7 +63,7 @@ def test_ledgers_of_all_ranks_agree(world: int, pages: int, calls: list[tuple[st
                 with pytest.raises(RuntimeError, match=rf"{count} pages asked for on rank {rank}, \d+ are free"):
                     ledger.take(mine[number], rank, count)
         for rank, (ledger, mine) in enumerate(zip(ledgers, copies, strict=True)):
-            own = [page for sequence in mine for page in sequence.pages]
+            own = [page for request in mine for page in request.pages]
             assert len(set(own)) == len(own) == pages - ledger.own_free
             assert ledger.free == ledgers[0].free and ledger.free[rank] == ledger.own_free
             assert [len(s.pages) for s in mine] == [ledger.held(s, rank) for s in mine]
@@ -146,7 +146,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
-        self.copies: list[dict[int, Sequence]] = [{} for _ in self.ranks]  # a process has its own objects
+        self.copies: list[dict[int, Request]] = [{} for _ in self.ranks]  # a process has its own objects
         self.to_come = sorted(range(len(self.wishes)), key=lambda n: self.wishes[n].arrives)
         self.arrived: dict[int, int] = {}  # request: step
 
@@ -160,14 +160,14 @@ class Simulation:
             number = len(self.arrived)
             self.arrived[number] = self.now
 
-            def add(scheduler: Scheduler, mine: dict[int, Sequence], number: int = number, wish: Wish = wish) -> None:
-                sequence = Sequence(number, list(range(wish.prompt)), SamplingParams(max_tokens=wish.output))
+            def add(scheduler: Scheduler, mine: dict[int, Request], number: int = number, wish: Wish = wish) -> None:
+                request = Request(number, list(range(wish.prompt)), SamplingParams(max_tokens=wish.output))
                 if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages:
                     with pytest.raises(CapacityError):
-                        scheduler.add(sequence)
+                        scheduler.add(request)
                     return
-                scheduler.add(sequence)
-                mine[number] = sequence
+                scheduler.add(request)
+                mine[number] = request
 
             self.order.append(wish)
             self.on_all(add)
@@ -179,11 +179,11 @@ class Simulation:
 
     order: list[Wish] = field(default_factory=list)  # by request
 
-    def end(self, scheduler: Scheduler, sequence: Sequence, reason: str) -> None:
-        sequence.finish_reason = sequence.finish_reason or reason
-        scheduler.finish(sequence)
+    def end(self, scheduler: Scheduler, request: Request, reason: str) -> None:
+        request.finish_reason = request.finish_reason or reason
+        scheduler.finish(request)
 
-    def live(self) -> list[Sequence]:
+    def live(self) -> list[Request]:
         return [s for s in self.copies[0].values() if s.finish_reason is None]
 
     def step(self) -> None:
@@ -193,7 +193,7 @@ class Simulation:
         chunks = steps[0]
         assert chunks, "there is work, and nothing is done"
         assert all([key(c) for c in of_rank] == [key(c) for c in chunks] for of_rank in steps), "ranks disagree"
-        prefills = [c for c in chunks if not c.sequence.prefilled]
+        prefills = [c for c in chunks if not c.request.prefilled]
         assert prefills in ([], chunks), "prefill and decode in one step"
         self.decoding_steps += decoded
         self.prefill_steps += bool(prefills) and any(s.prefilled for s in self.live())
@@ -201,24 +201,24 @@ class Simulation:
         self.check_budgets(chunks, bool(prefills))
         assert oldest.preemptions == lost, "the oldest was preempted"
         if oldest.prefilled != bool(prefills) and oldest.pages:
-            assert oldest in [c.sequence for c in chunks], "the oldest stands still"
+            assert oldest in [c.request for c in chunks], "the oldest stands still"
         for chunk in chunks:
-            assert chunk.start == chunk.sequence.computed, "a token is left out, or computed twice"
-            if chunk.start == 0 and chunk.sequence.id not in self.admitted:
-                self.admitted.append(chunk.sequence.id)
+            assert chunk.start == chunk.request.num_computed_tokens, "a token is left out, or computed twice"
+            if chunk.start == 0 and chunk.request.id not in self.admitted:
+                self.admitted.append(chunk.request.id)
         for rank, of_rank in enumerate(steps):
             self.check_pages(rank, of_rank)
         for scheduler, of_rank in zip(self.ranks, steps, strict=True):
             scheduler.computed(of_rank)
             for chunk in of_rank:
                 if chunk.samples:
-                    self.sampled(scheduler, chunk.sequence)
+                    self.sampled(scheduler, chunk.request)
         self.now += 1
 
-    def sampled(self, scheduler: Scheduler, sequence: Sequence) -> None:
-        sequence.output.append(len(sequence))
-        if len(sequence.output) >= min(self.order[sequence.id].ends_after, sequence.params.max_tokens):
-            self.end(scheduler, sequence, "length")
+    def sampled(self, scheduler: Scheduler, request: Request) -> None:
+        request.output.append(len(request))
+        if len(request.output) >= min(self.order[request.id].ends_after, request.params.max_tokens):
+            self.end(scheduler, request, "length")
 
     def check_budgets(self, chunks: list[Chunk], prefill: bool) -> None:
         assert len(chunks) <= self.world.seqs
@@ -231,16 +231,16 @@ class Simulation:
 
     def check_pages(self, rank: int, chunks: list[Chunk]) -> None:
         scheduler = self.ranks[rank]
-        pages = [page for sequence in self.copies[rank].values() for page in sequence.pages]
+        pages = [page for request in self.copies[rank].values() for page in request.pages]
         assert len(set(pages)) == len(pages), "two requests share a page"
         assert scheduler.free_pages == self.ranks[0].free_pages
         assert scheduler.free_pages[rank] == scheduler.own_free_pages == self.world.pages - len(pages)
         for chunk in chunks:
-            assert rank not in chunk.ranks or len(chunk.sequence.pages) * self.world.page_size >= chunk.end
+            assert rank not in chunk.ranks or len(chunk.request.pages) * self.world.page_size >= chunk.end
 
 
 def key(chunk: Chunk) -> tuple[int, int, int, range]:
-    return chunk.sequence.id, chunk.start, chunk.length, chunk.ranks
+    return chunk.request.id, chunk.start, chunk.length, chunk.ranks
 
 
 @settings(max_examples=300, deadline=None)
@@ -261,8 +261,8 @@ def test_every_request_ends_and_no_page_is_lost(seed: int) -> None:
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
         assert scheduler.preemptions == run.ranks[0].preemptions
         assert scheduler.free_pages == [world.pages] * world.world and scheduler.own_free_pages == world.pages
-        for number, sequence in mine.items():
+        for number, request in mine.items():
             wanted = min(run.order[number].output, run.order[number].ends_after)
-            assert sequence.output == list(range(len(sequence.prompt), len(sequence))), "a token was sampled twice"
-            assert not sequence.pages and sequence.finish_reason in ("length", "abort")
-            assert sequence.finish_reason == "abort" or len(sequence.output) == wanted
+            assert request.output == list(range(len(request.prompt), len(request))), "a token was sampled twice"
+            assert not request.pages and request.finish_reason in ("length", "abort")
+            assert request.finish_reason == "abort" or len(request.output) == wanted

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dsa_engine.engine.request import Request
 from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.engine.sequence import Sequence
 from dsa_engine.errors import CapacityError
 from dsa_engine.sampling_params import SamplingParams
 
@@ -33,8 +33,8 @@ def make(
     )
 
 
-def request(number: int, prompt: int, output: int = 4) -> Sequence:
-    return Sequence(number, list(range(prompt)), SamplingParams(max_tokens=output))
+def make_request(number: int, prompt: int, output: int = 4) -> Request:
+    return Request(number, list(range(prompt)), SamplingParams(max_tokens=output))
 
 
 def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
@@ -42,18 +42,18 @@ def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     chunks = scheduler.schedule()
     scheduler.computed(chunks)
     for chunk in chunks:
-        sequence = chunk.sequence
-        if chunk.end == len(sequence):
-            sequence.output.append(len(sequence))  # its position: none may come twice
-            if len(sequence.output) == sequence.params.max_tokens:
-                sequence.finish_reason = "length"
-                scheduler.finish(sequence)
-    return [(c.sequence.id, c.start, c.length) for c in chunks]
+        request = chunk.request
+        if chunk.end == len(request):
+            request.output.append(len(request))  # its position: none may come twice
+            if len(request.output) == request.params.max_tokens:
+                request.finish_reason = "length"
+                scheduler.finish(request)
+    return [(c.request.id, c.start, c.length) for c in chunks]
 
 
 def test_prefill_in_chunks_then_decode() -> None:
     scheduler = make(tokens=6)
-    scheduler.add(request(0, 14, output=3))
+    scheduler.add(make_request(0, 14, output=3))
     assert [step(scheduler) for _ in range(5)] == [[(0, 0, 6)], [(0, 6, 6)], [(0, 12, 2)], [(0, 14, 1)], [(0, 15, 1)]]
     assert not scheduler.has_work and scheduler.free_pages == [20]
 
@@ -61,7 +61,7 @@ def test_prefill_in_chunks_then_decode() -> None:
 def test_short_prompts_share_a_step() -> None:
     scheduler = make(tokens=10)
     for number, length in enumerate((3, 4, 8)):
-        scheduler.add(request(number, length))
+        scheduler.add(make_request(number, length))
     assert step(scheduler) == [(0, 0, 3), (1, 0, 4), (2, 0, 3)]
     assert step(scheduler) == [(2, 3, 5)]  # prefill goes first; the others wait a step
     assert step(scheduler) == [(0, 3, 1), (1, 4, 1), (2, 8, 1)]
@@ -69,10 +69,10 @@ def test_short_prompts_share_a_step() -> None:
 
 def test_a_request_that_comes_late_is_prefilled_at_once() -> None:
     scheduler = make()
-    scheduler.add(request(0, 5))
+    scheduler.add(make_request(0, 5))
     step(scheduler)
     step(scheduler)
-    scheduler.add(request(1, 2))
+    scheduler.add(make_request(1, 2))
     assert step(scheduler) == [(1, 0, 2)]
     assert step(scheduler) == [(0, 6, 1), (1, 2, 1)]
 
@@ -80,7 +80,7 @@ def test_a_request_that_comes_late_is_prefilled_at_once() -> None:
 def test_most_requests_at_once() -> None:
     scheduler = make(seqs=2)
     for number in range(3):
-        scheduler.add(request(number, 2, output=2))
+        scheduler.add(make_request(number, 2, output=2))
     assert step(scheduler) == [(0, 0, 2), (1, 0, 2)]
     assert step(scheduler) == [(0, 2, 1), (1, 2, 1)]
     assert step(scheduler) == [(2, 0, 2)]
@@ -88,9 +88,9 @@ def test_most_requests_at_once() -> None:
 
 def test_nobody_overtakes_a_request_that_waits_for_pages() -> None:
     scheduler = make(pages=5, page_size=4)
-    scheduler.add(request(0, 8, output=5))  # 3 pages of 5
-    scheduler.add(request(1, 12, output=5))  # 4 pages: waits
-    scheduler.add(request(2, 1, output=2))  # would fit
+    scheduler.add(make_request(0, 8, output=5))  # 3 pages of 5
+    scheduler.add(make_request(1, 12, output=5))  # 4 pages: waits
+    scheduler.add(make_request(2, 1, output=2))  # would fit
     assert step(scheduler) == [(0, 0, 8)]
     for _ in range(4):
         assert [c[0] for c in step(scheduler)] == [0]
@@ -99,13 +99,13 @@ def test_nobody_overtakes_a_request_that_waits_for_pages() -> None:
 
 def test_a_request_that_can_never_run() -> None:
     scheduler = make(pages=5, page_size=4)
-    scheduler.add(request(0, 17, output=4))  # 20 tokens in the cache: the last sampled one never enters it
+    scheduler.add(make_request(0, 17, output=4))  # 20 tokens in the cache: the last sampled one never enters it
     with pytest.raises(
         CapacityError,
         match=r"17 prompt tokens and up to 5 new ones \(22 in all\) need 6 pages of 4 tokens, the cache has 5; "
         r"raise cache_memory by a factor of 1.20, or take fewer requests or tokens",
     ):
-        scheduler.add(request(1, 17, output=5))
+        scheduler.add(make_request(1, 17, output=5))
     assert step(scheduler) == [(0, 0, 16)]  # the other is not disturbed
 
 
@@ -126,12 +126,12 @@ def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pag
     scheduler.check_batch(requests, 8, 4, filled)
     with pytest.raises(CapacityError, match=rf"{requests} such requests at once on {ranks} rank"):
         make(pages=pages - 1, page_size=4, world=ranks, cp=cp).check_batch(requests, 8, 4, filled)
-    them = [request(n, 8, output=4) for n in range(requests)]
-    for sequence in them:
-        scheduler.adopt(sequence) if filled else scheduler.add(sequence)
+    them = [make_request(n, 8, output=4) for n in range(requests)]
+    for request in them:
+        scheduler.adopt(request) if filled else scheduler.add(request)
     if filled:
-        for sequence in them:
-            sequence.output.append(7)
+        for request in them:
+            request.output.append(7)
     while not all(s.prefilled for s in them):
         step(scheduler)
     for _ in range(3):
@@ -141,24 +141,24 @@ def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pag
 
 def test_finishing_early_frees_pages_in_every_state() -> None:
     scheduler = make(tokens=4, seqs=2)
-    running, prefilling, waiting = (request(n, 6) for n in range(3))
-    for sequence in (running, prefilling, waiting):
-        scheduler.add(sequence)
+    running, prefilling, waiting = (make_request(n, 6) for n in range(3))
+    for request in (running, prefilling, waiting):
+        scheduler.add(request)
     step(scheduler)
     step(scheduler)
     assert running.prefilled and not prefilling.prefilled and not waiting.pages
-    for sequence in (waiting, prefilling, running):
-        scheduler.finish(sequence)
-        scheduler.finish(sequence)  # twice does no harm
+    for request in (waiting, prefilling, running):
+        scheduler.finish(request)
+        scheduler.finish(request)  # twice does no harm
     assert not scheduler.has_work and scheduler.free_pages == [20]
 
 
 def test_pages_of_a_group_and_of_the_owner_after_prefill() -> None:
     """All ranks of the group hold the prompt while it is prefilled; then its owner alone."""
     ranks = [make(rank=r, world=4, cp=2, tokens=8) for r in range(4)]
-    sequences = [request(0, 12, output=9) for _ in ranks]
-    for scheduler, sequence in zip(ranks, sequences, strict=True):
-        scheduler.add(sequence)
+    sequences = [make_request(0, 12, output=9) for _ in ranks]
+    for scheduler, request in zip(ranks, sequences, strict=True):
+        scheduler.add(request)
         assert step(scheduler) == [(0, 0, 12)]  # 8 tokens a rank
     owner = sequences[0].owner
     assert {s.owner for s in sequences} == {owner} and {s.cp_group for s in sequences} == {owner // 2}
@@ -171,9 +171,9 @@ def test_pages_of_a_group_and_of_the_owner_after_prefill() -> None:
 
 def test_groups_share_the_load() -> None:
     scheduler = make(world=4, cp=1, tokens=10)
-    sequences = [request(n, 10) for n in range(4)]
-    for sequence in sequences:
-        scheduler.add(sequence)
+    sequences = [make_request(n, 10) for n in range(4)]
+    for request in sequences:
+        scheduler.add(request)
     assert len(step(scheduler)) == 4
     assert sorted(s.owner for s in sequences) == [0, 1, 2, 3]
 
@@ -181,22 +181,22 @@ def test_groups_share_the_load() -> None:
 def test_the_owner_is_who_sees_fewest_tokens() -> None:
     """Not who has fewest requests: one long request is as much work as many short ones."""
     scheduler = make(world=2, cp=2, tokens=100, pages=50)
-    long, *short = [request(0, 60), *(request(n, 10) for n in range(1, 6))]
-    for sequence in (long, *short):
-        scheduler.add(sequence)
+    long, *short = [make_request(0, 60), *(make_request(n, 10) for n in range(1, 6))]
+    for request in (long, *short):
+        scheduler.add(request)
     step(scheduler)
     assert long.owner == 0 and {s.owner for s in short} == {1}
 
 
 def test_the_owner_has_pages_for_all_that_may_come() -> None:
     scheduler = make(world=2, cp=2, tokens=100, pages=20)
-    first, second, third = request(0, 40, output=2), request(1, 8, output=40), request(2, 8, output=40)
-    for sequence in (first, second, third):
-        scheduler.add(sequence)
+    first, second, third = make_request(0, 40, output=2), make_request(1, 8, output=40), make_request(2, 8, output=40)
+    for request in (first, second, third):
+        scheduler.add(request)
     step(scheduler)
     assert (first.owner, second.owner) == (0, 1)
     assert third.owner == 1, "neither has room for all of it: fewest tokens seen"
-    late = request(3, 4, output=30)
+    late = make_request(3, 4, output=30)
     scheduler.add(late)
     step(scheduler)
     assert scheduler.free_pages == [9, 16] and late.owner == 0, "rank 1 sees fewer tokens, but two requests grow there"
@@ -207,8 +207,8 @@ def test_the_owner_has_pages_for_all_that_may_come() -> None:
 )
 def test_prefill_takes_its_share_of_the_steps(share: float, steps: str) -> None:
     scheduler = make(tokens=4, share=share, seqs=2)
-    scheduler.add(request(0, 8, output=20))
-    scheduler.add(request(1, 16))
+    scheduler.add(make_request(0, 8, output=20))
+    scheduler.add(make_request(1, 16))
     taken = "".join("D" if (0, 1) in [(n, length) for n, _, length in step(scheduler)] else "P" for _ in range(8))
     assert taken == steps
 
@@ -216,16 +216,16 @@ def test_prefill_takes_its_share_of_the_steps(share: float, steps: str) -> None:
 def test_who_comes_late_is_prefilled_at_once() -> None:
     """The share that nobody used is kept, but only for one step."""
     scheduler = make(tokens=4, share=0.2)
-    scheduler.add(request(0, 4, output=60))
+    scheduler.add(make_request(0, 4, output=60))
     for _ in range(12):
         step(scheduler)
-    scheduler.add(request(1, 8))
+    scheduler.add(make_request(1, 8))
     assert ["P" if step(scheduler)[0][0] else "D" for _ in range(7)] == ["P", "D", "D", "D", "P", "D", "D"]
 
 
 def test_the_youngest_gives_way_and_comes_back() -> None:
     scheduler = make(pages=6, page_size=4)
-    old, young = request(0, 8, output=12), request(1, 8, output=9)
+    old, young = make_request(0, 8, output=12), make_request(1, 8, output=9)
     scheduler.add(old)
     scheduler.add(young)
     assert step(scheduler) == [(0, 0, 8), (1, 0, 8)]
@@ -234,7 +234,7 @@ def test_the_youngest_gives_way_and_comes_back() -> None:
     assert scheduler.free_pages == [0]
     assert step(scheduler) == [(0, 12, 1)], "there is no page for both"
     assert (scheduler.preemptions, young.preemptions, old.preemptions) == (1, 1, 0)
-    assert young.computed == 0 and not young.pages and young.output == [8, 9, 10, 11, 12]
+    assert young.num_computed_tokens == 0 and not young.pages and young.output == [8, 9, 10, 11, 12]
     assert [step(scheduler) for _ in range(6)] == [[(0, n, 1)] for n in range(13, 19)]
     assert step(scheduler) == [(1, 0, 13)], "prompt and output, in one prefill"
     while scheduler.has_work:
@@ -244,7 +244,7 @@ def test_the_youngest_gives_way_and_comes_back() -> None:
 
 def test_who_is_being_prefilled_gives_way_too() -> None:
     scheduler = make(pages=6, page_size=4, tokens=3, share=0.2)
-    old, young = request(0, 8, output=13), request(1, 8, output=2)
+    old, young = make_request(0, 8, output=13), make_request(1, 8, output=2)
     scheduler.add(old)
     scheduler.add(young)
     prefills = [(n, start, length) for _ in range(15) for n, start, length in step(scheduler) if length > 1]
@@ -258,7 +258,7 @@ def test_who_is_being_prefilled_gives_way_too() -> None:
 def test_who_decodes_gives_way_to_an_older_prefill() -> None:
     """A decode step in which everybody is preempted turns into a prefill step."""
     scheduler = make(pages=5, page_size=4, tokens=5, share=0.01)
-    old, young = request(0, 14, output=2), request(1, 4, output=4)
+    old, young = make_request(0, 14, output=2), make_request(1, 4, output=4)
     scheduler.add(old)
     scheduler.add(young)
     steps = [step(scheduler) for _ in range(3)]
@@ -272,7 +272,7 @@ def test_a_preempted_request_may_go_to_another_group() -> None:
     ranks = [make(rank=r, world=4, cp=2, pages=6, tokens=20) for r in range(4)]
     for scheduler in ranks:
         for n, (prompt, output) in enumerate(((8, 16), (9, 2), (8, 16), (9, 2))):
-            scheduler.add(request(n, prompt, output))
+            scheduler.add(make_request(n, prompt, output))
     while ranks[0].has_work:
         steps = [step(scheduler) for scheduler in ranks]
         assert all(s == steps[0] for s in steps)
@@ -282,8 +282,8 @@ def test_a_preempted_request_may_go_to_another_group() -> None:
 def test_oldest_first_among_the_waiting() -> None:
     """A preempted request stands before all that have come after it."""
     scheduler = make(pages=6, page_size=4, seqs=2)
-    for sequence in (request(0, 8, output=12), request(1, 8, output=12), request(2, 1, output=1)):
-        scheduler.add(sequence)
+    for request in (make_request(0, 8, output=12), make_request(1, 8, output=12), make_request(2, 1, output=1)):
+        scheduler.add(request)
     order = [n for _ in range(40) for n, start, _ in step(scheduler) if start == 0]
     assert order == [0, 1, 1, 2]
 
@@ -291,14 +291,14 @@ def test_oldest_first_among_the_waiting() -> None:
 def test_a_request_whose_cache_is_filled_decodes_at_once() -> None:
     """It holds its owner's pages only, and is refused where it does not fit now."""
     scheduler = make(world=2, cp=2, pages=4)
-    filled = request(0, 9, output=3)
+    filled = make_request(0, 9, output=3)
     scheduler.adopt(filled)
     filled.output.append(9)  # its first token
     assert scheduler.free_pages in ([1, 4], [4, 1]) and filled.prefilled
-    scheduler.adopt(other := request(1, 14, output=2))
+    scheduler.adopt(other := make_request(1, 14, output=2))
     other.output.append(14)
     assert {filled.owner, other.owner} == {0, 1}
     with pytest.raises(CapacityError, match="no room to fill the cache of another request of 8 tokens"):
-        scheduler.adopt(request(2, 8, output=2))
+        scheduler.adopt(make_request(2, 8, output=2))
     assert [step(scheduler) for _ in range(2)] == [[(0, 9, 1), (1, 14, 1)], [(0, 10, 1)]]
     assert not scheduler.has_work and scheduler.free_pages == [4, 4]

@@ -15,8 +15,8 @@ import torch
 
 from dsa_engine import LLM, RequestOutput, SamplingParams
 from dsa_engine.engine.batch import known_ids
+from dsa_engine.engine.request import Request
 from dsa_engine.engine.sampler import Sampled, Samples
-from dsa_engine.engine.sequence import Sequence
 from dsa_engine.measure.timed_generation import generate_batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -189,7 +189,7 @@ def test_closing_a_stream_while_a_step_is_under_way(llm: LLM) -> None:
 def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int) -> None:
     """Nothing is lost: who goes on afterwards gets the same tokens."""
     wanted = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
-    sequence = llm.engine.add(PROMPTS[0], GREEDY)
+    request = llm.engine.add(PROMPTS[0], GREEDY)
     read, reads = Samples.read, iter(range(100))
 
     def failing(samples: Samples) -> list[Sampled]:
@@ -201,10 +201,10 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     with pytest.raises(type(error)):
         while True:
             llm.engine.step()
-    assert sequence.output == wanted[:at] and sequence.unread == 2
+    assert request.output == wanted[:at] and request.unread == 2
     while llm.engine.scheduler.has_work:
         llm.engine.step()
-    assert sequence.output == wanted and sequence.unread == 0
+    assert request.output == wanted and request.unread == 0
 
 
 def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> None:
@@ -251,9 +251,9 @@ def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
 
 
 def test_tokens_that_are_not_read_have_a_place() -> None:
-    sequence = Sequence(0, [1, 2, 3], SamplingParams(), output=[4], unread=1, place=6)
-    assert len(sequence) == 5 and sequence.generated == 2
-    assert sequence.tokens(1, 4) == [2, 3, 4, -7] and sequence.tokens(4, 1) == [-7] and sequence.tokens(2, 2) == [3, 4]
+    request = Request(0, [1, 2, 3], SamplingParams(), output=[4], unread=1, place=6)
+    assert len(request) == 5 and request.generated == 2
+    assert request.tokens(1, 4) == [2, 3, 4, -7] and request.tokens(4, 1) == [-7] and request.tokens(2, 2) == [3, 4]
     sampled = torch.tensor([50, 51, -1, 53, 54, 55, 56])
     ids = torch.tensor([[2, -7], [-3, 9]])
     assert known_ids(ids, sampled, torch.device("cpu")).tolist() == [[2, 56], [0, 9]], "an error's code is no token"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dsa_engine import SamplingParams
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.batch import StepPlan
-from dsa_engine.engine.sequence import Chunk, Sequence
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.context import split_sequence
 from dsa_engine.parallel.group import Group
@@ -76,7 +76,7 @@ def test_contiguous_is_not_balanced(ranks: int, expected: float) -> None:
 @pytest.mark.parametrize(("length", "step"), [(32768, 8192), (32768, 32768), (32700, 4096)])
 def test_attention_work_of_a_chunked_prefill(ranks: int, length: int, step: int, demo_cache: object) -> None:
     config = ModelConfig.from_pretrained(demo_folder())
-    sequence = Sequence(0, [2] * length, SamplingParams())
+    sequence = Request(0, [2] * length, SamplingParams())
     work = {layout: [0] * ranks for layout in LAYOUTS}
     for layout in LAYOUTS:
         for first in range(0, length, step):

@@ -11,7 +11,7 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.layers import Placement
+from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
@@ -142,7 +142,7 @@ def test_models_that_do_not_divide(
     folder: Path = oracle("deepseek_v32").folder
     mesh = Mesh(ParallelConfig(tp_size=tp), 0, world, CPU)
     with pytest.raises(ValueError, match=message):
-        Model(ModelConfig.from_pretrained(folder), Placement(mesh, torch.float32, 1 << 20))
+        Model(ModelConfig.from_pretrained(folder), Runtime(mesh, torch.float32, 1 << 20))
 
 
 def test_shards_are_equal_and_consecutive() -> None:

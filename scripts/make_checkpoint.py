@@ -18,7 +18,8 @@ from dsa_engine.checkpoint import RELEASED_CONFIGS, released_config, write_rando
 from dsa_engine.demo import demo_config, demo_files
 from dsa_engine.errors import CheckpointError
 from dsa_engine.measure.report import write_json
-from dsa_engine.model.config import DTYPES, merge_overrides
+from dsa_engine.model.config import DTYPES
+from dsa_engine.model.config_overrides import merge_overrides
 
 
 def parse_arguments() -> argparse.Namespace:

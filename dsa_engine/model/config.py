@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from dsa_engine.errors import CheckpointError
+from dsa_engine.model.config_keys import Keys, shown
+from dsa_engine.model.config_overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.model.rope import RopeConfig
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
@@ -101,64 +103,64 @@ class ModelConfig:
         raw = read_config_json(folder)
         generation = Path(folder) / "generation_config.json"
         if generation.is_file():  # it may name more tokens that end a text, as chat models do
-            ends = _as_list(raw.get("eos_token_id")) + _as_list(_read_object(generation).get("eos_token_id"))
-            raw["eos_token_id"] = list(dict.fromkeys(ends))
+            ends = [*_as_list(raw.get("eos_token_id")), *_as_list(_read_object(generation).get("eos_token_id"))]
+            raw["eos_token_id"] = [token for i, token in enumerate(ends) if token not in ends[:i]]
         return cls.from_dict(raw, overrides)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
         """Builds the configuration from the keys of a ``config.json``; see :meth:`from_pretrained`."""
-        raw = _without_aliases(raw, overrides or {})
-        raw = merge_overrides(raw, overrides or {})
-        get = _Keys(raw)
-        model_type = raw.get("model_type")
+        overrides = overrides or {}
+        keys = Keys(merge_overrides(without_aliases(raw, overrides), overrides))
+        model_type = keys.get("model_type")
         if model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
-        _refuse_unsupported(raw)
+            raise ValueError(f"model_type {shown(model_type)} is not supported; supported are {', '.join(MODEL_TYPES)}")
+        _refuse_unsupported(keys)
 
-        layers = get.size("num_hidden_layers")
+        layers = keys.size("num_hidden_layers")
         has_indexer = model_type != "deepseek_v3"
-        rope_dim = get.size("qk_rope_head_dim")
-        max_positions = get.size("max_position_embeddings")
-        quantization = raw.get("quantization_config")
+        rope_dim = keys.size("qk_rope_head_dim")
+        max_positions = keys.size("max_position_embeddings")
+        vocab_size = keys.size("vocab_size")
         config = cls(
             model_type=model_type,
-            vocab_size=get.size("vocab_size"),
-            hidden_size=get.size("hidden_size"),
+            vocab_size=vocab_size,
+            hidden_size=keys.size("hidden_size"),
             num_hidden_layers=layers,
             max_position_embeddings=max_positions,
-            rms_norm_eps=float(get("rms_norm_eps", 1e-6)),
-            dtype=_dtype(raw),
-            eos_token_ids=tuple(_as_list(raw.get("eos_token_id"))),
-            tie_word_embeddings=bool(get("tie_word_embeddings", False)),
-            num_attention_heads=get.size("num_attention_heads"),
-            q_lora_rank=get.size("q_lora_rank"),
-            kv_lora_rank=get.size("kv_lora_rank"),
-            qk_nope_head_dim=get.size("qk_nope_head_dim"),
+            rms_norm_eps=keys.number("rms_norm_eps", 1e-6, most=1.0),
+            dtype=_dtype(keys),
+            eos_token_ids=keys.token_ids("eos_token_id", vocab_size),
+            tie_word_embeddings=keys.flag("tie_word_embeddings", False),
+            num_attention_heads=keys.size("num_attention_heads"),
+            q_lora_rank=keys.size("q_lora_rank"),
+            kv_lora_rank=keys.size("kv_lora_rank"),
+            qk_nope_head_dim=keys.size("qk_nope_head_dim"),
             qk_rope_head_dim=rope_dim,
-            v_head_dim=get.size("v_head_dim"),
-            rope=RopeConfig.from_dict(raw, rope_dim, max_positions),
-            rope_interleaved=bool(get("rope_interleave", True)),
-            index_topk=get.size("index_topk") if has_indexer else 0,
-            index_n_heads=get.size("index_n_heads") if has_indexer else 0,
-            index_head_dim=get.size("index_head_dim") if has_indexer else 0,
+            v_head_dim=keys.size("v_head_dim"),
+            rope=RopeConfig.from_keys(keys, rope_dim, max_positions),
+            rope_interleaved=keys.flag("rope_interleave", True),
+            index_topk=keys.size("index_topk") if has_indexer else 0,
+            index_n_heads=keys.size("index_n_heads") if has_indexer else 0,
+            index_head_dim=keys.size("index_head_dim") if has_indexer else 0,
             # DeepSeek-V3.2 rotates halves in the indexer, GLM-5 rotates pairs there as in the main attention.
-            index_rope_interleaved=bool(get("indexer_rope_interleave", model_type == "glm_moe_dsa")),
-            indexer_types=_indexer_types(raw, layers) if has_indexer else ("none",) * layers,
-            intermediate_size=get.size("intermediate_size"),
-            mlp_layer_types=_mlp_layer_types(raw, layers),
-            moe_intermediate_size=get.size("moe_intermediate_size"),
-            n_routed_experts=get.size("n_routed_experts"),
-            n_shared_experts=get.size("n_shared_experts"),
-            num_experts_per_tok=get.size("num_experts_per_tok"),
-            n_group=get.size("n_group"),
-            topk_group=get.size("topk_group"),
-            norm_topk_prob=bool(get("norm_topk_prob", True)),
-            routed_scaling_factor=float(get("routed_scaling_factor")),
-            num_nextn_predict_layers=int(get("num_nextn_predict_layers", 0)),
-            weight_block_size=_weight_block_size(quantization),
+            index_rope_interleaved=keys.flag("indexer_rope_interleave", model_type == "glm_moe_dsa"),
+            indexer_types=_indexer_types(keys, layers) if has_indexer else ("none",) * layers,
+            intermediate_size=keys.size("intermediate_size"),
+            mlp_layer_types=_mlp_layer_types(keys, layers),
+            moe_intermediate_size=keys.size("moe_intermediate_size"),
+            n_routed_experts=keys.size("n_routed_experts"),
+            n_shared_experts=keys.size("n_shared_experts"),
+            num_experts_per_tok=keys.size("num_experts_per_tok"),
+            n_group=keys.size("n_group"),
+            topk_group=keys.size("topk_group"),
+            norm_topk_prob=keys.flag("norm_topk_prob", True),
+            routed_scaling_factor=keys.number("routed_scaling_factor", most=1e6),
+            num_nextn_predict_layers=keys.size("num_nextn_predict_layers", 0, least=0),
+            weight_block_size=_weight_block_size(keys),
         )
         config._check()
+        refuse_unknown(overrides, keys.asked | raw.keys())
         return config
 
     def _check(self) -> None:
@@ -206,64 +208,10 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
-class _Keys:
-    """Reads keys with a clear error for those that are missing or of the wrong kind."""
-
-    def __init__(self, raw: dict[str, Any]):
-        self.raw = raw
-
-    def __call__(self, key: str, *default: Any) -> Any:
-        value = self.raw.get(key)
-        if value is not None:
-            return value
-        if default:
-            return default[0]
-        raise ValueError(f"config.json lacks {key!r}, which a {self.raw['model_type']} model needs")
-
-    def size(self, key: str) -> int:
-        value = self(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {key!r} must be a positive integer, not {value!r}")
-        return value
-
-
-def merge_overrides(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with the keys of ``overrides`` in place of its own; nested dictionaries are merged."""
-    merged = dict(base)
-    for key, value in overrides.items():
-        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge_overrides(merged[key], value) if nested else value
-    return merged
-
-
-# The same thing under several names: an override of one takes the others' place, also where they would go before it.
-_ALIASES: tuple[set[str], ...] = (
-    {"dtype", "torch_dtype"},
-    {"mlp_layer_types", "first_k_dense_replace"},
-    {"rope_parameters", "rope_scaling"},
-)
-_INDEXER_SCHEDULES = ("indexer_types", "index_topk_pattern", "index_topk_freq")  # the earlier goes before the later
-
-
-def _without_aliases(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """``raw`` without what the overrides say under another name."""
-    gone = {name for names in _ALIASES if names & overrides.keys() for name in names - overrides.keys()}
-    for i, name in enumerate(_INDEXER_SCHEDULES):
-        if name in overrides:
-            gone |= set(_INDEXER_SCHEDULES[:i]) - overrides.keys()
-    kept = {key: value for key, value in raw.items() if key not in gone}
-    theta = (raw.get("rope_parameters") or {}).get("rope_theta")
-    if "rope_theta" in overrides and "rope_parameters" in kept:
-        kept["rope_parameters"] = {k: v for k, v in (kept["rope_parameters"] or {}).items() if k != "rope_theta"}
-    elif "rope_parameters" in gone and theta is not None:
-        kept.setdefault("rope_theta", theta)  # it is no part of rope_scaling
-    return kept
-
-
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
+def _refuse_unsupported(keys: Keys) -> None:
     only: dict[str, Any] = {
         "attention_bias": False,
         "mlp_bias": False,
@@ -273,73 +221,53 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         "moe_layer_freq": 1,
     }
     for key, supported in only.items():
-        if raw.get(key) is not None and raw[key] != supported:
-            raise ValueError(f"{key} = {raw[key]!r} is not supported; supported is {supported!r}")
-    if "q_lora_rank" in raw and raw["q_lora_rank"] is None:
+        value = keys.get(key)
+        if value is not None and (type(value) is not type(supported) or value != supported):
+            raise ValueError(f"{key} = {shown(value)} is not supported; supported is {supported!r}")
+    if "q_lora_rank" in keys.raw and keys.raw["q_lora_rank"] is None:
         raise ValueError("q_lora_rank = null (a full-rank q_proj) is not supported; give the rank of q_a_proj")
-    for key, kind in (("quantization_config", dict), ("rope_scaling", dict), ("rope_parameters", dict)):
-        if raw.get(key) is not None and not isinstance(raw[key], kind):
-            raise ValueError(f"{key} must be a JSON object, not {raw[key]!r}")
-    quantization = raw.get("quantization_config")
-    if quantization is not None and (quantization.get("quant_method"), quantization.get("fmt", "e4m3")) != (
-        "fp8",
-        "e4m3",
-    ):
+    quantization = keys.part("quantization_config").raw
+    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
+    if keys.get("quantization_config") is not None and (method, fmt) != ("fp8", "e4m3"):
         raise ValueError(
-            f"quantization_config {quantization.get('quant_method')!r}/{quantization.get('fmt')!r} is not supported; "
+            f"quantization_config {shown(method)}/{shown(fmt)} is not supported; "
             "supported is quant_method 'fp8' with fmt 'e4m3' and weight_block_size"
         )
 
 
-def _dtype(raw: dict[str, Any]) -> torch.dtype:
-    name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
+def _dtype(keys: Keys) -> torch.dtype:
+    old = keys.get("torch_dtype")
+    name = keys.get("dtype") if keys.get("dtype") is not None else old if old is not None else "bfloat16"
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype {shown(name)} is not supported; supported are {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _weight_block_size(quantization: dict[str, Any] | None) -> tuple[int, int] | None:
-    if quantization is None:
+def _weight_block_size(keys: Keys) -> tuple[int, int] | None:
+    if keys.get("quantization_config") is None:
         return None
-    block = quantization.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
-        raise ValueError(f"quantization_config.weight_block_size must be [rows, columns], not {block!r}")
+    block = keys.part("quantization_config").get("weight_block_size")
+    whole = isinstance(block, list) and len(block) == 2
+    if not whole or not all(isinstance(b, int) and not isinstance(b, bool) and 0 < b < 2**24 for b in block):
+        raise ValueError(f"quantization_config.weight_block_size must be [rows, columns], not {shown(block)}")
     return block[0], block[1]
 
 
-def _per_layer(raw: dict[str, Any], key: str, layers: int, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """A per-layer list, cut to ``layers`` so that an override of ``num_hidden_layers`` keeps the first ones."""
-    values = raw[key]
-    if not isinstance(values, list):
-        raise ValueError(f"{key} must be a list with one of {', '.join(allowed)} for each layer, not {values!r}")
-    if len(values) < layers:
-        raise ValueError(f"{key} names {len(values)} layers, num_hidden_layers is {layers}")
-    for value in values:
-        if value not in allowed:
-            raise ValueError(f"{key}: {value!r} is not supported; supported are {', '.join(allowed)}")
-    return tuple(values[:layers])
-
-
-def _mlp_layer_types(raw: dict[str, Any], layers: int) -> tuple[str, ...]:
-    if raw.get("mlp_layer_types") is not None:
-        return _per_layer(raw, "mlp_layer_types", layers, ("dense", "sparse"))
-    dense = min(int(raw.get("first_k_dense_replace") or 0), layers)
+def _mlp_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
+    if keys.get("mlp_layer_types") is not None:
+        return keys.per_layer("mlp_layer_types", layers, ("dense", "sparse"))
+    dense = min(keys.size("first_k_dense_replace", 0, least=0), layers)
     return ("dense",) * dense + ("sparse",) * (layers - dense)
 
 
-def _indexer_types(raw: dict[str, Any], layers: int) -> tuple[str, ...]:
+def _indexer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     """Which layers select for themselves; GLM-5 gives a list, a pattern ("FSSF…") or a frequency with an offset."""
-    if raw.get("indexer_types") is not None:
-        return _per_layer(raw, "indexer_types", layers, ("full", "shared"))
-    pattern = raw.get("index_topk_pattern")
-    if pattern is not None:
-        letters = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
-        return _per_layer(
-            {"index_topk_pattern": [letters.get(c, c) for c in pattern]},
-            "index_topk_pattern",
-            layers,
-            ("full", "shared"),
-        )
-    every = max(int(raw.get("index_topk_freq") or 1), 1)
-    offset = int(raw.get("index_skip_topk_offset", 2))
+    every = max(keys.size("index_topk_freq", 1, least=0), 1)
+    offset = keys.size("index_skip_topk_offset", 2, least=0)
+    if keys.get("indexer_types") is not None:
+        return keys.per_layer("indexer_types", layers, ("full", "shared"))
+    if keys.get("index_topk_pattern") is not None:
+        letters = {"F": "full", "S": "shared"}
+        pattern = keys.per_layer("index_topk_pattern", layers, ("F", "S", "full", "shared"))
+        return tuple(letters.get(letter, letter) for letter in pattern)
     return tuple("full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(layers))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from dsa_engine.model.config_keys import Keys, shown
 
 
 @dataclass(frozen=True)
@@ -24,40 +25,39 @@ class RopeConfig:
     truncate: bool = True  # round the ends of YaRN's ramp to whole dimensions
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], dim: int, max_positions: int) -> RopeConfig:
+    def from_keys(cls, keys: Keys, dim: int, max_positions: int) -> RopeConfig:
         """Reads ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
 
         Raises:
-            ValueError: a RoPE type other than "default" and "yarn", or a YaRN without its original length.
+            ValueError: a RoPE type other than "default" and "yarn", a YaRN without its original length, or a number
+                with which no angle can be computed.
         """
-        keys = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-        theta = float(keys.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-        kind = keys.get("rope_type") or keys.get("type") or "default"
+        old, new = keys.part("rope_scaling").raw, keys.part("rope_parameters").raw
+        rope = Keys(old | new, "rope_parameters" if new else "rope_scaling")
+        # At a base of 1 or below all pairs turn alike, or the fast ones slowest.
+        theta_of = rope if rope.get("rope_theta") is not None else keys
+        theta = theta_of.number("rope_theta", 10000.0, above=1.0, most=1e15)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind == "default":
             return cls(dim=dim, theta=theta)
         if kind != "yarn":
-            raise ValueError(f"RoPE type {kind!r} is not supported; supported are 'default' and 'yarn'")
-        original = keys.get("original_max_position_embeddings")
-        if not original:
+            raise ValueError(f"RoPE type {shown(kind)} is not supported; supported are 'default' and 'yarn'")
+        if rope.get("original_max_position_embeddings") is None:
             raise ValueError("YaRN needs original_max_position_embeddings in rope_parameters (or rope_scaling)")
-        factor = float(keys.get("factor") or max_positions / original)
-        mscale, all_dim = keys.get("mscale"), keys.get("mscale_all_dim")
-        cos_sin_scale = keys.get("attention_factor")
-        if cos_sin_scale is None:
-            if mscale and all_dim:
-                cos_sin_scale = _mscale(factor, mscale) / _mscale(factor, all_dim)
-            else:
-                cos_sin_scale = _mscale(factor, 1.0)
+        original = rope.size("original_max_position_embeddings")
+        factor = rope.number("factor", max_positions / original, above=1e-3, most=1e9)
+        mscale, all_dim = (rope.number(name, 0.0, most=1e3, zero=True) for name in ("mscale", "mscale_all_dim"))
+        scales = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
         return cls(
             dim=dim,
             theta=theta,
             factor=factor,
-            original_max_positions=int(original),
-            beta_fast=float(keys.get("beta_fast") or 32.0),
-            beta_slow=float(keys.get("beta_slow") or 1.0),
-            cos_sin_scale=float(cos_sin_scale),
+            original_max_positions=original,
+            beta_fast=rope.number("beta_fast", 32.0, most=1e9),
+            beta_slow=rope.number("beta_slow", 1.0, most=1e9),
+            cos_sin_scale=rope.number("attention_factor", scales, most=1e3),
             softmax_mscale=_mscale(factor, all_dim) if all_dim else 1.0,
-            truncate=bool(keys.get("truncate", True)),
+            truncate=rope.flag("truncate", True),
         )
 
     def inverse_frequencies(self) -> torch.Tensor:

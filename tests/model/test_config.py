@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +239,79 @@ def test_more_end_tokens_from_generation_config(tmp_path: Path) -> None:
     assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
     assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (1, 7)
+
+
+# What a damaged or hostile file may hold in place of any value.
+MUTATIONS: list[Any] = [
+    *(0, -1, 1, 2.5, -0.5, 1e-300, 1e300, math.inf, -math.inf, math.nan, 2**31, 2**62, -(2**62), 10**5000),
+    *("", "false", "64", "yarn", True, False, [], [1], ["full"], {}, {"factor": 4}),
+]
+EVERY_KEY = SMALL | {
+    "rms_norm_eps": 1e-6,
+    "dtype": "float32",
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "indexer_rope_interleave": False,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "index_topk_freq": 1,
+    "index_skip_topk_offset": 2,
+    "rope_theta": 1e4,
+    "attention_bias": False,
+    "moe_layer_freq": 1,
+    "hidden_act": "silu",
+}
+NESTED = {
+    "rope_parameters": YARN
+    | {
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "attention_factor": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "truncate": True,
+    },
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+OPTIONAL = ["mlp_layer_types", "indexer_types", "index_topk_pattern", "rope_scaling", "torch_dtype"]
+
+
+@pytest.mark.parametrize(
+    "key", [*EVERY_KEY, *NESTED, *OPTIONAL, *(f"{a}.{b}" for a, part in NESTED.items() for b in part)]
+)
+def test_every_value_is_checked(key: str) -> None:
+    """Any value in any key gives a sound configuration, or a ValueError that names the key."""
+    outer, _, inner = key.partition(".")
+    for value in MUTATIONS:
+        raw = EVERY_KEY | NESTED
+        if inner:
+            raw |= {outer: NESTED[outer] | {inner: value}}
+        elif key == "rope_scaling":
+            raw = {k: v for k, v in raw.items() if k != "rope_parameters"} | {key: value}
+        else:
+            raw |= {key: value}
+        try:
+            config = ModelConfig.from_dict(raw)
+        except ValueError as error:
+            text = str(error)
+            named = {"rope_type": "RoPE type", "torch_dtype": "dtype", "quant_method": "quantization_config"}
+            assert (inner or key) in text or named.get(inner or key, "?") in text or outer in text, (value, text)
+            assert len(text) < 400
+            continue
+        for field in fields(config):
+            number = getattr(config, field.name)
+            if isinstance(number, (int, float)):
+                assert math.isfinite(number) and type(number).__name__ == field.type, (field.name, value)
+        assert config.rope.inverse_frequencies().isfinite().all(), value
+        assert math.isfinite(config.softmax_scale) and config.softmax_scale > 0
+
+
+def test_an_override_that_nobody_reads_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="no model configuration has a key 'num_hiden_layers'; did you mean 'num_hidden"
+    ):
+        ModelConfig.from_dict(SMALL, {"num_hiden_layers": 2})
+    with pytest.raises(ValueError, match="has a key 'zzz'$"):
+        ModelConfig.from_dict(SMALL, {"zzz": 2})
+    assert ModelConfig.from_dict(SMALL | {"use_cache": True}, {"use_cache": False}) == ModelConfig.from_dict(SMALL)

@@ -1,0 +1,50 @@
+"""Keys of a ``config.json`` that are replaced for a run (``hf_overrides``)."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+
+def merge_overrides(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with the keys of ``overrides`` in place of its own; nested dictionaries are merged."""
+    merged = dict(base)
+    for key, value in overrides.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge_overrides(merged[key], value) if nested else value
+    return merged
+
+
+# The same thing under several names: an override of one takes the others' place, also where they would go before it.
+_ALIASES: tuple[set[str], ...] = (
+    {"dtype", "torch_dtype"},
+    {"mlp_layer_types", "first_k_dense_replace"},
+    {"rope_parameters", "rope_scaling"},
+)
+_INDEXER_SCHEDULES = ("indexer_types", "index_topk_pattern", "index_topk_freq")  # the earlier goes before the later
+
+
+def without_aliases(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``raw`` without what the overrides say under another name."""
+    gone = {name for names in _ALIASES if names & overrides.keys() for name in names - overrides.keys()}
+    for i, name in enumerate(_INDEXER_SCHEDULES):
+        if name in overrides:
+            gone |= set(_INDEXER_SCHEDULES[:i]) - overrides.keys()
+    kept = {key: value for key, value in raw.items() if key not in gone}
+    parameters = raw.get("rope_parameters")
+    theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    if "rope_theta" in overrides and "rope_parameters" in kept:
+        if isinstance(parameters, dict):
+            kept["rope_parameters"] = {k: v for k, v in parameters.items() if k != "rope_theta"}
+    elif "rope_parameters" in gone and theta is not None:
+        kept.setdefault("rope_theta", theta)  # it is no part of rope_scaling
+    return kept
+
+
+def refuse_unknown(overrides: dict[str, Any], known: set[str]) -> None:
+    """``ValueError`` for an override of a key that neither the file has nor anybody reads: it would change nothing."""
+    for key in overrides:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"hf_overrides: no model configuration has a key {key!r}{meant}")

@@ -132,6 +132,7 @@ class CheckpointReader:
         part = self._read(source.name, stored, (slice(first, last), *rest))
         if scales is None:
             into.copy_(part)
+            self._check_finite(source.name, into)
             return
         assert self.block_size is not None
         start = (first, source.start[1])
@@ -139,9 +140,29 @@ class CheckpointReader:
             slice(offset // block, (offset + size + block - 1) // block)
             for offset, size, block in zip(start, into.shape, self.block_size, strict=True)
         )
-        scale_inv = self._read(source.name + SCALE_SUFFIX, scales, blocks).to(into.device, torch.float32)
+        scale_inv = self._read(source.name + SCALE_SUFFIX, scales, blocks).float()
+        if not bool(((scale_inv > 0) & scale_inv.isfinite()).all()):
+            wrong = scale_inv[~((scale_inv > 0) & scale_inv.isfinite())][0].item()
+            name = source.name + SCALE_SUFFIX
+            raise CheckpointError(
+                f"{self._file_of[name]}: {name!r} holds the scale {wrong}; scales must be finite and above 0: the file "
+                "is damaged, get it again"
+            )
         # On a GPU the FP8 bytes cross the bus and are expanded there.
-        into.copy_(dequantize_blocks(part.to(into.device), scale_inv, self.block_size, start))
+        into.copy_(dequantize_blocks(part.to(into.device), scale_inv.to(into.device), self.block_size, start))
+        self._check_finite(source.name, into)
+
+    def _check_finite(self, name: str, loaded: torch.Tensor) -> None:
+        """One NaN in a norm or a gate gives finite, wrong output everywhere: better no model than that one."""
+        # The sum reads the rows once; only where it is not finite (it may overflow) each value is looked at.
+        if math.isfinite(loaded.sum().item()) or bool(loaded.isfinite().all()):
+            return
+        count = int((~loaded.isfinite()).sum())
+        beyond = "values beyond the range of float16, or " if loaded.dtype == torch.float16 else ""
+        raise CheckpointError(
+            f"{self._file_of[name]}: {name!r} holds {beyond}{count} value(s) that are not finite in {loaded.dtype} (NaN "
+            "or infinity): get a damaged file again, or choose dtype='float32' for large values"
+        )
 
     def _read(self, name: str, stored: Any, where: tuple[slice, ...]) -> torch.Tensor:
         try:

@@ -272,3 +272,53 @@ def test_dummy_weights_depend_on_seed_name_and_index_only(monkeypatch: pytest.Mo
     assert (load("self_attn.indexer.k_norm.bias", (5,), (5,)) == 0).all()
     assert (load("mlp.gate.e_score_correction_bias", (5,), (5,)) == 0).all()
     assert reader.bytes_read == 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_values_that_are_not_finite(tmp_path: Path, stored: torch.dtype, value: float) -> None:
+    """One NaN in an index key's norm would give finite, wrong output: the tensor is named instead."""
+    vector, matrix = torch.ones(40, dtype=stored), torch.ones(9, 5, dtype=stored)
+    vector[17], matrix[8, 4] = value, value
+    with CheckpointReader(write(tmp_path, {"k_norm.bias": vector, "gate.weight": matrix}), None) as reader:
+        with pytest.raises(CheckpointError, match=r"'k_norm.bias' holds 1 value\(s\) that are not finite in .*get a"):
+            reader.load(Source("k_norm.bias", torch.empty(40), (40,)))
+        with pytest.raises(CheckpointError, match=r"'gate.weight' holds 1 value\(s\)"):
+            reader.load(Source("gate.weight", torch.empty(9, 5), (9, 5)))
+        part = torch.empty(8, 5)
+        reader.load(Source("gate.weight", part, (9, 5)))  # the rows of this rank are sound
+        assert torch.equal(part, torch.ones(8, 5))
+
+
+def test_large_values_are_finite(tmp_path: Path) -> None:
+    """Their sum is not; and float16 cannot hold what bfloat16 can."""
+    large = torch.full((64,), 3e38)
+    with CheckpointReader(write(tmp_path, {"v": large}), None) as reader:
+        into = torch.empty(64)
+        reader.load(Source("v", into, (64,)))
+        assert torch.equal(into, large)
+        with pytest.raises(
+            CheckpointError, match="range of float16, or 64 value.* not finite in torch.float16.*dtype='float32'"
+        ):
+            reader.load(Source("v", torch.empty(64, dtype=torch.float16), (64,)))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
+def test_scales_that_are_none(tmp_path: Path, value: float) -> None:
+    tensors, _ = fp8_tensors("w", (50, 21))
+    tensors["w_scale_inv"][2, 1] = value
+    with (
+        CheckpointReader(write(tmp_path, tensors), BLOCK) as reader,
+        pytest.raises(CheckpointError, match="'w_scale_inv' holds the scale .*; scales must be finite and above 0"),
+    ):
+        reader.load(Source("w", torch.empty(50, 21), (50, 21)))
+
+
+def test_fp8_codes_that_are_nan(tmp_path: Path) -> None:
+    tensors, _ = fp8_tensors("w", (50, 21))
+    tensors["w"].view(torch.uint8)[3, 4] = 0x7F
+    with (
+        CheckpointReader(write(tmp_path, tensors), BLOCK) as reader,
+        pytest.raises(CheckpointError, match=r"'w' holds 1 value\(s\) that are not finite"),
+    ):
+        reader.load(Source("w", torch.empty(50, 21), (50, 21)))

@@ -160,8 +160,8 @@ class CheckpointReader:
         count = int((~loaded.isfinite()).sum())
         beyond = "values beyond the range of float16, or " if loaded.dtype == torch.float16 else ""
         raise CheckpointError(
-            f"{self._file_of[name]}: {name!r} holds {beyond}{count} value(s) that are not finite in {loaded.dtype} (NaN "
-            "or infinity): get a damaged file again, or choose dtype='float32' for large values"
+            f"{self._file_of[name]}: {name!r} holds {beyond}{count} value(s) that are not finite in {loaded.dtype} "
+            "(NaN or infinity): get a damaged file again, or choose dtype='float32' for large values"
         )
 
     def _read(self, name: str, stored: Any, where: tuple[slice, ...]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Collective:
 
     ``sent`` and ``received`` are payload bytes to and from every rank of the group, 0 for the rank itself. For
     "all_gather" and "reduce_scatter" they are the size of one rank's part, for "all_reduce" that of the whole. "send"
-    and "receive" are the two sides of a point-to-point message.
+    and "recv" are the two sides of a point-to-point message.
     """
 
     kind: Kind

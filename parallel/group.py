@@ -81,7 +81,7 @@ class Group:
         return arrived
 
     def send(self, rows: torch.Tensor, to: int) -> None:
-        """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`receive`.
+        """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`recv`.
 
         Raises:
             ValueError: that is no other rank of the group.
@@ -92,15 +92,15 @@ class Group:
         self._send(rows, to)
         self._done(event)
 
-    def receive(self, into: torch.Tensor, source: int) -> torch.Tensor:
+    def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Fills the contiguous tensor ``into`` with what the rank with the index ``source`` sends; returns it.
 
         Raises:
             ValueError: that is no other rank of the group.
         """
         self._check_peer(source)
-        event = self._count("receive", self._only(source, 0), self._only(source, into.nbytes))
-        self._receive(into, source)
+        event = self._count("recv", self._only(source, 0), self._only(source, into.nbytes))
+        self._recv(into, source)
         self._done(event)
         return into
 
@@ -187,5 +187,5 @@ class Group:
     def _send(self, rows: torch.Tensor, to: int) -> None:
         dist.send(rows, group=self.handle, group_dst=to)
 
-    def _receive(self, into: torch.Tensor, source: int) -> None:
+    def _recv(self, into: torch.Tensor, source: int) -> None:
         dist.recv(into, group=self.handle, group_src=source)

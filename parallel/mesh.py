@@ -90,13 +90,13 @@ class Mesh:
         """
         report_failures()
         if dist.is_initialized():
-            run_size, run_rank = dist.get_world_size(), dist.get_rank()
+            global_size, global_rank = dist.get_world_size(), dist.get_rank()
         else:
-            run_size, run_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+            global_size, global_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         if ranks is not None:
-            _check_ranks(ranks, run_size, run_rank)
+            _check_ranks(ranks, global_size, global_rank)
         chosen = choose_device(device)
-        if run_size > 1 and not dist.is_initialized():
+        if global_size > 1 and not dist.is_initialized():
             cuda = chosen.type == "cuda"
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
@@ -107,10 +107,10 @@ class Mesh:
             atexit.register(_leave)
             report_failures(connect=True)
         if ranks is None:
-            mesh = cls(config, run_rank, run_size, chosen)
+            mesh = cls(config, global_rank, global_size, chosen)
         else:
-            mesh = cls(config, list(ranks).index(run_rank), len(ranks), chosen, ranks)
-        mesh.place(mesh._exchange_machines())
+            mesh = cls(config, list(ranks).index(global_rank), len(ranks), chosen, ranks)
+        mesh.set_machines(mesh._exchange_machines())
         return mesh
 
     @property
@@ -137,7 +137,7 @@ class Mesh:
     def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
         return ExpertParallel(self.ep, placement)
 
-    def place(self, machines: Sequence[int]) -> None:
+    def set_machines(self, machines: Sequence[int]) -> None:
         """Says on which machine each rank stands; warns where the neighbours of a tensor-parallel group do not share
         one."""
         self.machines = tuple(machines)
@@ -185,11 +185,11 @@ class Mesh:
         return mine
 
 
-def _check_ranks(ranks: Sequence[int], run_size: int, run_rank: int) -> None:
-    if list(ranks) != sorted(set(ranks)) or not set(ranks) <= set(range(run_size)):
-        raise ValueError(f"ranks must be different ones of 0 … {run_size - 1}, ascending, not {list(ranks)!r}")
-    if run_rank not in ranks:
-        raise ValueError(f"this process is rank {run_rank} of the run, which is none of {list(ranks)!r}")
+def _check_ranks(ranks: Sequence[int], global_size: int, global_rank: int) -> None:
+    if list(ranks) != sorted(set(ranks)) or not set(ranks) <= set(range(global_size)):
+        raise ValueError(f"ranks must be different ones of 0 … {global_size - 1}, ascending, not {list(ranks)!r}")
+    if global_rank not in ranks:
+        raise ValueError(f"this process is rank {global_rank} of the run, which is none of {list(ranks)!r}")
 
 
 def choose_device(device: str) -> torch.device:

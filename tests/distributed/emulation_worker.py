@@ -91,7 +91,7 @@ def assign_experts(engine: Engine, loads: tuple[float, ...] | None) -> None:
     placement = mesh.expert_parallel(config.n_routed_experts).placement
     assigned = AssignedExperts(placement, mesh.rank, loads)
     assigned.limit(config.n_group, config.topk_group)
-    engine.runner.observers.append(lambda step: assigned.begin_step([share.rows for share in step.ranks]))
+    engine.runner.observers.append(lambda step: assigned.begin_step([rank.rows for rank in step.ranks]))
     for layer in engine.model.layers:
         if layer.moe is not None:
             layer.moe.expert_parallel = AssignedExpertParallel(mesh.ep, placement, assigned)

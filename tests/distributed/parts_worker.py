@@ -33,8 +33,8 @@ def exchange(mesh: Mesh) -> list[float]:
     row = torch.arange(3.0) + 1
     if mesh.rank == 0:
         mesh.world.send(row, 1)
-        return mesh.world.receive(torch.empty(3), 1).tolist()
-    into = mesh.world.receive(torch.empty(3), 0)
+        return mesh.world.recv(torch.empty(3), 1).tolist()
+    into = mesh.world.recv(torch.empty(3), 0)
     mesh.world.send(2 * into, 0)
     return into.tolist()
 

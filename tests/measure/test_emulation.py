@@ -138,10 +138,10 @@ def test_messages_are_counted_and_come_from_nowhere() -> None:
     log = CollectiveLog()
     group = EmulatedGroup((4, 5, 6), 1, None, log=log)
     group.send(torch.zeros(3, 2), 2)
-    assert group.receive(torch.ones(5), 0).tolist() == [1.0] * 5
+    assert group.recv(torch.ones(5), 0).tolist() == [1.0] * 5
     assert [(c.kind, c.sent, c.received) for c in log.collectives] == [
         ("send", (0, 0, 24), (0, 0, 0)),
-        ("receive", (0, 0, 0), (20, 0, 0)),
+        ("recv", (0, 0, 0), (20, 0, 0)),
     ]
     assert group.bytes_sent == 24
 

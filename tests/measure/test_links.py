@@ -52,7 +52,7 @@ def even(kind: Kind, ranks: range | tuple[int, ...], part: int, index: int = 0) 
         # One message: a hop inside, a hop between; the receiver reckons the same.
         (Collective("send", (0, 1, 4), 0, (0, 1000, 0), (0, 0, 0)), 5 + 1 + 10),
         (Collective("send", (0, 1, 4), 1, (0, 0, 1000), (0, 0, 0)), 5 + 3 + 100),
-        (Collective("receive", (0, 1, 4), 2, (0, 0, 0), (0, 1000, 0)), 5 + 3 + 100),
+        (Collective("recv", (0, 1, 4), 2, (0, 0, 0), (0, 1000, 0)), 5 + 3 + 100),
         (even("all_gather", (3,), 1000), 0),
     ],
 )

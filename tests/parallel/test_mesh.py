@@ -138,15 +138,23 @@ def test_ranks_that_cannot_form_a_mesh(ranks: list[int], message: str, monkeypat
         Mesh.create(ParallelConfig(), "cpu", ranks)
 
 
+def test_machines_are_numbered_by_their_first_rank(
+    made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(ParallelConfig(), 2, 6, CPU)
+    monkeypatch.setattr(mesh.world, "all_gather", lambda mine: torch.tensor([7, 7, 99, 99, 3, 7]))
+    assert mesh._exchange_machines() == [0, 0, 1, 1, 2, 0]
+
+
 def test_one_process_stands_on_one_machine() -> None:
     assert Mesh.create(ParallelConfig(), "cpu").machines == (0,)
 
 
 def test_neighbours_on_several_machines_are_warned_of(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(tp_size=2), 0, 6, CPU)
-    mesh.place([0, 0, 1, 1, 2, 2])
+    mesh.set_machines([0, 0, 1, 1, 2, 2])
     with pytest.warns(UserWarning, match="tp_size 2: ranks 2 to 3 share embedding, .* but not a machine"):
-        mesh.place([0, 0, 0, 1, 1, 1])
+        mesh.set_machines([0, 0, 0, 1, 1, 1])
     assert mesh.machines == (0, 0, 0, 1, 1, 1)
 
 
@@ -156,7 +164,7 @@ def test_messages_go_to_other_ranks(peer: int) -> None:
     with pytest.raises(ValueError, match=f"{peer} is no other rank of a group of 3 in which this is 1"):
         group.send(torch.zeros(1), peer)
     with pytest.raises(ValueError, match="is no other rank"):
-        group.receive(torch.zeros(1), peer)
+        group.recv(torch.zeros(1), peer)
 
 
 def test_groups_of_one_rank_need_no_process_group(made: list[tuple[int, ...]]) -> None:

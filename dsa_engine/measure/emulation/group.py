@@ -70,7 +70,7 @@ class EmulatedGroup(Group):
     def _send(self, rows: torch.Tensor, to: int) -> None:
         pass
 
-    def _receive(self, into: torch.Tensor, source: int) -> None:
+    def _recv(self, into: torch.Tensor, source: int) -> None:
         pass  # what is there may stay
 
 

@@ -9,7 +9,7 @@ least k of them in each, and parts of b bytes (what one rank contributes):
   machines the adapters of k ranks carry a step together (as many rings, each over another adapter), so that link counts
   ``k · bandwidth_out``.
 * all_reduce: a reduce_scatter and an all_gather of parts of b / n, started once.
-* send, receive: ``start + latency + b / bandwidth`` of the link between the two.
+* send, recv: ``start + latency + b / bandwidth`` of the link between the two.
 * all_to_all: every rank sends to each peer directly. Both kinds of link work side by side, on each of them the messages
   follow one another, and sending runs beside receiving, so the time is ``start`` plus the longer of the two kinds'
   ``latency + messages·message + max(bytes sent, bytes received) / bandwidth``.
@@ -113,7 +113,7 @@ class Links:
             return 0.0
         if kind == "all_to_all":
             return self._direct(collective, where)
-        if kind in ("send", "receive"):
+        if kind in ("send", "recv"):
             return self._message(collective, where)
         part = max(collective.sent)
         if kind == "all_reduce":

@@ -31,7 +31,7 @@ class EmulatedMesh(Mesh):
     def __init__(self, config: EmulatedConfig, device: torch.device):
         super().__init__(config, config.emulate_rank, config.emulate_world, device)
         self.assigned: list[AssignedExperts] = []
-        self.place([rank // config.machine_size for rank in range(self.world_size)])
+        self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
     @property
     def reports(self) -> bool:
@@ -51,7 +51,7 @@ class EmulatedMesh(Mesh):
     def begin_step(self, step: StepPlan) -> None:
         """Says how many tokens each rank has in the step that runs next."""
         for assigned in self.assigned:
-            assigned.begin_step([share.rows for share in step.ranks])
+            assigned.begin_step([rank.rows for rank in step.ranks])
 
 
 def follow_steps(engine: Engine) -> None:

@@ -162,7 +162,7 @@ class Group:
         if event is not None and self.log is not None:
             event.after = self.log.mark()
 
-    # How the bytes travel; an emulated group has its own.
+    # How the bytes travel; a subclass may have other ways.
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])

@@ -39,7 +39,9 @@ class ParallelConfig:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        check_sizes(cp_size=self.cp_size, tp_size=self.tp_size)
+        for name, value in (("cp_size", self.cp_size), ("tp_size", self.tp_size)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
         for name, chosen, allowed in (
             ("moe_dispatch", self.moe_dispatch, get_args(MoeDispatch)),
             ("decode_dispatch", self.decode_dispatch, get_args(MoeDispatch)),
@@ -54,10 +56,3 @@ class ParallelConfig:
     def create_mesh(self, device: str = "auto") -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make one of another kind."""
         return Mesh.create(self, device)
-
-
-def check_sizes(**sizes: int | None) -> None:
-    """``ValueError`` where a number of ranks is none; None stands for a default."""
-    for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")

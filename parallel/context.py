@@ -17,7 +17,7 @@ def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail
     ``ranks`` pieces.
 
     Returns:
-        for every rank its spans ``(start, length)`` in order of position; pieces that meet are joined, empty ones left
+        for every rank its runs ``(start, length)`` in order of position; pieces that meet are joined, empty ones left
         out. Any length works, also shorter than the number of pieces.
     """
     counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
@@ -28,9 +28,9 @@ def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail
         before = count - behind
         tail -= behind
         if head + before == tail:
-            spans = [(head, count)]
+            runs = [(head, count)]
         else:
-            spans = [(head, before), (tail, behind)]
-        divided.append([span for span in spans if span[1]])
+            runs = [(head, before), (tail, behind)]
+        divided.append([run for run in runs if run[1]])
         head += before
     return divided

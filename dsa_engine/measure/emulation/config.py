@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.config import check_sizes
 from dsa_engine.parallel.mesh import choose_device
 
 
@@ -32,8 +31,11 @@ class EmulatedConfig(ParallelConfig):
     machine_size: int = 8
 
     def __post_init__(self) -> None:
-        check_sizes(emulate_world=self.emulate_world, machine_size=self.machine_size)
         super().__post_init__()
+        for name in ("emulate_world", "machine_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
         rank, world, loads = self.emulate_rank, self.emulate_world, self.expert_loads
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
             raise ValueError(

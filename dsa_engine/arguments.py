@@ -14,8 +14,8 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.plots import load_pyplot
 from dsa_engine.options import LoadFormat
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.config import CpLayout, MoeDispatch
 from dsa_engine.parallel.failure import report_failures
-from dsa_engine.parallel.mesh import CpLayout, MoeDispatch
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 import torch
@@ -84,16 +85,18 @@ def _info(args: argparse.Namespace) -> None:
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
     config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))
-    if config.n_routed_experts % args.ranks:
-        raise ValueError(f"--ranks {args.ranks} does not divide the {config.n_routed_experts} routed experts")
+    if args.ranks > config.n_routed_experts:
+        raise ValueError(f"--ranks {args.ranks} is more than the {config.n_routed_experts} routed experts")
     counts = parameter_counts(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.memory:
         memory = parse_bytes(args.memory, "--memory")
     else:
         memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else available_bytes()
-    experts = config.mlp_layer_types.count("sparse") * config.n_routed_experts * 3 * config.moe_intermediate_size
-    elsewhere = experts * config.hidden_size * (args.ranks - 1) // args.ranks  # parameters that other ranks hold
+    # Parameters that other ranks hold, seen from a rank that has most experts.
+    experts = config.n_routed_experts - math.ceil(config.n_routed_experts / args.ranks)
+    expert = 3 * config.moe_intermediate_size * config.hidden_size
+    elsewhere = config.mlp_layer_types.count("sparse") * experts * expert
     rows = []
     for name, dtype, total in (
         ("float8_e4m3fn", torch.float8_e4m3fn, counts.bytes_fp8),

@@ -67,7 +67,7 @@ def expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
-    share: float = 1.0,
+    served_fraction: float = 1.0,
     uncounted_bytes: int = UNCOUNTED_BYTES,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token.
@@ -82,7 +82,7 @@ def expert_mlp(
         weights: ``[T, k]`` float32.
         gate_up: ``[experts, 2·intermediate, hidden]``.
         down: ``[experts, hidden, intermediate]``.
-        share: which part of the choices is expected to be served here: chooses the kernel, never the result.
+        served_fraction: part of the choices that is expected to be served here: chooses the kernel, never the result.
         uncounted_bytes: most bytes of rows between the products for which unserved choices get rows too, so that
             nothing waits for the device (decode, CUDA graphs).
 
@@ -98,7 +98,7 @@ def expert_mlp(
     if not runs_triton(x):
         return expert_mlp_reference(x, experts, weights, gate_up, down)
     order = expert_order(experts, gate_up.shape[0])
-    expected = share * experts.numel()
+    expected = served_fraction * experts.numel()
     if experts.numel() * row_bytes(gate_up, down) > uncounted_bytes:
         served = int(order.ends[-1])
         order, expected = order._replace(tokens=order.tokens[:served]), served

@@ -1,23 +1,25 @@
-"""Expert parallelism: rank i of the group holds an equal, consecutive part of the routed experts.
+"""Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch brings tokens to the ranks that hold their experts; its ``combine`` brings the sums back. Both dispatches
 send a token to a rank at most once, however many of that rank's experts it has chosen.
 
 * "all_to_all": only what is needed travels; the counts depend on the routing and cross the host; sums add in float32.
 * "all_gather": every rank gets every token; shapes depend on the batch only; sums add in the tokens' dtype, under way.
-
-Where a group plans its routing (`routing.py`), the planned choices take the place of the router's, with its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.placement import ExpertPlacement
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.config import MoeDispatch
 
 
 class Dispatched(NamedTuple):
@@ -25,96 +27,109 @@ class Dispatched(NamedTuple):
 
     ``experts`` counts within this rank's experts, −1 for a choice that lies elsewhere. ``combine`` takes the weighted
     sums of this rank's experts ``[R, hidden]`` and returns the sums over all ranks for this rank's own tokens
-    ``[T, hidden]``. ``share`` is which part of the choices is served here where routing is balanced.
+    ``[T, hidden]``. ``served_fraction`` is the part of the choices that is served here where routing is balanced.
     """
 
     tokens: torch.Tensor  # [R, hidden]
     experts: torch.Tensor  # [R, k] int32
     weights: torch.Tensor  # [R, k] float32
     combine: Callable[[torch.Tensor], torch.Tensor]
-    share: float
+    served_fraction: float
 
 
-def _own(experts: torch.Tensor, per_rank: int, rank: int) -> torch.Tensor:
-    local = experts - rank * per_rank
-    return local.masked_fill((local < 0) | (local >= per_rank), -1)
+class ExpertParallel:
+    """The experts of a model, divided over a group; one rank's view.
 
-
-def dispatch_local(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Dispatched:
-    """All experts are here: nothing travels."""
-    return Dispatched(tokens, experts, weights, lambda sums: sums, 1.0)
-
-
-def dispatch_all_to_all(
-    tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, per_rank: int, group: Group
-) -> Dispatched:
-    """Sends each of ``tokens [T, hidden]`` to the ranks that hold one of its ``experts [T, k]``.
-
-    Args:
-        experts: global expert numbers, int32.
-        weights: ``[T, k]`` float32.
-        per_rank: experts of one rank.
+    Attributes:
+        group: the ranks that hold them.
+        placement: which of them each rank holds.
     """
-    planned = group.planned(tokens.shape[0], experts.shape[1], group.size * per_rank, tokens.device)
-    if planned is not None:
-        experts = planned.own(tokens.shape[0])
-    wanted = torch.zeros(group.size, tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    owners = (experts // per_rank).long()
-    wanted.scatter_(0, owners.t(), True)
-    _, source = wanted.nonzero(as_tuple=True)  # by rank, then by token
-    counts = wanted.sum(dim=1)
-    send = counts.tolist()
-    receive = group.all_to_all(counts).tolist()
-    chosen = None
-    if planned is not None and group.emulated:  # nobody has sent counts and choices
-        with group.filling():
-            chosen, receive = planned.arriving
-    # Choices and weights travel beside each other as 32-bit words, the tokens in their own dtype.
-    words = torch.cat((experts[source], weights[source].view(torch.int32)), dim=-1)
-    arrived = group.all_to_all(words, send, receive)
-    k = experts.shape[1]
 
-    def combine(sums: torch.Tensor) -> torch.Tensor:
-        returned = group.all_to_all(sums, receive, send)
-        total = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        return total.index_add_(0, source, returned.float()).to(tokens.dtype)
+    def __init__(self, group: Group, placement: ExpertPlacement):
+        self.group = group
+        self.placement = placement
 
-    return Dispatched(
-        group.all_to_all(tokens[source], send, receive),
-        _own(arrived[:, :k] if chosen is None else chosen, per_rank, group.index),
-        arrived[:, k:].contiguous().view(torch.float32),
-        combine,
-        max(1 / k, 1 / group.size),  # a token comes for one choice at least
-    )
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The logical experts of this rank, in the order of its weights."""
+        return self.placement.held[self.group.index]
 
+    def dispatch(
+        self,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        method: MoeDispatch,
+        most_tokens: int,
+    ) -> Dispatched:
+        """Brings each of ``tokens [T, hidden]`` to its ``experts [T, k]``; every rank of the group takes part.
 
-def dispatch_all_gather(
-    tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, per_rank: int, rows: int, group: Group
-) -> Dispatched:
-    """Gives every rank the tokens of all; ``rows`` is the largest token count of a rank, the rest is padding.
+        Args:
+            experts: logical experts, int32; −1 is nobody.
+            weights: ``[T, k]`` float32.
+            method: "all_to_all" or "all_gather".
+            most_tokens: the largest token count of a rank of the group.
+        """
+        experts = self.to_physical(experts)
+        if self.group.size == 1:
+            return Dispatched(tokens, experts, weights, lambda sums: sums, 1.0)
+        if method == "all_gather":
+            return self._all_gather(tokens, experts, weights, most_tokens)
+        return self._all_to_all(tokens, experts, weights)
 
-    Padding has no experts, so it takes no part in any expert's work.
-    """
-    count = tokens.shape[0]
-    planned = group.planned(count, experts.shape[1], group.size * per_rank, tokens.device)
-    if planned is not None:
-        experts = planned.own(tokens.shape[0])
-    extra = (0, 0, 0, rows - count)
-    words = torch.cat((F.pad(experts, extra, value=-1), F.pad(weights, extra).view(torch.int32)), dim=-1)
-    gathered = group.all_gather(words)
-    k = experts.shape[1]
-    chosen = gathered[:, :k]
-    if planned is not None and group.emulated:  # nobody has sent choices
-        with group.filling():
-            chosen = planned.padded(rows)
+    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
+        """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""
+        return self.placement.to_physical(experts)
 
-    def combine(sums: torch.Tensor) -> torch.Tensor:
-        return group.reduce_scatter(sums)[:count]
+    def exchange_counts(self, counts: torch.Tensor) -> list[int]:
+        """How many tokens come from each rank, where ``counts [size]`` of this rank's go to each."""
+        return self.group.all_to_all(counts).tolist()
 
-    return Dispatched(
-        group.all_gather(F.pad(tokens, extra)),
-        _own(chosen, per_rank, group.index),
-        gathered[:, k:].contiguous().view(torch.float32),
-        combine,
-        1 / group.size,
-    )
+    def _all_to_all(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Dispatched:
+        group, (count, k) = self.group, experts.shape
+        wanted = torch.zeros(group.size + 1, count, dtype=torch.bool, device=tokens.device)  # the last row is nobody's
+        wanted = wanted.scatter_(0, self.placement.owners(experts).t(), True)[:-1]
+        _, source = wanted.nonzero(as_tuple=True)  # by rank, then by token
+        counts = wanted.sum(dim=1)
+        send = counts.tolist()
+        receive = self.exchange_counts(counts)
+        # Choices and weights travel beside each other as 32-bit words, the tokens in their own dtype.
+        words = torch.cat((experts[source], weights[source].view(torch.int32)), dim=-1)
+        arrived = group.all_to_all(words, send, receive)
+
+        def combine(sums: torch.Tensor) -> torch.Tensor:
+            returned = group.all_to_all(sums, receive, send)
+            total = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+            return total.index_add_(0, source, returned.float()).to(tokens.dtype)
+
+        return Dispatched(
+            group.all_to_all(tokens[source], send, receive),
+            self.placement.local(arrived[:, :k], group.index),
+            arrived[:, k:].contiguous().view(torch.float32),
+            combine,
+            max(1 / k, self._fraction_held),  # a token comes for one choice at least
+        )
+
+    def _all_gather(
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, most_tokens: int
+    ) -> Dispatched:
+        """Padding has no experts, so it takes no part in any expert's work."""
+        group, (count, k) = self.group, experts.shape
+        extra = (0, 0, 0, most_tokens - count)
+        words = torch.cat((F.pad(experts, extra, value=-1), F.pad(weights, extra).view(torch.int32)), dim=-1)
+        gathered = group.all_gather(words)
+
+        def combine(sums: torch.Tensor) -> torch.Tensor:
+            return group.reduce_scatter(sums)[:count]
+
+        return Dispatched(
+            group.all_gather(F.pad(tokens, extra)),
+            self.placement.local(gathered[:, :k], group.index),
+            gathered[:, k:].contiguous().view(torch.float32),
+            combine,
+            self._fraction_held,
+        )
+
+    @property
+    def _fraction_held(self) -> float:
+        return len(self.held) / self.placement.experts

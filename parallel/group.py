@@ -1,5 +1,7 @@
 """A process group and the collectives that the engine uses, on flat tensors whose first dimension is rows.
 
+Ranks are those of a mesh, counted from 0 in it; PyTorch's own numbers are known to the process group alone.
+
 A group of one rank needs no process group: every collective is then the identity, so that one program serves one
 process and many. All of them work on NCCL and on Gloo.
 """
@@ -7,80 +9,16 @@ process and many. All of them work on NCCL and on Gloo.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from dsa_engine.measure.emulation.routing import Planned, Routing
+from dsa_engine.parallel.collective_log import Collective, CollectiveLog, Event, Kind
 
 # PyTorch 2.13 renamed these two and warns of the old names, which are all that 2.11 and 2.12 have.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective, as one rank of its group sees it.
-
-    ``sent`` and ``received`` are payload bytes to and from every rank of the group, 0 for the rank itself. For
-    "all_gather" and "reduce_scatter" they are the size of one rank's part, for "all_reduce" that of the whole.
-    """
-
-    kind: Kind
-    ranks: tuple[int, ...]
-    index: int  # of the rank that tells, in ``ranks``
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    asynchronous: bool = False  # issued before other work and waited for after it
-    stage: str = ""  # of the forward pass
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(self.sent)
-
-
-@dataclass
-class Event:
-    """A collective that begins, or the wait for one that was issued asynchronously; the marks are the log's."""
-
-    what: Literal["begin", "wait"]
-    number: int  # of the collective, among those of the log
-    before: Any = None
-    after: Any = None
-
-
-@dataclass
-class CollectiveLog:
-    """What a rank has put into collectives, in the order of its program; one log may serve several groups.
-
-    Attributes:
-        mark: called before and after each collective and wait; what it returns is kept in the event.
-        stage: says which stage of the forward pass is running.
-        filling: entered while an emulated group makes up what a collective would have brought.
-    """
-
-    mark: Callable[[], Any] = lambda: None
-    stage: Callable[[], str] = lambda: ""
-    filling: Callable[[], AbstractContextManager[Any]] = nullcontext
-    collectives: list[Collective] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def begin(self, collective: Collective) -> Event:
-        self.collectives.append(collective)
-        return self._event("begin", len(self.collectives) - 1)
-
-    def wait(self, number: int) -> Event:
-        return self._event("wait", number)
-
-    def _event(self, what: Literal["begin", "wait"], number: int) -> Event:
-        event = Event(what, number, self.mark())
-        self.events.append(event)
-        return event
 
 
 @dataclass
@@ -92,9 +30,6 @@ class Group:
     handle: dist.ProcessGroup | None  # None: alone
     bytes_sent: int = 0  # payload that this rank has put into collectives
     log: CollectiveLog | None = None  # where each collective is written down, while somebody wants to know
-    routing: Routing | None = None  # chooses experts instead of the router
-
-    emulated = False  # see dsa_engine.measure.emulation.group
 
     @property
     def size(self) -> int:
@@ -103,17 +38,6 @@ class Group:
     @property
     def alone(self) -> bool:
         return self.handle is None
-
-    def planned(self, tokens: int, top_k: int, experts: int, device: torch.device) -> Planned | None:
-        """Planned expert choices for a step in which this rank has ``tokens`` tokens; None where a router chooses."""
-        if self.routing is None:
-            return None
-        with self.filling():
-            return self.routing.plan(tokens, top_k, experts, device)
-
-    def filling(self) -> AbstractContextManager[Any]:
-        """Marks work that only stands in for something: it is no part of what the rank computes."""
-        return nullcontext() if self.log is None else self.log.filling()
 
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
@@ -155,6 +79,37 @@ class Group:
         arrived = self._exchange(rows, send, receive)
         self._done(event)
         return arrived
+
+    def send(self, rows: torch.Tensor, to: int) -> None:
+        """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`recv`.
+
+        Raises:
+            ValueError: that is no other rank of the group.
+        """
+        self._check_peer(to)
+        rows = rows.contiguous()
+        event = self._count("send", self._only(to, rows.nbytes), self._only(to, 0))
+        self._send(rows, to)
+        self._done(event)
+
+    def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
+        """Fills the contiguous tensor ``into`` with what the rank with the index ``source`` sends; returns it.
+
+        Raises:
+            ValueError: that is no other rank of the group.
+        """
+        self._check_peer(source)
+        event = self._count("recv", self._only(source, 0), self._only(source, into.nbytes))
+        self._recv(into, source)
+        self._done(event)
+        return into
+
+    def _check_peer(self, peer: int) -> None:
+        if peer == self.index or not 0 <= peer < self.size:
+            raise ValueError(f"{peer} is no other rank of a group of {self.size} in which this is {self.index}")
+
+    def _only(self, peer: int, nbytes: int) -> list[int]:
+        return [nbytes if i == peer else 0 for i in range(self.size)]
 
     def _gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         if self.alone:
@@ -207,7 +162,7 @@ class Group:
         if event is not None and self.log is not None:
             event.after = self.log.mark()
 
-    # How the bytes travel; an emulated group has its own.
+    # How the bytes travel; a subclass may have other ways.
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
@@ -228,3 +183,9 @@ class Group:
         arrived = rows.new_empty(rows.shape[0] if receive is None else sum(receive), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows, receive, send, group=self.handle)
         return arrived
+
+    def _send(self, rows: torch.Tensor, to: int) -> None:
+        dist.send(rows, group=self.handle, group_dst=to)
+
+    def _recv(self, into: torch.Tensor, source: int) -> None:
+        dist.recv(into, group=self.handle, group_src=source)

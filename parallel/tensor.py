@@ -34,8 +34,6 @@ def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Gro
     if group.size == 1:
         return F.embedding(ids[0], weight)
     local = ids.flatten() - group.index * weight.shape[0]
-    if group.emulated:
-        local = local % weight.shape[0]  # nobody has the other tokens' rows; a row of zeros would be cheaper work
     foreign = (local < 0) | (local >= weight.shape[0])
     partial = F.embedding(local.masked_fill(foreign, 0), weight).masked_fill_(foreign[:, None], 0)
     return group.reduce_scatter(partial)

@@ -18,6 +18,7 @@ from dsa_engine.measure.emulation.arguments import (
     title,
     to_json,
 )
+from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.figures import mean_stages
 from dsa_engine.measure.plots import plot_prefill
 from dsa_engine.measure.prefill_benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
@@ -50,7 +51,7 @@ def main() -> None:
     text = read_text(args.prompt_file) if args.prompt_file else None
     llm, links = measured_llm(args)
     engine = llm.engine
-    if engine.mesh.emulated and args.dump_logits:
+    if isinstance(engine.mesh, EmulatedMesh) and args.dump_logits:
         raise ValueError(
             "--dump-logits with --emulate-world: the logits of an emulated rank mean nothing; leave it out"
         )
@@ -64,7 +65,7 @@ def main() -> None:
     depth = FullDepth.of(llm)
     first = engine.mesh.reports
     load = from_all_ranks(engine, [engine.load_seconds, float(engine.bytes_read)])
-    if first and engine.mesh.emulated:
+    if first and isinstance(engine.mesh, EmulatedMesh):
         print(heading(engine, links))
     results, listed = [], []
     for prompt in prompts:
@@ -84,7 +85,9 @@ def main() -> None:
     if not first:
         return
     if args.json:
-        where = environment(engine.mesh.device, engine.dtype, 1 if engine.mesh.emulated else engine.mesh.world_size)
+        where = environment(
+            engine.mesh.device, engine.dtype, 1 if isinstance(engine.mesh, EmulatedMesh) else engine.mesh.world_size
+        )
         where |= to_json(engine, links)
         loaded = {"load_seconds": [rank[0] for rank in load], "weight_bytes_read": [int(rank[1]) for rank in load]}
         write_json(args.json, {**where, "options": reported(args), **loaded, "results": listed})

@@ -15,6 +15,7 @@ import torch
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported, run
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
+from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.prefill_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import environment, format_table, write_json
 
@@ -54,7 +55,7 @@ def main() -> None:
             setattr(chosen, option, True)
         llm, links = measured_llm(chosen)
         engine, mesh = llm.engine, llm.engine.mesh
-        where = environment(mesh.device, engine.dtype, 1 if mesh.emulated else mesh.world_size)
+        where = environment(mesh.device, engine.dtype, 1 if isinstance(mesh, EmulatedMesh) else mesh.world_size)
         about, above = to_json(engine, links), heading(engine, links)
         for input_len in args.input_len:  # all of them, before any is measured
             check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)

@@ -228,7 +228,7 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
         ),
         ("measure_ttft.py", ["--emulate-rank", "1"], "--emulate-rank needs --emulate-world"),
         ("measure_ttft.py", ["--links", "x"], "--links needs --emulate-world"),
-        ("measure_ttft.py", ["--emulate-world", "7"], "n_routed_experts 24 cannot be divided over 7 ranks"),
+        ("measure_ttft.py", ["--emulate-world", "25"], "n_routed_experts 24 cannot be divided over 25 ranks"),
         ("measure_ttft.py", ["--emulate-world", "8", "--cp-size", "3"], "cp_size 3 does not divide the world size 8"),
         ("measure_ttft.py", ["--emulate-world", "2", "--links", "/nowhere/at/all"], "No such file"),
         ("measure_ttft.py", ["--emulate-world", "2", "--expert-loads", __file__], "is not valid JSON"),
@@ -301,5 +301,5 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
     assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
     with pytest.raises(SystemExit, match="2"):
-        dsa_engine_command(["info", "demo", "--ranks", "7"])
-    assert "error: --ranks 7 does not divide the 24 routed experts" in capsys.readouterr().err
+        dsa_engine_command(["info", "demo", "--ranks", "25"])
+    assert "error: --ranks 25 is more than the 24 routed experts" in capsys.readouterr().err

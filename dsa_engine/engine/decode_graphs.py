@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,6 @@ from dsa_engine.engine.pages import pages_for
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.kernels.transfer import upload
-from dsa_engine.measure.emulation.routing import Planned
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -38,7 +37,6 @@ class _Bucket:
     batch: ForwardBatch
     hidden: torch.Tensor | None = None  # where a replay leaves its result
     graph: torch.cuda.CUDAGraph | None = None
-    plans: list[Planned] = field(default_factory=list)  # expert choices that the graph reads, of an emulated rank
 
 
 class DecodeGraphs:
@@ -66,7 +64,7 @@ class DecodeGraphs:
         self._mesh = mesh
         self._capture = capture
         self._fewest_tokens = fewest_tokens
-        self._buckets: dict[tuple[int, ...], _Bucket] = {}
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self.memory_bytes = 0  # what the captured graphs hold on the device
         if capture:
@@ -86,7 +84,7 @@ class DecodeGraphs:
     @property
     def captured(self) -> list[tuple[int, int]]:
         """Sequences and longest context, in tokens, of the graphs captured so far."""
-        return sorted((key[0], key[1]) for key, bucket in self._buckets.items() if bucket.graph is not None)
+        return sorted(key for key, bucket in self._buckets.items() if bucket.graph is not None)
 
     def ready(self, step: StepPlan) -> bool:
         """Whether :meth:`forward` has nothing to capture first."""
@@ -110,23 +108,20 @@ class DecodeGraphs:
         bucket.graph.replay()
         return bucket.hidden[: mine.rows]
 
-    def _key(self, step: StepPlan) -> tuple[int, ...]:
+    def _key(self, step: StepPlan) -> tuple[int, int]:
         rows = next_power_of_2(max(plan.rows for plan in step.ranks))
         longest = max(chunk.end for plan in step.ranks for chunk in plan.chunks)
         context = next_power_of_2(max(longest, self._fewest_tokens))
-        # Choices of experts that are planned, not routed, differ with the rows of every rank.
-        planned = self._mesh.ep.routing is not None
-        return (rows, context, *(plan.rows for plan in step.ranks if planned))
+        return rows, context
 
     def _bucket(self, step: StepPlan) -> _Bucket:
         key = self._key(step)
         if key not in self._buckets:
-            rows, context = key[:2]
-            self._buckets[key] = _Bucket(_empty_batch(rows, context, self._config, self._mesh, self._cache))
+            self._buckets[key] = _Bucket(_empty_batch(*key, self._config, self._mesh, self._cache))
         return self._buckets[key]
 
     def _capture_bucket(self, bucket: _Bucket) -> None:
-        device, routing = self._mesh.device, self._mesh.ep.routing
+        device = self._mesh.device
         # Once without capturing: kernels are compiled, libraries take their workspaces, lazy tensors are made. The rows
         # that this writes to the cache are those of the step itself.
         side = torch.cuda.Stream(device)
@@ -143,7 +138,6 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             bucket.hidden = self._model(bucket.batch, self._cache)
         bucket.graph = graph
-        bucket.plans = routing.plans if routing else []
         self.memory_bytes += torch.cuda.memory_reserved(device) - before
 
 
@@ -197,7 +191,7 @@ def _fill(
     rows, mine = batch.plan.rows, step.ranks[mesh.rank]
     ids = [p.token_ids() + [0] * (rows - p.rows) for p in (step.ranks[r] for r in mesh.tp.ranks)]
     positions, sequences = mine.positions(), mine.sequences()
-    tables = block_tables([mine.chunks[number].sequence.pages for number in sequences.tolist()])
+    tables = block_tables([mine.chunks[number].request.pages for number in sequences.tolist()])
     tables = F.pad(tables, (0, batch.block_tables.shape[1] - tables.shape[1], 0, rows - mine.rows))
     slots = slots_of(positions, tables, torch.arange(mine.rows), page_size)
     cos, sin = config.rope.cos_sin(positions)

@@ -31,7 +31,6 @@ from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
 from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import format_bytes, parse_bytes
 
@@ -54,8 +53,7 @@ class Engine:
                 f"max_model_len {self.max_model_len} exceeds the model's {config.max_position_embeddings} positions; "
                 "lower it, or raise max_position_embeddings with hf_overrides"
             )
-        self.mesh = Mesh.create(options.parallel, options.device)
-        self.mesh.limit_routing(config.n_group, config.topk_group)
+        self.mesh = options.parallel.create_mesh(options.device)
         device = self.mesh.device
         self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
         workspace = options.workspace
@@ -258,7 +256,7 @@ class Engine:
             memory = parse_bytes(options.cache_memory, "cache_memory")
         useful = options.max_num_seqs * pages_for(self.max_model_len, page_size)
         mine = torch.tensor([min(memory // one, useful)], dtype=torch.int64, device=self.mesh.device)
-        pages = int(self.mesh.ep.all_gather(mine).min())
+        pages = int(self.mesh.world.all_gather(mine).min())
         if pages == 0:
             raise CapacityError(
                 f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "

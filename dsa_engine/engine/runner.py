@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -23,6 +25,9 @@ class ModelRunner:
         model, cache, config, mesh: of the engine.
         seed: of requests without a seed of their own.
         graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
+
+    Attributes:
+        observers: each is called with the plan of every step, before the step runs.
     """
 
     def __init__(
@@ -40,11 +45,13 @@ class ModelRunner:
         self._mesh = mesh
         self._sampler = Sampler(config, mesh, seed)
         self._graphs = graphs
+        self.observers: list[Callable[[StepPlan], None]] = []
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """All ranks' shares of the chunks, for the step that runs next."""
         step = StepPlan.of(chunks, self._mesh.world_size, self._config, self._mesh.config.cp_layout)
-        self._mesh.begin_step([share.rows for share in step.ranks])
+        for observer in self.observers:
+            observer(step)
         return step
 
     def runs_ahead(self, plan: StepPlan) -> bool:
@@ -82,7 +89,7 @@ class ModelRunner:
         if not owners:
             return None
         mine = logits[:1] if logits.shape[0] else logits.new_zeros(1, self._config.vocab_size)
-        return self._mesh.ep.all_gather(mine)[owners[0]]
+        return self._mesh.world.all_gather(mine)[owners[0]]
 
     @torch.inference_mode()
     def all_logits(self, chunk: Chunk, into: torch.Tensor, block: int) -> None:
@@ -97,7 +104,7 @@ class ModelRunner:
         step = max(1, block // len(plan.ranks))
         for first in range(0, max(share.rows for share in plan.ranks), step):
             mine = hidden[first : first + step]
-            gathered = self._mesh.ep.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
+            gathered = self._mesh.world.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
             logits = self._model.logits(gathered).cpu()
             for rank, theirs in enumerate(positions):
                 part = theirs[first : first + step]

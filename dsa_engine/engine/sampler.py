@@ -81,12 +81,12 @@ class Sampler:
         unmodified = logits.clone() if asked else logits
         tokens = self._choose(mine, logits)
         spare = most - len(mine)
-        everybodys = self._mesh.ep.all_gather(F.pad(tokens, (0, spare)))
+        everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
         logprobs = None
         if asked:
             best = min(max(asked), self._config.vocab_size)
             table = F.pad(log_probabilities(unmodified, tokens.clamp(min=0), best), (0, 0, 0, spare))
-            logprobs = download(self._mesh.ep.all_gather(table))
+            logprobs = download(self._mesh.world.all_gather(table))
         return Samples(places, everybodys, download(everybodys), logprobs)
 
     def _choose(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dsa_engine.measure.emulation.arguments import (
     to_json,
 )
 from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.figures import mean_stages
 from dsa_engine.measure.plots import plot_latency
 from dsa_engine.measure.prefill_benchmark import LatencyResult, check_latency, measure_latency, random_prompt
@@ -58,7 +59,9 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
             print(depth.line(_name(result), metric, times))
     listed = [r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)]
     if args.json:
-        where = environment(engine.mesh.device, engine.dtype, 1 if engine.mesh.emulated else engine.mesh.world_size)
+        where = environment(
+            engine.mesh.device, engine.dtype, 1 if isinstance(engine.mesh, EmulatedMesh) else engine.mesh.world_size
+        )
         where |= {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
         write_json(args.json, {**where, **to_json(engine, links), "options": reported(args), "results": listed})
     if args.plot:

@@ -13,6 +13,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.memory import peak_bytes, reset_peak
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, Pass, watched
 from dsa_engine.measure.figures import Figure
 from dsa_engine.measure.timed_generation import Generation, generate_batch, most_tokens
@@ -64,6 +65,7 @@ def measure_prefill(
     spends in it: waits for what runs beside it are counted where they end. ``links`` are those of an emulated run.
     """
     mesh = engine.mesh
+    follow_steps(engine)
     reset_peak(mesh.device)
     for _ in range(warmup):
         engine.prefill(prompt)
@@ -82,7 +84,7 @@ def measure_prefill(
     seconds = [s - watch.emulation_seconds() for s, watch in zip(seconds, passes, strict=True)]
     stages = _mean([watch.stage_seconds() for watch in passes])
     communication = None
-    if mesh.emulated:
+    if isinstance(mesh, EmulatedMesh):
         model = links or Links()
         communication = Communication.sum(watch.communication(model) for watch in passes).scaled(1 / repeat)
     pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
@@ -93,7 +95,7 @@ def measure_prefill(
         world_size=mesh.world_size,
         seconds=[max(row[first + i] for row in everybodys) for i in range(repeat)],  # the slowest rank's
         peak_memory_bytes=[int(row[0]) for row in everybodys],
-        attention_pairs=[pairs[mesh.rank]] if mesh.emulated else pairs,
+        attention_pairs=[pairs[mesh.rank]] if isinstance(mesh, EmulatedMesh) else pairs,
         imbalance=max(pairs) * len(pairs) / sum(pairs),
         bytes_sent=[int(row[1]) for row in everybodys],
         stage_seconds=[dict(zip(stages, row[2:first], strict=True)) for row in everybodys],
@@ -176,6 +178,7 @@ def measure_latency(
     """
     engine, mesh = llm.engine, llm.engine.mesh
     runs: list[Generation] = []
+    follow_steps(engine)
     reset_peak(mesh.device)
     for i in range(warmup + repeat + 1):
         prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
@@ -183,7 +186,7 @@ def measure_latency(
         run = generate_batch(engine, prompts, output_len, watch=i == warmup + repeat, fill_cache=fill_cache)
         if i >= warmup:
             runs.append(run)
-    seen = _Seen(runs.pop(), mesh.emulated, links or Links())
+    seen = _Seen(runs.pop(), isinstance(mesh, EmulatedMesh), links or Links())
     peaks = from_all_ranks(engine, [float(peak_bytes(mesh.device))])
     world = mesh.world_size
 
@@ -247,10 +250,10 @@ class _Seen:
 
 def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
     """The same numbers of every rank, to every rank, in rank order; of an emulated run there is one rank."""
-    if engine.mesh.emulated:
+    if isinstance(engine.mesh, EmulatedMesh):
         return [values]
     mine = torch.tensor([values], dtype=torch.float64, device=engine.mesh.device)
-    return engine.mesh.ep.all_gather(mine).tolist()
+    return engine.mesh.world.all_gather(mine).tolist()
 
 
 def _of_all_ranks(engine: Engine, values: dict[str, float]) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Mixture of experts with a shared expert (DeepSeek-V3, section 2.1.2), expert-parallel over all ranks."""
+"""Mixture of experts with a shared expert (DeepSeek-V3, section 2.1.2), the routed ones divided over ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
 from dsa_engine.model.stages import stage
-from dsa_engine.parallel.expert import Dispatched, dispatch_all_gather, dispatch_all_to_all, dispatch_local
-from dsa_engine.parallel.tensor import shard
 
 
 class MoE(Weighted):
-    """Rank i of the expert-parallel group holds an equal, consecutive part of the routed experts; the rest is whole."""
+    """A rank holds its part of the routed experts (`parallel/placement.py`); router and shared expert are whole."""
 
     def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
@@ -27,11 +25,12 @@ class MoE(Weighted):
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
-        first, last = shard(experts, runtime.mesh.ep, "n_routed_experts")
-        self.gate_up = self.stack(last - first, 2 * intermediate, hidden)
-        self.down = self.stack(last - first, hidden, intermediate)
-        for i in range(last - first):
-            name = f"{prefix}.experts.{first + i}"
+        self.expert_parallel = runtime.mesh.expert_parallel(experts)
+        held = self.expert_parallel.held
+        self.gate_up = self.stack(len(held), 2 * intermediate, hidden)
+        self.down = self.stack(len(held), hidden, intermediate)
+        for i, expert in enumerate(held):
+            name = f"{prefix}.experts.{expert}"
             self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
             self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
             self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
@@ -55,7 +54,9 @@ class MoE(Weighted):
             if batch.live is not None:
                 experts = experts.masked_fill(~batch.live[:, None], -1)
         with stage("MoE dispatch"):
-            here = self._dispatch(x, experts, weights, batch)
+            parallel = self.runtime.mesh.config
+            method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
+            here = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows)
         with stage("MoE experts"):
             # A padded step may be one that a CUDA graph is captured of: the host must not ask how many are served.
             uncounted = UNCOUNTED_BYTES if batch.live is None else sys.maxsize
@@ -65,19 +66,8 @@ class MoE(Weighted):
                 here.weights,
                 self.gate_up,
                 self.down,
-                share=here.share,
+                served_fraction=here.served_fraction,
                 uncounted_bytes=uncounted,
             )
         with stage("MoE combine"):
             return here.combine(sums) + shared()
-
-    def _dispatch(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
-    ) -> Dispatched:
-        group, per_rank = self.runtime.mesh.ep, self.gate_up.shape[0]
-        if group.size == 1:
-            return dispatch_local(x, experts, weights)
-        parallel = self.runtime.mesh.config
-        if (parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch) == "all_gather":
-            return dispatch_all_gather(x, experts, weights, per_rank, batch.ep_rows, group)
-        return dispatch_all_to_all(x, experts, weights, per_rank, group)

@@ -1,8 +1,8 @@
 """What one rank does, in counts: torchrun … emulation_worker.py CASES.json FOLDER; :func:`run_case` in one process.
 
 A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
-``prompts``, ``output_len`` and ``loads``. In a true run the experts are chosen by the same plan as in an emulated one:
-what the router of a rank that nobody else can see would choose, no emulation can know.
+``prompts``, ``output_len`` and ``loads``. A true run assigns experts by the same rule as an
+emulated one: what the router of a rank that nobody else can see would choose, no emulation can know.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.measure.emulation.routing import Routing
-from dsa_engine.parallel.group import CollectiveLog
+from dsa_engine.engine.engine import Engine
+from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.emulation.expert_parallel import AssignedExpertParallel
+from dsa_engine.measure.emulation.mesh import follow_steps
+from dsa_engine.parallel.collective_log import CollectiveLog
 
 
 def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str, Any]:
     """Counts of this rank, or of the one that is emulated."""
     loads = tuple(case["loads"]) if case["loads"] else None
-    emulation: dict[str, Any] = {}
+    parallel = ParallelConfig(**case["parallel"])
     if emulate_rank is not None:
         emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank, "expert_loads": loads}
-    llm = LLM("demo", parallel=ParallelConfig(**case["parallel"], **emulation), **case["options"])
+        parallel = EmulatedConfig(**case["parallel"], **emulation)
+    llm = LLM("demo", parallel=parallel, **case["options"])
     engine, mesh = llm.engine, llm.engine.mesh
-    if not mesh.emulated:
-        mesh.ep.routing = Routing(mesh.world_size, mesh.rank, loads)
-    mesh.limit_routing(engine.config.n_group, engine.config.topk_group)
+    if emulate_rank is None:
+        assign_experts(engine, loads)
+    else:
+        follow_steps(engine)
     result: dict[str, Any] = {
         "rank": mesh.rank,
         "weight_bytes": sum(weight.nbytes for weight in engine.model.parameters()),
@@ -77,6 +83,18 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     result["bytes_sent"] = [group.bytes_sent - n for group, n in zip(mesh.groups, before, strict=True)]
     result["collectives"] = [(c.kind, c.ranks, c.index, c.sent, c.received, c.asynchronous) for c in log.collectives]
     return result
+
+
+def assign_experts(engine: Engine, loads: tuple[float, ...] | None) -> None:
+    """Lets the true ranks choose experts as emulated ones do."""
+    mesh, config = engine.mesh, engine.config
+    placement = mesh.expert_parallel(config.n_routed_experts).placement
+    assigned = AssignedExperts(placement, mesh.rank, loads)
+    assigned.limit(config.n_group, config.topk_group)
+    engine.runner.observers.append(lambda step: assigned.begin_step([rank.rows for rank in step.ranks]))
+    for layer in engine.model.layers:
+        if layer.moe is not None:
+            layer.moe.expert_parallel = AssignedExpertParallel(mesh.ep, placement, assigned)
 
 
 def main() -> None:

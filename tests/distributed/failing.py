@@ -86,7 +86,9 @@ def bad_sizes() -> None:
 
 
 def too_many_ranks() -> None:
-    LLM(FOLDER, **OPTIONS, hf_overrides={"n_routed_experts": 4, "n_group": 1, "topk_group": 1})
+    LLM(
+        FOLDER, **OPTIONS, hf_overrides={"n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    )
 
 
 globals()["in_the_third_step" if HOW.startswith("one_rank") else HOW]()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dsa_engine.llm import LLM
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.prefill_benchmark import measure_prefill, random_prompt
-from dsa_engine.parallel import ParallelConfig
 
 WORLD = 4
 OPTIONS = {"device": "cpu", "max_model_len": 1024, "cache_memory": "16MiB", "max_num_batched_tokens": 96}
@@ -73,7 +73,7 @@ def test_counts_of_a_true_run(
 
 
 def test_the_true_ranks_share_the_work(truth: list[dict[str, Any]]) -> None:
-    """The plan is one: what all ranks' experts get is what all tokens have chosen."""
+    """All assign the same: what all ranks' experts get is what all tokens have chosen."""
     for described in CASES:
         runs = [rank[described["name"]] for rank in truth]
         for step in range(len(runs[0]["tokens"])):
@@ -95,7 +95,7 @@ def test_prefill_of_a_true_run(
     result = json.loads(report.read_text())
     (true,) = result["results"]
     for rank in (0, 3):
-        parallel = ParallelConfig(emulate_world=WORLD, emulate_rank=rank, moe_dispatch="all_gather")
+        parallel = EmulatedConfig(emulate_world=WORLD, emulate_rank=rank, moe_dispatch="all_gather")
         engine = LLM("demo", device="cpu", parallel=parallel).engine
         emulated = measure_prefill(engine, random_prompt(engine, 701), warmup=0, repeat=1)
         assert emulated.bytes_sent == [true["bytes_sent"][rank]]

@@ -94,6 +94,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
         whole("v3", 4, 2, "all_gather"),
         *others(4, cp=2, tp=4),
     ],
+    5: [
+        case(
+            f"uneven experts {dispatch}",  # 12 on 5 ranks: 3, 3, 2, 2, 2
+            "v32",
+            parallel=parallel(5, 1, dispatch),
+            lengths=[1, 65, 333],
+            ragged=RAGGED,
+        )
+        for dispatch in DISPATCHES
+    ],
     6: [
         *(whole("v32", 3, 2, dispatch) for dispatch in DISPATCHES),
         whole("glm", 2, 3, "all_to_all"),  # neither kind of group contains the other
@@ -212,6 +222,17 @@ def test_every_rank_reads_its_own_experts_only(
     assert common > 0
     assert [one - common for one in read] == [experts // world] * world
     assert results[0][described["name"]]["experts"] == [12 // world] * 2
+
+
+def test_ranks_with_uneven_numbers_of_experts_read_their_own(
+    runs: Runs, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    described, held = CASES[5][0], [3, 3, 2, 2, 2]
+    results = [r[described["name"]] for r in runs.ranks(5, tmp_path_factory.getbasetemp() / "world5")]
+    assert [r["experts"] for r in results] == [[count] * 2 for count in held]
+    one = 2 * 3 * 48 * 96 * 4  # layers, matrices, their size, float32
+    common = runs.single(described)["bytes_read"] - 12 * one
+    assert [r["bytes_read"] - common for r in results] == [count * one for count in held]
 
 
 def test_tensor_parallel_ranks_read_their_shards_only(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:

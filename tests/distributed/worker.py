@@ -23,9 +23,10 @@ from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.text_request import TextRequest
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
+def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
     """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and what the engine says of itself."""
-    llm = LLM(case["folder"], parallel=ParallelConfig(**case.get("parallel", {})), **case.get("options", {}))
+    parallel = parallel or ParallelConfig(**case.get("parallel", {}))
+    llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.steps.ahead = case.get("ahead", False)
     break_logits(engine.runner, case.get("broken_seed"))
@@ -76,7 +77,7 @@ def break_logits(runner: ModelRunner, seed: int | None) -> None:
 
     def broken(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, request) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].samples, strict=True):
+        for row, (_, request) in zip(logits, plan.ranks[runner._mesh.rank].samples, strict=True):
             if seed is not None and request.params.seed == seed:
                 row[3] = float("nan")
         return logits

@@ -67,7 +67,7 @@ def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: E
 @pytest.mark.parametrize("elsewhere", [0.7, 1.0])
 def test_every_way_gives_the_same(share: float, uncounted_bytes: int, elsewhere: float, device: str) -> None:
     arguments = [a.to(device) for a in problem(30, 4, elsewhere)]
-    out = expert_mlp(*arguments, share=share, uncounted_bytes=uncounted_bytes)
+    out = expert_mlp(*arguments, served_fraction=share, uncounted_bytes=uncounted_bytes)
     torch.testing.assert_close(out, expert_mlp(*arguments), rtol=1e-5, atol=1e-5)
 
 

@@ -6,6 +6,7 @@ Against a true run: distributed/test_emulation.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import demo_config
 from dsa_engine.measure.emulation.arguments import FullDepth
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, replay, watched
 from dsa_engine.measure.figures import Figure, depth_factors, percentiles
 from dsa_engine.measure.prefill_benchmark import measure_latency, measure_prefill, random_prompt
 from dsa_engine.measure.stage_timer import DeviceClock
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.parallel.group import Collective, CollectiveLog
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.collective_log import Collective, CollectiveLog
 
 CPU = torch.device("cpu")
 
@@ -40,7 +43,7 @@ CPU = torch.device("cpu")
         ),
         ({"emulate_world": 4, "emulate_rank": -1}, "emulate_rank must be one of the ranks 0 … 3"),
         ({"emulate_world": 4, "emulate_rank": 1.0}, "emulate_rank must be one of the ranks 0 … 3"),
-        ({"emulate_rank": 1}, "emulate_rank must be one of the ranks 0 … 0 of emulate_world None, not 1"),
+        ({"emulate_rank": 1}, "emulate_rank must be one of the ranks 0 … 0 of emulate_world 1, not 1"),
         ({"expert_loads": (1.0,)}, "expert_loads need an emulate_world of at least 2"),
         (
             {"emulate_world": 2, "expert_loads": ()},
@@ -50,12 +53,19 @@ CPU = torch.device("cpu")
         ({"emulate_world": 2, "expert_loads": (1, -1)}, "expert_loads must be numbers of at least 0"),
         ({"emulate_world": 2, "expert_loads": ("1",)}, "expert_loads must be numbers of at least 0"),
         ({"emulate_world": 2, "expert_loads": (float("nan"),)}, "expert_loads must be numbers of at least 0"),
+        ({"emulate_world": 2, "machine_size": 0}, "machine_size must be a positive integer, not 0"),
+        ({"emulate_world": 2, "cp_size": 0}, "cp_size must be a positive integer, not 0"),
     ],
 )
 def test_configurations_that_cannot_be(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        ParallelConfig(**keys)
+        EmulatedConfig(**keys)
     assert message in str(error.value)
+
+
+def test_production_knows_no_emulation() -> None:
+    with pytest.raises(TypeError, match="emulate_world"):
+        ParallelConfig(emulate_world=64)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -63,30 +73,32 @@ def test_configurations_that_cannot_be(keys: dict[str, Any], message: str) -> No
     [
         ({"emulate_world": 6, "cp_size": 4}, "cp_size 4 does not divide the world size 6"),
         ({"emulate_world": 6, "tp_size": 5}, "tp_size 5 does not divide the world size 6"),
-        ({"emulate_world": 5}, "n_routed_experts 24 cannot be divided over 5 ranks"),
+        ({"emulate_world": 25}, "n_routed_experts 24 cannot be divided over 25 ranks: each holds at least one"),
         ({"emulate_world": 24, "tp_size": 24}, "vocab_size 320 cannot be divided over 24 ranks"),
     ],
 )
 def test_worlds_that_do_not_divide(keys: dict[str, Any], message: str, demo_cache: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM("demo", device="cpu", parallel=ParallelConfig(**keys))
+        LLM("demo", device="cpu", parallel=EmulatedConfig(**keys))
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "WORLD_SIZE"])
 def test_torchrun_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "2")
-    monkeypatch.setattr("dsa_engine.parallel.mesh.report_failures", lambda: None)  # it would hook this process
     with pytest.raises(ValueError, match="emulate_world 64 runs one rank in one process; start it without torchrun"):
-        Mesh.create(ParallelConfig(emulate_world=64), "cpu")
+        EmulatedConfig(emulate_world=64).create_mesh("cpu")
 
 
 def test_groups_have_their_size_and_place() -> None:
-    mesh = Mesh.create(ParallelConfig(emulate_world=64, emulate_rank=21, cp_size=16, tp_size=8), "cpu")
-    assert (mesh.rank, mesh.world_size, mesh.emulated, mesh.reports) == (21, 64, True, True)
+    mesh = EmulatedConfig(emulate_world=64, emulate_rank=21, cp_size=16, tp_size=8).create_mesh("cpu")
+    assert isinstance(mesh, EmulatedMesh)
+    assert (mesh.rank, mesh.world_size, mesh.reports) == (21, 64, True)
+    assert mesh.world.ranks == tuple(range(64)) and mesh.world.index == 21
+    assert mesh.machines == tuple(rank // 8 for rank in range(64))
     assert mesh.ep.ranks == tuple(range(64)) and mesh.ep.index == 21
     assert mesh.cp.ranks == tuple(range(16, 32)) and mesh.cp.index == 5
     assert mesh.tp.ranks == tuple(range(16, 24)) and mesh.tp.index == 5
-    alone = Mesh.create(ParallelConfig(emulate_world=1), "cpu")
+    alone = EmulatedConfig(emulate_world=1).create_mesh("cpu")
     rows = torch.randn(3, 2)
     assert alone.ep.all_gather(rows) is rows and alone.ep.all_to_all(rows) is rows and alone.ep.bytes_sent == 0
 
@@ -113,10 +125,36 @@ def test_collectives_have_shapes_bytes_and_own_rows() -> None:
     assert [(e.what, e.number) for e in log.events][:3] == [("begin", 0), ("wait", 0), ("begin", 1)]
 
 
+def test_rows_that_only_others_add_to_are_made_up() -> None:
+    group = EmulatedGroup((0, 1), 1, None)
+    rows = torch.zeros(8, 6)
+    rows[5] = 7.0
+    part = group.reduce_scatter(rows)
+    assert part.shape == (4, 6) and torch.equal(part[1], rows[5])
+    assert bool(part.any(dim=-1).all()) and len(part.unique(dim=0)) == 4
+
+
+def test_messages_are_counted_and_come_from_nowhere() -> None:
+    log = CollectiveLog()
+    group = EmulatedGroup((4, 5, 6), 1, None, log=log)
+    group.send(torch.zeros(3, 2), 2)
+    assert group.recv(torch.ones(5), 0).tolist() == [1.0] * 5
+    assert [(c.kind, c.sent, c.received) for c in log.collectives] == [
+        ("send", (0, 0, 24), (0, 0, 0)),
+        ("recv", (0, 0, 0), (20, 0, 0)),
+    ]
+    assert group.bytes_sent == 24
+
+
+def test_neighbours_on_several_machines_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="tp_size 8: ranks 0 to 7 share embedding, .* but not a machine"):
+        EmulatedConfig(emulate_world=16, tp_size=8, machine_size=4).create_mesh("cpu")
+
+
 class Figures(Links):
     """Links on which a collective takes as many seconds as it sends bytes."""
 
-    def seconds(self, collective: Collective) -> float:
+    def seconds(self, collective: Collective, machines: Sequence[int]) -> float:
         return float(collective.bytes_sent)
 
 
@@ -138,7 +176,7 @@ def played(*program: tuple[str, float, float]) -> Communication:
                 issued.append(event.number)
         now[0] += filling
         event.after = now[0]
-    return replay(log, 100.0, DeviceClock(CPU), Figures())
+    return replay(log, 100.0, DeviceClock(CPU), Figures(), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -217,8 +255,10 @@ def test_full_depth_is_that_of_the_file(demo_cache: Path) -> None:
 
 @pytest.fixture(scope="module")
 def emulated(demo_cache: Path) -> LLM:
-    parallel = ParallelConfig(emulate_world=8, emulate_rank=2, tp_size=2)
-    return LLM("demo", device="cpu", max_model_len=1024, parallel=parallel, progress=False)
+    parallel = EmulatedConfig(emulate_world=8, emulate_rank=2, tp_size=2)
+    llm = LLM("demo", device="cpu", max_model_len=1024, parallel=parallel, progress=False)
+    follow_steps(llm.engine)
+    return llm
 
 
 def test_the_rank_holds_its_part(emulated: LLM) -> None:
@@ -278,7 +318,7 @@ def test_decode_of_an_emulated_rank(emulated: LLM) -> None:
 
 
 def test_wrong_number_of_loads_is_said_at_the_first_layer(demo_cache: Path) -> None:
-    parallel = ParallelConfig(emulate_world=2, expert_loads=(1.0, 2.0))
+    parallel = EmulatedConfig(emulate_world=2, expert_loads=(1.0, 2.0))
     llm = LLM("demo", device="cpu", parallel=parallel)
     with pytest.raises(ValueError, match="there are 2 expert loads, the model has 24 routed experts"):
         llm.engine.prefill([5, 6, 7])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsa_engine.measure.emulation.links import Link, Links
-from dsa_engine.parallel.group import Collective, Kind
+from dsa_engine.parallel.collective_log import Collective, Kind
 
 # Figures with which one can reckon: 100 and 10 bytes a microsecond.
 LINKS = Links(
@@ -49,11 +49,16 @@ def even(kind: Kind, ranks: range | tuple[int, ...], part: int, index: int = 0) 
         (Collective("all_to_all", (0, 1, 4), 0, (0, 9000, 10), (0, 10, 10)), 5 + 1 + 0.5 + 90),
         # More comes in than goes out: both directions at once, the longer one counts.
         (Collective("all_to_all", (0, 1, 4), 1, (10, 0, 10), (10, 0, 700)), 5 + 3 + 2 + 70),
+        # One message: a hop inside, a hop between; the receiver reckons the same.
+        (Collective("send", (0, 1, 4), 0, (0, 1000, 0), (0, 0, 0)), 5 + 1 + 10),
+        (Collective("send", (0, 1, 4), 1, (0, 0, 1000), (0, 0, 0)), 5 + 3 + 100),
+        (Collective("recv", (0, 1, 4), 2, (0, 0, 0), (0, 1000, 0)), 5 + 3 + 100),
         (even("all_gather", (3,), 1000), 0),
     ],
 )
 def test_by_hand(collective: Collective, microseconds: float) -> None:
-    assert LINKS.seconds(collective) == pytest.approx(microseconds * 1e-6)
+    machines = [rank // LINKS.machine_size for rank in range(12)]
+    assert LINKS.seconds(collective, machines) == pytest.approx(microseconds * 1e-6)
 
 
 def test_defaults() -> None:
@@ -62,7 +67,7 @@ def test_defaults() -> None:
     assert (links.inside.name, links.between.name, links.machine_size) == ("NVLink", "InfiniBand", 8)
     gathered = even("all_gather", range(64), 131072 // 64 * 704 * 2)
     hops = 7e-6 + 56 * 1e-6 + 7 * 3e-6
-    assert links.seconds(gathered) == pytest.approx(hops + 63 * 2048 * 1408 / 360e9)
+    assert links.seconds(gathered, [rank // 8 for rank in range(64)]) == pytest.approx(hops + 63 * 2048 * 1408 / 360e9)
     assert "NVLink 360 GB/s" in str(links) and "7 µs to start a collective" in str(links)
 
 

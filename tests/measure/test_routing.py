@@ -1,4 +1,4 @@
-"""Planned expert choices: distinct for a token, as often as the plan says, the same on every rank."""
+"""Assigned expert choices: distinct for a token, as often as the rule says, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
+from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
-from dsa_engine.measure.emulation.routing import Routing, balanced_choices, check_loads, weighted_choices
-from dsa_engine.parallel.expert import dispatch_all_gather, dispatch_all_to_all
+from dsa_engine.measure.emulation.routing import balanced_choices, check_loads, weighted_choices
+from dsa_engine.parallel.config import MoeDispatch
+from dsa_engine.parallel.placement import ExpertPlacement
 
 CPU = torch.device("cpu")
 
@@ -84,55 +87,98 @@ def test_loads_that_no_router_can_give(loads: list[float], message: str) -> None
         check_loads(loads, 8, 2)
     assert message in str(error.value)
     with pytest.raises(ValueError, match="load"):
-        Routing(4, 0, tuple(loads)).plan(5, 2, 8, CPU)
+        assigned(4, 0, 8, loads=loads).own(5, 2, CPU)
 
 
-def test_every_rank_has_the_same_plan() -> None:
-    rows = [5, 0, 7, 2]
-    plans = [Routing(4, rank, rows=rows).plan(rows[rank], 2, 8, CPU) for rank in range(4)]
-    assert all(torch.equal(plan.experts, plans[0].experts) for plan in plans)
-    assert torch.equal(torch.cat([plan.own(n) for plan, n in zip(plans, rows, strict=True)]), plans[0].experts)
-    assert sum(sum(plan.arriving[1]) for plan in plans) >= 14  # every token goes somewhere
-    padded = plans[1].padded(9)
-    assert padded.shape == (36, 2) and torch.equal(padded[18:25], plans[2].own(7)) and bool((padded[9:18] == -1).all())
+def assigned(ranks: int, rank: int, experts: int, tokens: Any = None, loads: Any = None) -> AssignedExperts:
+    found = AssignedExperts(ExpertPlacement.contiguous(experts, ranks, CPU), rank, loads)
+    if tokens is not None:
+        found.begin_step(tokens)
+    return found
+
+
+def test_every_rank_assigns_the_same() -> None:
+    tokens = [5, 0, 7, 2]
+    ranks = [assigned(4, rank, 8, tokens) for rank in range(4)]
+    steps = [one.choices(n, 2, CPU) for one, n in zip(ranks, tokens, strict=True)]
+    assert all(torch.equal(step.physical, steps[0].physical) for step in steps)
+    assert torch.equal(torch.cat([one.own(n, 2, CPU) for one, n in zip(ranks, tokens, strict=True)]), steps[0].physical)
+    assert sum(sum(one.arriving()[1]) for one in ranks) >= 14  # every token goes somewhere
+    gathered = ranks[1].gathered(0, 9, 2, CPU)
+    own = steps[2].placement.local(ranks[2].own(7, 2, CPU), 1)
+    assert gathered.shape == (36, 2) and torch.equal(gathered[18:25], own) and bool((gathered[9:18] == -1).all())
 
 
 def test_without_word_from_the_others_all_have_as_many_tokens() -> None:
-    routing = Routing(3, 1)
-    assert routing.plan(6, 2, 9, CPU).rows == (6, 6, 6)
-    routing.rows = [4, 4, 4]
-    assert routing.plan(3, 2, 9, CPU).rows == (3, 3, 3)
-    assert routing.plan(4, 2, 9, CPU) is routing.plan(4, 2, 9, CPU)  # the next layer's
+    one = assigned(3, 1, 9)
+    assert one.choices(6, 2, CPU).tokens == (6, 6, 6)
+    one.begin_step([4, 4, 4])
+    assert one.choices(3, 2, CPU).tokens == (3, 3, 3)
+    assert one.own(4, 2, CPU) is one.own(4, 2, CPU)  # the next layer's
+    assert one.choices(4, 2, CPU) is one.choices(4, 2, CPU)
 
 
 def test_padding_of_a_step_has_no_experts() -> None:
     """A decode step of static shape has more rows than tokens."""
-    plan = Routing(3, 1, rows=[4, 2, 1]).plan(8, 2, 9, CPU)
-    assert plan.rows == (4, 2, 1) and plan.own(8).shape == (8, 2)
-    assert torch.equal(plan.own(8)[:2], plan.experts[4:6]) and bool((plan.own(8)[2:] == -1).all())
-    group = EmulatedGroup((0, 1, 2), 1, None, routing=Routing(3, 1, rows=[4, 2, 1]))
-    here = dispatch_all_gather(torch.randn(8, 5), torch.zeros(8, 2, dtype=torch.int32), torch.rand(8, 2), 3, 8, group)
-    assert int((here.experts >= 0).sum()) == sum(counts(plan.experts, 9)[3:6])
+    one = assigned(3, 1, 9, [4, 2, 1])
+    step, own = one.choices(8, 2, CPU), one.own(8, 2, CPU)
+    assert step.tokens == (4, 2, 1) and own.shape == (8, 2)
+    assert torch.equal(own[:2], step.physical[4:6]) and bool((own[2:] == -1).all())
+    group = EmulatedGroup((0, 1, 2), 1, None)
+    parallel = EmulatedExpertParallel(group, step.placement, one)
+    wrong = torch.zeros(8, 2, dtype=torch.int32)
+    here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8)
+    assert int((here.experts >= 0).sum()) == sum(counts(step.physical, 9)[3:6])
 
 
-@pytest.mark.parametrize("rows", [[5, 0, 7, 2], [0, 3, 0, 0], [4, 4, 4, 4]])
+@pytest.mark.parametrize("loads", [None, tuple(float(1 + e % 3) for e in range(9))])
+def test_what_a_graph_reads_is_updated_in_place(loads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of steps padded to 2 and 4 rows: before each step what they read is that step's, padding included."""
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    one = assigned(3, 1, 9, [2, 2, 2], loads)
+    read = {}
+    for padded in (2, 4):
+        read[padded] = (one.own(padded, 2, CPU), one.gathered(padded, padded, 2, CPU))
+    capturing[0] = False
+    for tokens in ([1, 2, 0], [4, 3, 1], [0, 0, 3], [2, 2, 2], [5, 6, 7], [2, 1, 2]):
+        one.begin_step(tokens)
+        fresh = assigned(3, 1, 9, tokens, loads)
+        for padded, (own, gathered) in read.items():
+            if padded < max(tokens):
+                continue  # no graph of this size runs
+            assert torch.equal(own, fresh.own(padded, 2, CPU))
+            assert torch.equal(gathered, fresh.gathered(padded, padded, 2, CPU))
+            assert int((own >= 0).sum()) == 2 * tokens[1]
+            assert one.own(padded, 2, CPU) is own and one.gathered(padded, padded, 2, CPU) is gathered
+    eager = one.own(100, 2, CPU)
+    one.begin_step([1, 1, 1])
+    assert one.own(100, 2, CPU) is not eager, "what no graph reads does not stay"
+
+
+@pytest.mark.parametrize("tokens", [[5, 0, 7, 2], [0, 3, 0, 0], [4, 4, 4, 4]])
 @pytest.mark.parametrize("loads", [None, (1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 2.0, 2.0)])
-def test_dispatches_bring_the_planned_pairs(rows: list[int], loads: Any) -> None:
-    """Both dispatches, on every rank: each rank's experts get the pairs that the plan has for them, and no others."""
-    plan = Routing(4, 0, loads, rows).plan(rows[0], 2, 8, CPU)
-    expected = counts(plan.experts, 8)
-    for rank, count in enumerate(rows):
-        tokens, weights = torch.randn(count, 6), torch.rand(count, 2)
+@pytest.mark.parametrize("experts", [8, 10])
+def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, experts: int) -> None:
+    """Both dispatches, on every rank: each rank's experts get the pairs assigned to them, and no others."""
+    loads = None if loads is None else (*loads, *[1.0] * (experts - 8))
+    step = assigned(4, 0, experts, tokens, loads).choices(tokens[0], 2, CPU)
+    expected = counts(step.physical, experts)
+    firsts = [0, 2, 4, 6, 8] if experts == 8 else [0, 3, 6, 8, 10]
+    methods: tuple[MoeDispatch, ...] = ("all_to_all", "all_gather")
+    for rank, count in enumerate(tokens):
+        rows, weights = torch.randn(count, 6), torch.rand(count, 2)
         wrong = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
-        for name in ("all_to_all", "all_gather"):
-            group = EmulatedGroup((0, 1, 2, 3), rank, None, routing=Routing(4, rank, loads, rows))
-            if name == "all_to_all":
-                here = dispatch_all_to_all(tokens, wrong, weights, 2, group)
-            else:
-                here = dispatch_all_gather(tokens, wrong, weights, 2, max(rows), group)
-                assert len(here.tokens) == 4 * max(rows)
+        for method in methods:
+            group = EmulatedGroup((0, 1, 2, 3), rank, None)
+            parallel = EmulatedExpertParallel(group, step.placement, assigned(4, rank, experts, tokens, loads))
+            here = parallel.dispatch(rows, wrong, weights, method, max(tokens))
+            if method == "all_gather":
+                assert len(here.tokens) == 4 * max(tokens)
             assert len(here.tokens) == len(here.experts) == len(here.weights)
             found = here.experts[here.experts >= 0]
-            assert counts(found, 2) == expected[2 * rank : 2 * rank + 2]
+            held = firsts[rank + 1] - firsts[rank]
+            assert counts(found, held) == expected[firsts[rank] : firsts[rank + 1]]
             assert here.combine(torch.randn(len(here.tokens), 6)).shape == (count, 6)
-            assert math.isfinite(float(here.weights.sum())) and bool((here.experts < 2).all())
+            assert math.isfinite(float(here.weights.sum())) and bool((here.experts < held).all())

@@ -87,7 +87,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The ranks of every process group that is made; none is made in truth."""
     groups: list[tuple[int, ...]] = []
 
-    def new_group(ranks: list[int], timeout: object) -> str:
+    def new_group(ranks: list[int], timeout: object, use_local_synchronization: bool) -> str:
         groups.append(tuple(ranks))
         return f"group {ranks}"
 
@@ -98,6 +98,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_groups_are_neighbours(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(cp_size=4, tp_size=2), 5, 8, CPU)
     assert mesh.ep.ranks == tuple(range(8)) and mesh.ep.index == 5
+    assert mesh.world.ranks == tuple(range(8)) and mesh.world.index == 5
     assert mesh.cp.ranks == (4, 5, 6, 7) and mesh.cp.index == 1
     assert mesh.tp.ranks == (4, 5) and mesh.tp.index == 1
     assert mesh.cp_ranks(1) == range(4, 8)
@@ -108,13 +109,68 @@ def test_groups_are_neighbours(made: list[tuple[int, ...]]) -> None:
 def test_groups_of_the_same_ranks_are_one(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(tp_size=4), 2, 4, CPU)
     assert made == [(0, 1, 2, 3)]
-    assert mesh.ep.handle is mesh.cp.handle is mesh.tp.handle and mesh.ep is not mesh.cp
+    assert mesh.world.handle is mesh.ep.handle is mesh.cp.handle is mesh.tp.handle
+    assert len({id(group) for group in mesh.groups}) == 4
+
+
+def test_a_mesh_of_some_ranks_counts_them_from_0(made: list[tuple[int, ...]]) -> None:
+    """Ranks 4 to 7 of a run: groups are made over these, everything else knows them as 0 to 3."""
+    mesh = Mesh(ParallelConfig(cp_size=2), 3, 4, CPU, ranks=[4, 5, 6, 7])
+    assert (mesh.rank, mesh.world_size) == (3, 4)
+    assert mesh.world.ranks == (0, 1, 2, 3) and mesh.cp.ranks == (2, 3) and mesh.cp.index == 1
+    assert made == [(4, 5, 6, 7), (4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([1], "this process is rank 0 of the run, which is none of \\[1\\]"),
+        ([0, 2], "ranks must be different ones of 0 … 1, ascending, not \\[0, 2\\]"),
+        ([1, 0], "ranks must be different ones of 0 … 1, ascending"),
+        ([0, 0], "ranks must be different ones of 0 … 1, ascending"),
+    ],
+)
+def test_ranks_that_cannot_form_a_mesh(ranks: list[int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(mesh_module, "report_failures", lambda: None)  # it would hook this process
+    with pytest.raises(ValueError, match=message):
+        Mesh.create(ParallelConfig(), "cpu", ranks)
+
+
+def test_machines_are_numbered_by_their_first_rank(
+    made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(ParallelConfig(), 2, 6, CPU)
+    monkeypatch.setattr(mesh.world, "all_gather", lambda mine: torch.tensor([7, 7, 99, 99, 3, 7]))
+    assert mesh._exchange_machines() == [0, 0, 1, 1, 2, 0]
+
+
+def test_one_process_stands_on_one_machine() -> None:
+    assert Mesh.create(ParallelConfig(), "cpu").machines == (0,)
+
+
+def test_neighbours_on_several_machines_are_warned_of(made: list[tuple[int, ...]]) -> None:
+    mesh = Mesh(ParallelConfig(tp_size=2), 0, 6, CPU)
+    mesh.set_machines([0, 0, 1, 1, 2, 2])
+    with pytest.warns(UserWarning, match="tp_size 2: ranks 2 to 3 share embedding, .* but not a machine"):
+        mesh.set_machines([0, 0, 0, 1, 1, 1])
+    assert mesh.machines == (0, 0, 0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("peer", [1, 3, -1])
+def test_messages_go_to_other_ranks(peer: int) -> None:
+    group = Group((0, 1, 2), 1, None)
+    with pytest.raises(ValueError, match=f"{peer} is no other rank of a group of 3 in which this is 1"):
+        group.send(torch.zeros(1), peer)
+    with pytest.raises(ValueError, match="is no other rank"):
+        group.recv(torch.zeros(1), peer)
 
 
 def test_groups_of_one_rank_need_no_process_group(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(), 0, 1, CPU)
     rows = torch.randn(3, 2)
-    for group in (mesh.ep, mesh.cp, mesh.tp):
+    for group in mesh.groups:
         assert group.handle is None
         assert torch.equal(group.all_gather(rows), rows)
         assert torch.equal(group.reduce_scatter(rows), rows)
@@ -126,8 +182,8 @@ def test_groups_of_one_rank_need_no_process_group(made: list[tuple[int, ...]]) -
 @pytest.mark.parametrize(
     ("world", "tp", "message"),
     [
-        (5, 1, "n_routed_experts 12 cannot be divided over 5 ranks"),
-        (8, 1, "n_routed_experts 12 cannot be divided over 8 ranks"),
+        (13, 1, "n_routed_experts 12 cannot be divided over 13 ranks: each holds at least one; start at most 12"),
+        (24, 1, "n_routed_experts 12 cannot be divided over 24 ranks"),
         (4, 4, "num_attention_heads 6 cannot be divided over 4 ranks"),
         (3, 3, "vocab_size 200 cannot be divided over 3 ranks"),
     ],

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.arguments import json_object, llm_from, parallel_from
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM, resolve_model
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.emulation.routing import check_loads
 from dsa_engine.measure.figures import Figure, depth_factors
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.parallel import ParallelConfig
 
 # Keys of config.json that say which layers there are: overrides of these are for the run, not for the whole model.
 _LAYER_KEYS = {
@@ -52,11 +54,12 @@ def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
         return llm_from(args), Links()
     links = Links.read(args.links) if args.links else Links()
     config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))
-    parallel = parallel_from(
-        args,
+    parallel = EmulatedConfig(
+        **asdict(parallel_from(args)),
         emulate_world=args.emulate_world,
         emulate_rank=args.emulate_rank or 0,
         expert_loads=None if args.expert_loads is None else tuple(_read_loads(args.expert_loads, config)),
+        machine_size=links.machine_size,
     )
     return llm_from(args, parallel=parallel), links
 
@@ -69,7 +72,7 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
     if not isinstance(loads, list):
         raise ValueError(f"{path} must hold a JSON list of numbers, one for each expert, not {loads!r:.80}")
     try:
-        ParallelConfig(emulate_world=2, expert_loads=tuple(loads))  # that they are numbers
+        EmulatedConfig(emulate_world=2, expert_loads=tuple(loads))  # that they are numbers
         check_loads(loads, config.n_routed_experts, config.num_experts_per_tok)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -79,7 +82,7 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
 def heading(engine: Engine, links: Links) -> str:
     """What stands above every table of an emulated run; "" elsewhere."""
     mesh = engine.mesh
-    if not mesh.emulated:
+    if not isinstance(mesh, EmulatedMesh):
         return ""
     loads = "given" if mesh.config.expert_loads else "balanced"
     return (
@@ -91,7 +94,7 @@ def heading(engine: Engine, links: Links) -> str:
 def title(engine: Engine) -> str:
     """What stands above a plot; "" where nothing is emulated."""
     mesh = engine.mesh
-    if not mesh.emulated:
+    if not isinstance(mesh, EmulatedMesh):
         return ""
     return f"emulated: rank {mesh.rank} of {mesh.world_size}; computation measured, communication modelled"
 
@@ -99,7 +102,7 @@ def title(engine: Engine) -> str:
 def to_json(engine: Engine, links: Links) -> dict[str, Any]:
     """The key "emulated" of a result; nothing where nothing is."""
     mesh = engine.mesh
-    if not mesh.emulated:
+    if not isinstance(mesh, EmulatedMesh):
         return {}
     loads = mesh.config.expert_loads
     about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": list(loads) if loads else "balanced"}

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsa_engine.measure.stage_timer import EMULATION
+from dsa_engine.model.stages import stage
 from dsa_engine.parallel.group import Group
 
 # Types whose copies can be told apart by a factor.
@@ -21,9 +23,11 @@ _SCALED = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class EmulatedGroup(Group):
-    """A group of which only ``ranks[index]`` exists. Its collectives return this rank's rows for everybody's."""
+    """A group of which only ``ranks[index]`` exists. Its collectives return this rank's rows for everybody's.
 
-    emulated = True
+    The work of making them up is a stage of its own: it is no part of what the rank computes.
+    """
+
     _factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -31,7 +35,7 @@ class EmulatedGroup(Group):
         return self.size == 1
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with self.filling():
+        with stage(EMULATION):
             if rows.dtype in _SCALED:
                 gathered = (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
             else:
@@ -49,14 +53,28 @@ class EmulatedGroup(Group):
         return self._factors[key]
 
     def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
-        with self.filling():
-            return rows.chunk(self.size)[self.index].clone()
+        with stage(EMULATION):
+            part = rows.chunk(self.size)[self.index]
+            # A row of zeros is one to which only other ranks add (an embedding); to work on zeros would be cheaper.
+            return torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
-        with self.filling():
+        with stage(EMULATION):
             if receive is None:
                 return rows.clone()
             count = sum(receive)
             if rows.shape[0] == 0:
                 return rows.new_zeros(count, *rows.shape[1:])
             return rows[torch.arange(count, device=rows.device) % rows.shape[0]]
+
+    def _send(self, rows: torch.Tensor, to: int) -> None:
+        pass
+
+    def _recv(self, into: torch.Tensor, source: int) -> None:
+        pass  # what is there may stay
+
+
+def _made_up(like: torch.Tensor) -> torch.Tensor:
+    """Rows of the shape of ``like [R, n]``, all different, of the size of embeddings, in no memory of their own."""
+    numbers = torch.arange(like.shape[0] + like.shape[1], device=like.device)
+    return ((numbers * numbers * 0.618).sin() * 0.02).to(like.dtype).unfold(0, like.shape[1], 1)[: like.shape[0]]

@@ -1,14 +1,15 @@
 """How long a collective takes, from a stated model of the links: bytes over bandwidth, and latency.
 
 Nothing here is measured. The model is there to add communication to the measured computation of an emulated rank, and
-every report says so. Ranks are placed in machines in order: rank r stands in machine ``r // machine_size``. For a group
-of n ranks in m machines, at least k of them in each, and parts of b bytes (what one rank contributes):
+every report says so. Which rank stands in which machine is the mesh's to say. For a group of n ranks in m machines, at
+least k of them in each, and parts of b bytes (what one rank contributes):
 
 * all_gather, reduce_scatter: a ring, n − 1 steps. A part passes m − 1 links between machines and n − m inside, so
   ``start + (n−m)·latency_in + (m−1)·latency_out + (n−1)·b / bandwidth``. The bandwidth is the slowest link's; between
   machines the adapters of k ranks carry a step together (as many rings, each over another adapter), so that link counts
   ``k · bandwidth_out``.
 * all_reduce: a reduce_scatter and an all_gather of parts of b / n, started once.
+* send, recv: ``start + latency + b / bandwidth`` of the link between the two.
 * all_to_all: every rank sends to each peer directly. Both kinds of link work side by side, on each of them the messages
   follow one another, and sending runs beside receiving, so the time is ``start`` plus the longer of the two kinds'
   ``latency + messages·message + max(bytes sent, bytes received) / bandwidth``.
@@ -21,11 +22,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.parallel.group import Collective
+from dsa_engine.parallel.collective_log import Collective
 
 
 @dataclass(frozen=True)
@@ -101,36 +103,43 @@ class Links:
             f"{self.start_us:g} µs to start a collective"
         )
 
-    def seconds(self, collective: Collective) -> float:
-        """How long a collective takes, on the assumptions of this module; 0 in a group of one rank."""
-        ranks, kind = collective.ranks, collective.kind
-        if len(ranks) == 1:
+    def seconds(self, collective: Collective, machines: Sequence[int]) -> float:
+        """How long a collective takes, on the assumptions of this module; 0 in a group of one rank.
+
+        ``machines`` are those of all ranks of the mesh (:attr:`dsa_engine.parallel.Mesh.machines`).
+        """
+        where, kind = [machines[rank] for rank in collective.ranks], collective.kind
+        if len(where) == 1:
             return 0.0
         if kind == "all_to_all":
-            return self._direct(collective)
+            return self._direct(collective, where)
+        if kind in ("send", "recv"):
+            return self._message(collective, where)
         part = max(collective.sent)
         if kind == "all_reduce":
-            return self.start_us * 1e-6 + 2 * self._ring(ranks, part / len(ranks))
-        return self.start_us * 1e-6 + self._ring(ranks, part)
+            return self.start_us * 1e-6 + 2 * self._ring(where, part / len(where))
+        return self.start_us * 1e-6 + self._ring(where, part)
 
-    def _ring(self, ranks: tuple[int, ...], part: float) -> float:
-        machines = Counter(rank // self.machine_size for rank in ranks)
-        n, m, fewest = len(ranks), len(machines), min(machines.values())
+    def _ring(self, where: list[int], part: float) -> float:
+        ranks_in = Counter(where)
+        n, m, fewest = len(where), len(ranks_in), min(ranks_in.values())
         bandwidths = [self.inside.bandwidth_gb_s] if n > m else []
         if m > 1:
             bandwidths.append(fewest * self.between.bandwidth_gb_s)
         hops = (n - m) * self.inside.latency_us + (m - 1) * self.between.latency_us
         return hops * 1e-6 + (n - 1) * part / (min(bandwidths) * 1e9)
 
-    def _direct(self, collective: Collective) -> float:
-        ranks, home = collective.ranks, collective.ranks[collective.index] // self.machine_size
+    def _message(self, collective: Collective, where: list[int]) -> float:
+        nbytes = [max(both) for both in zip(collective.sent, collective.received, strict=True)]
+        peer = nbytes.index(max(nbytes))
+        link = self.inside if where[peer] == where[collective.index] else self.between
+        return (self.start_us + link.latency_us) * 1e-6 + nbytes[peer] / (link.bandwidth_gb_s * 1e9)
+
+    def _direct(self, collective: Collective, where: list[int]) -> float:
+        home = where[collective.index]
         longest = 0.0
         for link, at_home in ((self.inside, True), (self.between, False)):
-            peers = [
-                i
-                for i, rank in enumerate(ranks)
-                if i != collective.index and (rank // self.machine_size == home) == at_home
-            ]
+            peers = [i for i, machine in enumerate(where) if i != collective.index and (machine == home) == at_home]
             if peers:
                 load = max(sum(counts[i] for i in peers) for counts in (collective.sent, collective.received))
                 fixed = link.latency_us + len(peers) * link.message_us

@@ -6,16 +6,16 @@ The computation is measured, the communication is not: it follows from the bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
-from dsa_engine.model.stages import stage
-from dsa_engine.parallel.group import CollectiveLog
+from dsa_engine.parallel.collective_log import CollectiveLog
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Communication:
         )
 
 
-def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links) -> Communication:
+def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, machines: Sequence[int]) -> Communication:
     """Plays the program of one rank again, with collectives that take the time that ``links`` say.
 
     The bound that this computes: measured work stands where it was measured, on one stream, without the time in which
@@ -63,6 +63,7 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links) -> 
     Args:
         log: of one pass, read from an emulated run; its marks are ``clock``'s.
         begin: the mark at which the pass began.
+        machines: the machine of every rank of the mesh.
     """
     result = Communication()
     worked = stalled = free_at = 0.0
@@ -74,7 +75,7 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links) -> 
         now = worked + stalled
         collective = log.collectives[event.number]
         if event.what == "begin":
-            seconds = links.seconds(collective)
+            seconds = links.seconds(collective, machines)
             _add(result.total, collective.stage, seconds)
             free_at = max(now, free_at) + seconds
             ends[event.number] = free_at
@@ -91,6 +92,7 @@ class Pass:
 
     timer: StageTimer
     log: CollectiveLog | None
+    machines: Sequence[int]
 
     def stage_seconds(self) -> dict[str, float]:
         """Of the rank's own work."""
@@ -103,21 +105,22 @@ class Pass:
     def communication(self, links: Links) -> Communication:
         if self.log is None:
             return Communication()
-        return replay(self.log, self.timer.begin, self.timer.clock, links)
+        return replay(self.log, self.timer.begin, self.timer.clock, links, self.machines)
 
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[Pass]:
     """Times the stages of what runs inside and, of an emulated rank, writes down its collectives."""
     timer = StageTimer(engine.mesh.device)
-    log = CollectiveLog(timer.clock.mark, current_stage, lambda: stage(EMULATION)) if engine.mesh.emulated else None
-    for group in engine.mesh.groups:
+    mesh = engine.mesh
+    log = CollectiveLog(timer.clock.mark, current_stage) if isinstance(mesh, EmulatedMesh) else None
+    for group in mesh.groups:
         group.log = log
     try:
         with timer:
-            yield Pass(timer, log)
+            yield Pass(timer, log, mesh.machines)
     finally:
-        for group in engine.mesh.groups:
+        for group in mesh.groups:
             group.log = None
 
 

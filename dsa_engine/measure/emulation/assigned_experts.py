@@ -1,0 +1,143 @@
+"""Expert choices of the tokens of all ranks, for runs whose router has nothing sensible to choose from.
+
+An emulated rank knows only its own tokens, and random weights route them anyhow: what its experts would get is
+arbitrary. So the choices of all ranks' tokens are assigned, from the number of tokens of each rank and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.measure.emulation.routing import balanced_choices, weighted_choices
+from dsa_engine.parallel.placement import ExpertPlacement
+
+
+@dataclass(frozen=True)
+class StepChoices:
+    """Expert choices of all tokens of a step, those of rank 0 first."""
+
+    physical: torch.Tensor  # [tokens of all ranks, k] int32
+    tokens: tuple[int, ...]  # of every rank
+    rank: int
+    placement: ExpertPlacement
+
+    def own(self, padded: int) -> torch.Tensor:
+        """Physical experts ``[padded, k]`` of this rank's tokens, then −1."""
+        mine = self.physical.split(self.tokens)[self.rank]
+        return F.pad(mine, (0, 0, 0, padded - len(mine)), value=-1)
+
+    def gathered(self, most: int) -> torch.Tensor:
+        """``[ranks · most, k]``: every rank's choices, then −1 up to ``most``, counted within this rank's experts."""
+        parts = [F.pad(part, (0, 0, 0, most - len(part)), value=-1) for part in self.physical.split(self.tokens)]
+        return self.placement.local(torch.cat(parts), self.rank)
+
+    @cached_property
+    def arriving(self) -> tuple[torch.Tensor, list[int]]:
+        """The choices ``[R, k]`` of the tokens that come to this rank's experts, counted within these, and how many
+        tokens come from each rank."""
+        mine = (self.placement.owners(self.physical) == self.rank).any(dim=1)
+        counts = [int(part.sum()) for part in mine.split(self.tokens)]
+        return self.placement.local(self.physical[mine], self.rank), counts
+
+
+@dataclass
+class _Buffer:
+    values: torch.Tensor
+    step: StepChoices  # of which it holds the choices
+    captured: bool = False  # whether a CUDA graph reads it: then it stays, and is updated in place
+
+
+class AssignedExperts:
+    """The choices in the step that runs; every layer asks for the same ones.
+
+    Args:
+        placement: of the experts over the ranks.
+        rank: the one that asks.
+        loads: relative load of every logical expert; None: all alike.
+    """
+
+    def __init__(self, placement: ExpertPlacement, rank: int, loads: Sequence[float] | None = None):
+        self._placement = placement
+        self._rank = rank
+        self._loads = loads
+        self._limits = (1, 1)
+        self._tokens: tuple[int, ...] = ()
+        self._step: StepChoices | None = None
+        self._buffers: dict[tuple[str, int, int, int, torch.device], _Buffer] = {}
+
+    def limit(self, groups: int, top_groups: int) -> None:
+        """Experts form ``groups`` consecutive groups, and a token chooses from ``top_groups`` of them, as in
+        DeepSeek-V3's routing. Without ``loads`` the choices keep to that where it divides evenly."""
+        self._limits = (groups, top_groups)
+        self._step = None
+
+    def begin_step(self, tokens: Sequence[int]) -> None:
+        """Says how many tokens each rank has in the step that runs next.
+
+        Where nobody has said it, or this rank turns out to have fewer than that, all ranks are taken to have as many
+        tokens as this one; where it has more, the rest is padding without experts.
+        """
+        if tuple(tokens) == self._tokens:
+            return
+        self._tokens = tuple(tokens)
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if buffer.captured}
+        for what, padded, most, top_k, device in self._buffers:
+            if tokens[self._rank] <= padded and max(tokens) <= most:  # the others belong to graphs of smaller steps
+                if what == "own":
+                    self.own(padded, top_k, device)
+                else:
+                    self.gathered(padded, most, top_k, device)
+
+    def own(self, padded: int, top_k: int, device: torch.device) -> torch.Tensor:
+        """Physical experts, int32 ``[padded, top_k]``, of this rank's tokens, then −1.
+
+        Raises:
+            ValueError: the loads are not one for each expert, or give one of them more than all tokens.
+        """
+        step = self.choices(padded, top_k, device)
+        return self._kept(("own", padded, padded, top_k, device), step, lambda: step.own(padded))
+
+    def gathered(self, padded: int, most: int, top_k: int, device: torch.device) -> torch.Tensor:
+        """int32 ``[ranks · most, top_k]``: every rank's choices, each padded to ``most`` with −1, counted within this
+        rank's experts, −1 for those elsewhere. This rank has ``padded`` rows."""
+        step = self.choices(padded, top_k, device)
+        return self._kept(("gathered", padded, most, top_k, device), step, lambda: step.gathered(most))
+
+    def arriving(self) -> tuple[torch.Tensor, list[int]]:
+        """:attr:`StepChoices.arriving` of the choices that :meth:`own` was last asked for."""
+        assert self._step is not None
+        return self._step.arriving
+
+    def choices(self, padded: int, top_k: int, device: torch.device) -> StepChoices:
+        """Of a step in which this rank has ``padded`` rows, padding counted."""
+        tokens, ranks = self._tokens, self._placement.ranks
+        if len(tokens) != ranks or tokens[self._rank] > padded:
+            tokens = (padded,) * ranks
+        last = self._step
+        if last is None or (last.tokens, last.physical.shape[1], last.physical.device) != (tokens, top_k, device):
+            total, experts = sum(tokens), self._placement.experts
+            if self._loads is None:
+                logical = balanced_choices(total, top_k, experts, *self._limits, device)
+            else:
+                logical = weighted_choices(total, top_k, experts, self._loads, device)
+            self._step = StepChoices(self._placement.to_physical(logical), tokens, self._rank, self._placement)
+        assert self._step is not None
+        return self._step
+
+    def _kept(
+        self, name: tuple[str, int, int, int, torch.device], step: StepChoices, make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = self._buffers[name] = _Buffer(make(), step)
+        elif buffer.step is not step:
+            buffer.values.copy_(make())
+            buffer.step = step
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            buffer.captured = True
+        return buffer.values

@@ -1,0 +1,61 @@
+"""Which rank of which world is emulated."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.mesh import choose_device
+
+
+@dataclass(frozen=True)
+class EmulatedConfig(ParallelConfig):
+    """Runs, in one process, the work of one rank of a world, to be measured: the other ranks are made up, experts are
+    assigned evenly, and the tokens that come out mean nothing. Give it to :class:`dsa_engine.LLM` as ``parallel``.
+
+    Attributes:
+        emulate_world: number of ranks.
+        emulate_rank: which of them this process is.
+        expert_loads: the relative load of every routed expert; default: all alike.
+        machine_size: ranks of a machine, in order.
+    """
+
+    emulate_world: int = 1
+    emulate_rank: int = 0
+    expert_loads: tuple[float, ...] | None = None
+    machine_size: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("emulate_world", "machine_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        rank, world, loads = self.emulate_rank, self.emulate_world, self.expert_loads
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
+            raise ValueError(
+                f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {world}, not {rank!r}"
+            )
+        if loads is None:
+            return
+        if world < 2:
+            raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
+        numbers = isinstance(loads, (tuple, list)) and all(
+            isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf for x in loads
+        )
+        if not numbers or not any(loads):
+            raise ValueError(f"expert_loads must be numbers of at least 0, and one above it, not {loads!r:.80}")
+        object.__setattr__(self, "expert_loads", tuple(loads))
+
+    def create_mesh(self, device: str = "auto") -> EmulatedMesh:
+        """The mesh of the emulated rank; ``ValueError`` in a world that is there, and as :meth:`Mesh.create`."""
+        if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"emulate_world {self.emulate_world} runs one rank in one process; start it without torchrun"
+            )
+        return EmulatedMesh(self, choose_device(device))

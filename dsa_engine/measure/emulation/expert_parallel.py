@@ -1,0 +1,52 @@
+"""Expert parallelism whose choices are assigned, not routed."""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
+from dsa_engine.measure.stage_timer import EMULATION
+from dsa_engine.model.stages import stage
+from dsa_engine.parallel.config import MoeDispatch
+from dsa_engine.parallel.expert import Dispatched, ExpertParallel
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.placement import ExpertPlacement
+
+
+class AssignedExpertParallel(ExpertParallel):
+    """Assigned experts take the place of the router's, with its weights. The group may be a real one."""
+
+    def __init__(self, group: Group, placement: ExpertPlacement, assigned: AssignedExperts):
+        super().__init__(group, placement)
+        self.assigned = assigned
+
+    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
+        count, k = experts.shape
+        with stage(EMULATION):
+            return self.assigned.own(count, k, experts.device)
+
+
+class EmulatedExpertParallel(AssignedExpertParallel):
+    """Of an emulated rank: what other ranks would have sent, counts and choices, is assigned too."""
+
+    def dispatch(
+        self,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        method: MoeDispatch,
+        most_tokens: int,
+    ) -> Dispatched:
+        here = super().dispatch(tokens, experts, weights, method, most_tokens)
+        count, k = experts.shape
+        with stage(EMULATION):
+            if method == "all_gather":
+                arrived = self.assigned.gathered(count, most_tokens, k, experts.device)
+            else:
+                arrived, _ = self.assigned.arriving()
+        return here._replace(experts=arrived)
+
+    def exchange_counts(self, counts: torch.Tensor) -> list[int]:
+        super().exchange_counts(counts)
+        with stage(EMULATION):
+            return self.assigned.arriving()[1]

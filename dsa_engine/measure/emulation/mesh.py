@@ -1,0 +1,68 @@
+"""The mesh of one rank of many, in one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.engine import Engine
+from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
+from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
+from dsa_engine.measure.emulation.group import EmulatedGroup
+from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.expert import ExpertParallel
+from dsa_engine.parallel.placement import ExpertPlacement
+
+if TYPE_CHECKING:
+    from dsa_engine.measure.emulation.config import EmulatedConfig
+
+
+class EmulatedMesh(Mesh):
+    """Groups of the right sizes of which only this rank exists.
+
+    Attributes:
+        assigned: which experts the tokens of all ranks choose; empty where this rank is the only one.
+    """
+
+    config: EmulatedConfig
+
+    def __init__(self, config: EmulatedConfig, device: torch.device):
+        super().__init__(config, config.emulate_rank, config.emulate_world, device)
+        self.assigned: list[AssignedExperts] = []
+        self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
+
+    @property
+    def reports(self) -> bool:
+        """An emulated rank is alone."""
+        return True
+
+    def _group(self, size: int) -> EmulatedGroup:
+        first = self.rank - self.rank % size
+        return EmulatedGroup(tuple(range(first, first + size)), self.rank - first, None)
+
+    def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
+        if self.world_size == 1:
+            return super()._make_expert_parallel(placement)
+        self.assigned.append(AssignedExperts(placement, self.rank, self.config.expert_loads))
+        return EmulatedExpertParallel(self.ep, placement, self.assigned[-1])
+
+    def begin_step(self, step: StepPlan) -> None:
+        """Says how many tokens each rank has in the step that runs next."""
+        for assigned in self.assigned:
+            assigned.begin_step([rank.rows for rank in step.ranks])
+
+
+def follow_steps(engine: Engine) -> None:
+    """Lets an emulated rank know of every step how many tokens the other ranks have, and of which groups of experts the
+    model's router chooses; nothing where no rank is emulated.
+
+    An engine that is not followed is one in which all ranks have as many tokens as this one.
+    """
+    mesh = engine.mesh
+    if not isinstance(mesh, EmulatedMesh) or mesh.begin_step in engine.runner.observers:
+        return
+    for assigned in mesh.assigned:
+        assigned.limit(engine.config.n_group, engine.config.topk_group)
+    engine.runner.observers.append(mesh.begin_step)

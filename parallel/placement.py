@@ -1,0 +1,80 @@
+"""Which expert lies on which rank.
+
+The model's router chooses *logical* experts. Ranks hold *physical* ones, numbered rank after rank. A dispatch sees
+physical experts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+
+class ExpertPlacement:
+    """Where the experts of a model lie; the same on every rank. Every logical expert has one physical one.
+
+    Args:
+        held: of every rank, the logical experts that it holds, in the order of its weights. Ranks may hold different
+            numbers of them.
+        device: of the tensors that choices are mapped with.
+
+    Raises:
+        ValueError: an expert is missing, or held twice, or a rank has none.
+    """
+
+    def __init__(self, held: Sequence[Sequence[int]], device: torch.device):
+        self.held = tuple(tuple(experts) for experts in held)
+        logical = [expert for experts in self.held for expert in experts]  # of every physical expert
+        if sorted(logical) != list(range(len(logical))) or not all(self.held):
+            raise ValueError(f"every expert lies on one rank, and every rank holds one; not {held!r:.200}")
+        self.experts = len(logical)
+        self._first = [0, *accumulate(len(experts) for experts in self.held)]  # physical experts before each rank's
+        physical = [0] * self.experts
+        for number, expert in enumerate(logical):
+            physical[expert] = number
+        owners = [rank for rank, experts in enumerate(self.held) for _ in experts]
+        # The last entry is that of expert −1: nobody.
+        self._physical: torch.Tensor | None = None
+        if physical != list(range(self.experts)):
+            self._physical = torch.tensor([*physical, -1], dtype=torch.int32, device=device)
+        self._owners = torch.tensor([*owners, len(self.held)], dtype=torch.int64, device=device)
+
+    @classmethod
+    def contiguous(cls, experts: int, ranks: int, device: torch.device) -> ExpertPlacement:
+        """Consecutive experts on each rank, as many on all; where that does not come out even, the first ranks hold one
+        more.
+
+        Raises:
+            ValueError: there are more ranks than experts.
+        """
+        if ranks > experts:
+            raise ValueError(
+                f"n_routed_experts {experts} cannot be divided over {ranks} ranks: each holds at least one; "
+                f"start at most {experts}"
+            )
+        counts = [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
+        firsts = [0, *accumulate(counts)]
+        return cls([range(first, last) for first, last in zip(firsts, firsts[1:], strict=False)], device)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.held)
+
+    def count(self, rank: int) -> int:
+        """How many physical experts a rank holds."""
+        return len(self.held[rank])
+
+    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
+        """The physical experts of logical ones: int32 of any shape, −1 stays −1."""
+        return experts if self._physical is None else self._physical[experts.long()]
+
+    def owners(self, physical: torch.Tensor) -> torch.Tensor:
+        """The rank of each physical expert, int64; for −1 the number of ranks."""
+        return self._owners[physical.long()]
+
+    def local(self, physical: torch.Tensor, rank: int) -> torch.Tensor:
+        """The same experts counted within those of ``rank``, −1 for those that lie elsewhere."""
+        local = physical - self._first[rank]
+        return local.masked_fill((local < 0) | (local >= self.count(rank)), -1)

@@ -1,0 +1,57 @@
+"""Runs cases side by side, each on a part of the ranks: torchrun … parts_worker.py CASES.json FOLDER.
+
+A case is one of ``worker.py`` with ``ranks``, those of the run that compute it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from worker import run_case
+
+from dsa_engine import ParallelConfig
+from dsa_engine.parallel import Mesh
+
+
+@dataclass(frozen=True)
+class PartConfig(ParallelConfig):
+    """A mesh of some ranks of the run."""
+
+    ranks: tuple[int, ...] = ()
+
+    def create_mesh(self, device: str = "auto") -> Mesh:
+        return Mesh.create(self, device, self.ranks)
+
+
+def exchange(mesh: Mesh) -> list[float]:
+    """Rank 0 of the part sends a row, rank 1 sends twice that back; returns what this rank has in the end."""
+    row = torch.arange(3.0) + 1
+    if mesh.rank == 0:
+        mesh.world.send(row, 1)
+        return mesh.world.recv(torch.empty(3), 1).tolist()
+    into = mesh.world.recv(torch.empty(3), 0)
+    mesh.world.send(2 * into, 0)
+    return into.tolist()
+
+
+def main() -> None:
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    rank = int(os.environ["RANK"])
+    (case,) = [case for case in cases if rank in case["ranks"]]
+    config = PartConfig(**case["parallel"], ranks=tuple(case["ranks"]))
+    result = run_case(case, config)
+    mesh = config.create_mesh("cpu")
+    before = mesh.world.bytes_sent
+    result["exchanged"] = exchange(mesh)
+    result["exchanged_bytes"] = mesh.world.bytes_sent - before
+    result["mesh"] = (mesh.rank, mesh.world_size, mesh.machines)
+    torch.save(result, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

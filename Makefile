@@ -1,4 +1,4 @@
-# make test    every test that is not slow, from a fresh clone with nothing else set up
+# make test    lint, and every test that is not slow, from a fresh clone with nothing else set up
 # make demo    a tiny model, generated from on two processes
 # make help    all targets
 #
@@ -8,6 +8,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Test processes at a time: one a core, at most 8, as each holds PyTorch and transformers (1 to 2 GB).
+JOBS ?= auto
 
 # One thread a process: parallel tests start several processes, and small tensors gain nothing from more.
 export OMP_NUM_THREADS ?= 1
@@ -17,15 +19,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# The pytest command, not `python -m pytest`: that would put this folder, and with it a top-level `kernels`, on sys.path.
+PYTEST := $(BIN)/pytest
+# Tests of one group stay on one process (tests/conftest.py); a part (ARGS) runs in a single one.
+PARALLEL := $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+INTERPRETED := tests/kernels tests/engine/test_decode_graphs.py
+
 .PHONY: help venv test test-kernels test-slow lint demo clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make venv        create $(VENV) with the package (editable) and everything for development"
-	@echo "make test        run every test that is not slow      (ARGS='tests/test_x.py -k name' for a part)"
+	@echo "make test        lint, and every test that is not slow (ARGS='tests/test_x.py -k name' for a part, no lint)"
 	@echo "make test-kernels  the part of make test that runs the Triton kernels, in the interpreter"
 	@echo "make test-slow   run the slow tests"
-	@echo "make lint        ruff and mypy"
+	@echo "make lint        ruff (rules and format) and mypy"
 	@echo "make demo        generate from a tiny random model on two processes"
 	@echo "make clean       remove $(VENV), builds and caches"
 
@@ -45,22 +53,28 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@$(BIN)/python -c 'from importlib.metadata import version as v; print("installed:", ", ".join(f"{p} {v(p)}" for p in ("dsa-engine", "torch", "triton", "transformers", "numpy")))'
 	@touch $@
 
-# The pytest command, not `python -m pytest`: that would put this folder, and with it a top-level `kernels`, on sys.path.
 # The kernel tests run a second time in Triton's interpreter: once for the references, once for the kernels.
-test: $(STAMP)
-	$(BIN)/pytest $(ARGS)
 ifeq ($(strip $(ARGS)),)
-	$(MAKE) --no-print-directory test-kernels
-endif
+test: lint
+	$(PARALLEL)
+	TRITON_INTERPRET=1 $(PARALLEL) $(INTERPRETED)
 
 test-kernels: $(STAMP)
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels tests/engine/test_decode_graphs.py $(ARGS)
+	TRITON_INTERPRET=1 $(PARALLEL) $(INTERPRETED)
+else
+test: $(STAMP)
+	$(PYTEST) $(ARGS)
+
+test-kernels: $(STAMP)
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) $(ARGS)
+endif
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 demo: $(STAMP)

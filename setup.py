@@ -59,7 +59,17 @@ setup(
         "plot": ["matplotlib"],
         "flash-attn": ["flash-attn"],
         "deepspeed": ["deepspeed"],
-        "test": ["pytest>=9", "hypothesis", "matplotlib", "ruff", "mypy", "build", "setuptools>=77", "wheel"],
+        "test": [
+            "pytest>=9",
+            "pytest-xdist>=3.8",
+            "hypothesis",
+            "matplotlib",
+            "ruff",
+            "mypy",
+            "build",
+            "setuptools>=77",
+            "wheel",
+        ],
     },
     entry_points={"console_scripts": ["dsa-engine = dsa_engine.cli:main"]},
     classifiers=[

@@ -6,6 +6,7 @@ Test files are imported one by one and cannot import each other, so everything h
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,32 @@ YARN: dict[str, Any] = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+
+
+# The longest groups, in this order; all others follow.
+FIRST = (
+    "distributed",
+    "test_scripts.py",
+    "measure/test_kernel_cases.py",
+    "model/test_oracle.py",
+    "kernels/test_topk.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups of tests that one process runs under ``pytest -n``: those of a file, as they share what fixtures make; and
+    all of ``distributed``, so that one world at a time competes for cores and ports. The longest groups are begun
+    first, or one process would be left with them when the others have nothing more to do."""
+    if not config.getoption("loadgroup", False):  # of a worker; absent without xdist
+        return
+    order = {}
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent)
+        group = "distributed" if path.parts[0] == "distributed" else path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
+        order[item] = FIRST.index(group) if group in FIRST else len(FIRST)
+    items.sort(key=order.__getitem__)
 
 
 @dataclass
@@ -214,8 +241,9 @@ def peak_memory() -> Callable[[Callable[[], Any]], int]:
 
 @pytest.fixture(scope="session")
 def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of the tests' own, where the demo model is written."""
+    """A cache folder of the tests' own, where the demo model is written once; processes of ``pytest -n`` share it."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
+        base = tmp_path_factory.getbasetemp()
+        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo_cache"
         patch.setenv("DSA_ENGINE_CACHE", str(folder))
         yield folder

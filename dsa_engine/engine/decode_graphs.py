@@ -2,9 +2,10 @@
 
 A decode step has few tokens and many small kernels, and the host cannot launch them as fast as the GPU runs them. A
 graph launches a whole step at once, but repeats exactly what was captured: same shapes, same addresses. So a step is
-padded to a bucket, a power of two both in its number of sequences and in the length of its longest context, and its
-inputs are copied into buffers that stay. In a padded step every row takes one path: all rows select, those that see few
-tokens get all of them. The same padded step can be run without capturing, on a CPU too, which is how it is tested.
+padded to a bucket, a power of two both in its number of requests and in the length of its longest context, and its
+inputs are copied into buffers that stay. In a padded step all rows take one form of attention: all select, those that
+see few tokens get all of them. The same padded step can be run without capturing, on a CPU too, which is how it is
+tested.
 
 All ranks choose the same bucket, since every rank knows the step of every other: so all capture at the same time, and
 collectives meet.
@@ -17,16 +18,11 @@ import weakref
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from triton import next_power_of_2
 
-from dsa_engine.engine.batch import ForwardBatch, RankPlan, StepPlan, block_tables, known_ids
-from dsa_engine.engine.pages import pages_for
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.engine.batch import Bucket, StepPlan, build_batch
 from dsa_engine.measure.emulation.routing import Planned
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.stages import observed
@@ -34,15 +30,17 @@ from dsa_engine.parallel import Mesh
 
 
 @dataclass
-class _Bucket:
-    batch: ForwardBatch
+class _Graph:
+    """Of one bucket."""
+
+    batch: ForwardBatch | None = None  # its tensors are written anew in every step
     hidden: torch.Tensor | None = None  # where a replay leaves its result
     graph: torch.cuda.CUDAGraph | None = None
     plans: list[Planned] = field(default_factory=list)  # expert choices that the graph reads, of an emulated rank
 
 
 class DecodeGraphs:
-    """Runs decode steps in buckets.
+    """Runs decode steps that are padded to buckets.
 
     Args:
         model, cache, config, mesh: of the engine.
@@ -66,7 +64,7 @@ class DecodeGraphs:
         self._mesh = mesh
         self._capture = capture
         self._fewest_tokens = fewest_tokens
-        self._buckets: dict[tuple[int, ...], _Bucket] = {}
+        self._buckets: dict[tuple[Bucket, tuple[int, ...]], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self.memory_bytes = 0  # what the captured graphs hold on the device
         if capture:
@@ -85,47 +83,42 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> list[tuple[int, int]]:
-        """Sequences and longest context, in tokens, of the graphs captured so far."""
-        return sorted((key[0], key[1]) for key, bucket in self._buckets.items() if bucket.graph is not None)
+        """Rows and longest context, in tokens, of the graphs captured so far."""
+        buckets = [key[0] for key, bucket in self._buckets.items() if bucket.graph is not None]
+        return sorted((bucket.rows, bucket.context) for bucket in buckets)
+
+    def pad(self, step: StepPlan) -> StepPlan:
+        """A decode step in the rows of its bucket, as :meth:`forward` runs it."""
+        return step.padded(self._config, self._fewest_tokens)
 
     def ready(self, step: StepPlan) -> bool:
-        """Whether :meth:`forward` has nothing to capture first."""
+        """Whether :meth:`forward` has nothing to capture first; ``step`` is padded."""
         bucket = self._buckets.get(self._key(step))
         return not self._capture or (bucket is not None and bucket.graph is not None)
 
     def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states ``[rows of this rank, hidden]`` of a decode step, valid until the next call.
+        """Hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next call.
 
         ``sampled`` are the tokens of the step before, where they have not been read (``batch.known_ids``).
         """
-        mine = step.ranks[self._mesh.rank]
-        bucket = self._bucket(step)
-        _fill(bucket.batch, step, self._config, self._mesh, self._cache.page_size, sampled)
+        bucket = self._buckets.setdefault(self._key(step), _Graph())
+        bucket.batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, bucket.batch)
         # Timing events and the log of collectives do not work in a graph: a step that is watched runs without.
         if not self._capture or observed():
-            return self._model(bucket.batch, self._cache)[: mine.rows]
+            return self._model(bucket.batch, self._cache)
         if bucket.graph is None:
             self._capture_bucket(bucket)
         assert bucket.graph is not None and bucket.hidden is not None
         bucket.graph.replay()
-        return bucket.hidden[: mine.rows]
+        return bucket.hidden
 
-    def _key(self, step: StepPlan) -> tuple[int, ...]:
-        rows = next_power_of_2(max(plan.rows for plan in step.ranks))
-        longest = max(chunk.end for plan in step.ranks for chunk in plan.chunks)
-        context = next_power_of_2(max(longest, self._fewest_tokens))
+    def _key(self, step: StepPlan) -> tuple[Bucket, tuple[int, ...]]:
+        assert step.bucket is not None
         # Choices of experts that are planned, not routed, differ with the rows of every rank.
         planned = self._mesh.ep.routing is not None
-        return (rows, context, *(plan.rows for plan in step.ranks if planned))
+        return step.bucket, tuple(plan.num_tokens for plan in step.ranks if planned)
 
-    def _bucket(self, step: StepPlan) -> _Bucket:
-        key = self._key(step)
-        if key not in self._buckets:
-            rows, context = key[:2]
-            self._buckets[key] = _Bucket(_empty_batch(rows, context, self._config, self._mesh, self._cache))
-        return self._buckets[key]
-
-    def _capture_bucket(self, bucket: _Bucket) -> None:
+    def _capture_bucket(self, bucket: _Graph) -> None:
         device, routing = self._mesh.device, self._mesh.ep.routing
         # Once without capturing: kernels are compiled, libraries take their workspaces, lazy tensors are made. The rows
         # that this writes to the cache are those of the step itself.
@@ -151,69 +144,3 @@ def _close(graphs: weakref.ref[DecodeGraphs]) -> None:
     alive = graphs()
     if alive is not None:
         alive.close()
-
-
-def _empty_batch(rows: int, context: int, config: ModelConfig, mesh: Mesh, cache: KVCache) -> ForwardBatch:
-    """A batch of ``rows`` padding rows, in which a row may see up to ``context`` tokens."""
-    device = mesh.device
-
-    def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    runs = [Segment(row, 1, row, context - 1) for row in range(rows)]
-    numbers = torch.arange(rows, dtype=torch.int32, device=device)
-    segments = Segments(tuple(runs), numbers, buffer(rows, dtype=torch.int32))
-    selects = config.has_indexer
-    plan = RankPlan(absorbed=[] if selects else runs, sparse=runs if selects else [], rows=rows)
-    nothing = Segments.of([], device)
-    angles = config.qk_rope_head_dim // 2
-    return ForwardBatch(
-        plan=plan,
-        input_ids=buffer(mesh.tp.size, rows, dtype=torch.int64),
-        cos=buffer(rows, angles, dtype=torch.float32),
-        sin=buffer(rows, angles, dtype=torch.float32),
-        absorbed=nothing if selects else segments,
-        sparse=segments if selects else nothing,
-        block_tables=buffer(rows, pages_for(context, cache.page_size), dtype=torch.int32),
-        slot_mapping=buffer(rows, dtype=torch.int32),
-        gathers=False,
-        cp_rows=rows,
-        tp_rows=rows,
-        ep_rows=rows,
-        decodes=True,
-        live=buffer(rows, dtype=torch.bool),
-    )
-
-
-def _fill(
-    batch: ForwardBatch,
-    step: StepPlan,
-    config: ModelConfig,
-    mesh: Mesh,
-    page_size: int,
-    sampled: torch.Tensor | None,
-) -> None:
-    """Copies a step into the buffers of its bucket; the rows behind it become padding."""
-    rows, mine = batch.plan.rows, step.ranks[mesh.rank]
-    ids = [p.token_ids() + [0] * (rows - p.rows) for p in (step.ranks[r] for r in mesh.tp.ranks)]
-    positions, sequences = mine.positions(), mine.sequences()
-    tables = block_tables([mine.chunks[number].sequence.pages for number in sequences.tolist()])
-    tables = F.pad(tables, (0, batch.block_tables.shape[1] - tables.shape[1], 0, rows - mine.rows))
-    slots = slots_of(positions, tables, torch.arange(mine.rows), page_size)
-    cos, sin = config.rope.cos_sin(positions)
-
-    def padded(x: torch.Tensor, value: int = 0) -> torch.Tensor:
-        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - mine.rows), value=value)
-
-    visible = padded((positions + 1).int())
-    batch.input_ids.copy_(known_ids(torch.tensor(ids, dtype=torch.int64), sampled, mesh.device))
-    for buffer, values in (
-        (batch.cos, padded(cos)),
-        (batch.sin, padded(sin)),
-        (batch.block_tables, tables),
-        (batch.slot_mapping, padded(slots, -1)),
-        ((batch.sparse if config.has_indexer else batch.absorbed).visible, visible),
-        (batch.live, visible > 0),
-    ):
-        assert buffer is not None
-        upload(values, mesh.device, out=buffer)

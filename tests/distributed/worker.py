@@ -76,7 +76,7 @@ def break_logits(runner: ModelRunner, seed: int | None) -> None:
 
     def broken(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, request) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].samples, strict=True):
+        for row, (_, request) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].logits_rows, strict=True):
             if seed is not None and request.params.seed == seed:
                 row[3] = float("nan")
         return logits

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.decode_graphs import DecodeGraphs, next_power_of_2
+from dsa_engine.engine.batch import next_power_of_2
+from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.kernels.launch import INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -47,7 +48,7 @@ def test_padded_steps(
 
     class Counted(DecodeGraphs):
         def forward(self, step: Any, sampled: torch.Tensor | None) -> torch.Tensor:
-            steps.append([plan.rows for plan in step.ranks])
+            steps.append([plan.num_tokens for plan in step.ranks])
             before.append(sampled is not None)
             return super().forward(step, sampled)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.segment import CuSeqlens, Segment, Segments
 
 
 @given(st.integers(0, 50), st.integers(1, 50))
@@ -40,7 +40,7 @@ def test_a_part_is_numbered_from_0(first: int, last: int) -> None:
     whole = Segments.of(RUNS)
     part = whole.part(first, last)
     assert whole.part(first, last) is part
-    again = Segments.of(part.runs)  # which checks that the rows follow one another
+    again = Segments.of(part.segments)  # which checks that the rows follow one another
     assert part.rows == last - first
     assert torch.equal(part.visible, whole.visible[first:last]) and torch.equal(part.visible, again.visible)
     assert torch.equal(part.sequences, whole.sequences[first:last]) and torch.equal(part.sequences, again.sequences)
@@ -71,3 +71,12 @@ def test_check() -> None:
     for bad in (Segment(0, 1, 2, 0), Segment(0, 1, -1, 0), Segment(0, 1, 0, 12), Segment(0, 1, 0, -1)):
         with pytest.raises(ValueError, match=r"Segment\(row="):
             Segments.of([bad]).check(1, tables, 4)
+
+
+def test_cu_seqlens(device: str) -> None:
+    lengths = CuSeqlens.of([3, 1, 5], device)
+    assert (lengths.offsets, lengths.rows, lengths.longest, len(lengths)) == ((0, 3, 4, 9), 9, 5, 3)
+    assert list(lengths) == [(0, 3), (3, 4), (4, 9)]
+    assert lengths.on_device.tolist() == [0, 3, 4, 9] and lengths.on_device.dtype == torch.int32
+    nothing = CuSeqlens.of([], device)
+    assert (nothing.rows, nothing.longest, len(nothing), nothing.on_device.tolist()) == (0, 0, 0, [0])

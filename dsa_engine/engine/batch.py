@@ -64,7 +64,7 @@ class RankPlan:
     mha: list[Segment] = field(default_factory=list)
     dense_mqa: list[Segment] = field(default_factory=list)
     sparse_mqa: list[Segment] = field(default_factory=list)
-    # (row, request) of every row whose logits are wanted; a request's rows lie together, in order of position
+    # (row, request) whose logits are wanted; a request's rows one after the other, in order of position
     logits_rows: list[tuple[int, Request]] = field(default_factory=list)
     rows: int = 0  # with padding
 
@@ -276,7 +276,7 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
     """int64 token ids on the device.
 
     Args:
-        ids: on the host; ``-1 - place`` stands for the token at that place of ``sampled``.
+        ids: on the host; ``-1 - index`` stands for the token at that index of ``sampled`` (``Request.tokens``).
         sampled: ``[n]`` on the device; in place of a token it may have the negative code of an error, and what is
             computed for that request is dropped.
     """

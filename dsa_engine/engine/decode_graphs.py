@@ -30,8 +30,8 @@ from dsa_engine.parallel import Mesh
 
 
 @dataclass
-class _Graph:
-    """Of one bucket."""
+class _Buffers:
+    """What stays of a bucket from step to step."""
 
     batch: ForwardBatch | None = None  # its tensors are written anew in every step
     hidden: torch.Tensor | None = None  # where a replay leaves its result
@@ -64,7 +64,7 @@ class DecodeGraphs:
         self._mesh = mesh
         self._capture = capture
         self._fewest_tokens = fewest_tokens
-        self._buckets: dict[tuple[Bucket, tuple[int, ...]], _Graph] = {}
+        self._buffers: dict[tuple[Bucket, tuple[int, ...]], _Buffers] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self.memory_bytes = 0  # what the captured graphs hold on the device
         if capture:
@@ -75,16 +75,16 @@ class DecodeGraphs:
         """Gives the captured graphs and their memory back; the next step captures anew."""
         if self.captured:
             torch.cuda.synchronize(self._mesh.device)
-            for bucket in self._buckets.values():
-                if bucket.graph is not None:
-                    bucket.graph.reset()
-        self._buckets.clear()
+            for buffers in self._buffers.values():
+                if buffers.graph is not None:
+                    buffers.graph.reset()
+        self._buffers.clear()
         self.memory_bytes = 0
 
     @property
     def captured(self) -> list[tuple[int, int]]:
         """Rows and longest context, in tokens, of the graphs captured so far."""
-        buckets = [key[0] for key, bucket in self._buckets.items() if bucket.graph is not None]
+        buckets = [key[0] for key, buffers in self._buffers.items() if buffers.graph is not None]
         return sorted((bucket.rows, bucket.context) for bucket in buckets)
 
     def pad(self, step: StepPlan) -> StepPlan:
@@ -93,24 +93,24 @@ class DecodeGraphs:
 
     def ready(self, step: StepPlan) -> bool:
         """Whether :meth:`forward` has nothing to capture first; ``step`` is padded."""
-        bucket = self._buckets.get(self._key(step))
-        return not self._capture or (bucket is not None and bucket.graph is not None)
+        buffers = self._buffers.get(self._key(step))
+        return not self._capture or (buffers is not None and buffers.graph is not None)
 
     def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> torch.Tensor:
         """Hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next call.
 
         ``sampled`` are the tokens of the step before, where they have not been read (``batch.known_ids``).
         """
-        bucket = self._buckets.setdefault(self._key(step), _Graph())
-        bucket.batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, bucket.batch)
+        buffers = self._buffers.setdefault(self._key(step), _Buffers())
+        buffers.batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, buffers.batch)
         # Timing events and the log of collectives do not work in a graph: a step that is watched runs without.
         if not self._capture or observed():
-            return self._model(bucket.batch, self._cache)
-        if bucket.graph is None:
-            self._capture_bucket(bucket)
-        assert bucket.graph is not None and bucket.hidden is not None
-        bucket.graph.replay()
-        return bucket.hidden
+            return self._model(buffers.batch, self._cache)
+        if buffers.graph is None:
+            self._capture_bucket(buffers)
+        assert buffers.graph is not None and buffers.hidden is not None
+        buffers.graph.replay()
+        return buffers.hidden
 
     def _key(self, step: StepPlan) -> tuple[Bucket, tuple[int, ...]]:
         assert step.bucket is not None
@@ -118,14 +118,14 @@ class DecodeGraphs:
         planned = self._mesh.ep.routing is not None
         return step.bucket, tuple(plan.num_tokens for plan in step.ranks if planned)
 
-    def _capture_bucket(self, bucket: _Graph) -> None:
+    def _capture_bucket(self, buffers: _Buffers) -> None:
         device, routing = self._mesh.device, self._mesh.ep.routing
         # Once without capturing: kernels are compiled, libraries take their workspaces, lazy tensors are made. The rows
         # that this writes to the cache are those of the step itself.
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            self._model(bucket.batch, self._cache)
+            self._model(buffers.batch, self._cache)
         torch.cuda.current_stream(device).wait_stream(side)
         # What capturing would free is none of its own memory.
         torch.cuda.synchronize(device)
@@ -134,9 +134,9 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, such as NCCL's watchdog, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            bucket.hidden = self._model(bucket.batch, self._cache)
-        bucket.graph = graph
-        bucket.plans = routing.plans if routing else []
+            buffers.hidden = self._model(buffers.batch, self._cache)
+        buffers.graph = graph
+        buffers.plans = routing.plans if routing else []
         self.memory_bytes += torch.cuda.memory_reserved(device) - before
 
 

@@ -70,7 +70,7 @@ class Chunk:
     start: int
     length: int
     ranks: range
-    num_logits: int = -1  # of how many of its last tokens; −1: of the last one if it is the request's last
+    num_logits: int = -1  # of how many of its last tokens logits are wanted; -1: 1 if it reaches the last token, else 0
 
     def __post_init__(self) -> None:
         if self.num_logits < 0:

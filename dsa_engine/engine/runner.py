@@ -103,8 +103,9 @@ class ModelRunner:
         hidden = self._forward(plan)
         rows = upload(plan.ranks[self._mesh.rank].rows_with_logits, hidden.device)
         positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plan.ranks]
-        step = max(1, block // len(plan.ranks))
-        for first in range(0, max(len(theirs) for theirs in positions), step):
+        most = max(len(theirs) for theirs in positions)
+        step = max(1, min(most, block // len(plan.ranks)))  # no more padding than the ranks' plans differ by
+        for first in range(0, most, step):
             mine = hidden[rows[first : first + step]]
             gathered = self._mesh.ep.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
             logits = self._model.logits(gathered).cpu()
@@ -119,7 +120,7 @@ class ModelRunner:
         return self._model(batch, self._cache)
 
     def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[n, vocab]`` of this rank's n ``logits_rows``."""
+        """float32 ``[logits_rows of this rank, vocab]``."""
         tp = self._mesh.tp
         rows = plan.ranks[self._mesh.rank].rows_with_logits
         most = max(len(plan.ranks[r].logits_rows) for r in tp.ranks)

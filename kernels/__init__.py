@@ -6,5 +6,5 @@ proportion to S²; the Triton kernel serves CUDA.
 
 Terms, the same in every file: a *pool* is a paged cache ``[pages, page_size, width]``; a *slot* is a row of it
 (``page * page_size + offset``), and slot −1 means nowhere; a *position* is a token's place in its sequence; a
-:class:`~dsa_engine.kernels.segment.Segment` is a run of consecutive query tokens of one sequence.
+:class:`~dsa_engine.kernels.segment.Segment` is some consecutive query tokens of one sequence.
 """

@@ -148,7 +148,7 @@ def dense_mla(
         pool: latent pool ``[pages, page_size, width]``, same dtype as q; or uint8 ``[pages, page_size, row bytes]`` in
             the format of :mod:`~dsa_engine.kernels.fp8_cache`.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: the runs of queries.
+        segments: of the queries.
         value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
         scale: softmax scale.
         workspace: bytes for the scores (reference) or for partial results (kernel, where few queries are split).

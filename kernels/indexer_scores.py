@@ -239,7 +239,7 @@ def _launch(
     keys, key_scales = index_key_views(pool) if pool.dtype == torch.uint8 else (pool, None)
     if key_scales is not None and capability(q) < 89:
         q, keys = q.view(torch.uint8), keys.view(torch.uint8)
-    most = max(run.length for run in segments)
+    most = max(s.length for s in segments)
     streams_keys = most <= 2
     config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, q)
     if q.dtype == torch.float32:
@@ -251,7 +251,7 @@ def _launch(
     block_keys = max(16, min(config.keys, fitting))
     programs = 8 * multiprocessors(q)  # at least, if that leaves them enough to do
     if streams_keys:
-        span = block_keys * min(32, max(4, sum(run.end for run in segments) // (programs * block_keys)))
+        span = block_keys * min(32, max(4, sum(s.end for s in segments) // (programs * block_keys)))
         size, kernel, extra = queries, score_span_kernel, {"span": span, "STAGES": config.stages}
     else:
         span, fair = block_keys, rows * width // (programs * block_keys)
@@ -284,7 +284,7 @@ def indexer_scores(
         pool: index-key pool ``[pages, page_size, dim]`` in the dtype of q, the queries' own keys stored; or FP8, uint8
             ``[pages, page_size, dim + 4]``.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: the runs of queries.
+        segments: of the queries.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
 
     Returns:

@@ -35,7 +35,7 @@ def lightning_indexer(
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
         pool: index-key pool ``[pages, page_size, dim]`` in the dtype of q; or FP8, uint8 ``[…, dim + 4]``.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: the runs of queries.
+        segments: of the queries.
         k: how many to select.
         workspace: bytes for scores and intermediate products.
 
@@ -60,7 +60,7 @@ def lightning_indexer(
 
 
 def _pieces(segments: Segments, elements: int) -> Iterator[tuple[int, int]]:
-    """Cuts the rows into runs ``(first, last)`` whose scores, as wide as the most that any row of the run sees, are at
+    """Cuts the rows into pieces ``(first, last)`` whose scores, as wide as the most that any row of one sees, are at
     most ``elements`` numbers; a single row is always taken."""
     first = row = width = 0
     for s in segments:

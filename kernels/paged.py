@@ -129,6 +129,14 @@ def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: i
     return pages.view(-1, pool.shape[-1])[start - first * page_size : stop - first * page_size]
 
 
+def gather_rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of ``slots [n]``, none of them −1: ``[n, width]``, for what needs them side by side.
+
+    PyTorch's own gather runs at the speed of memory, so it serves every device.
+    """
+    return pool.view(-1, pool.shape[-1]).index_select(0, slots)
+
+
 def slots_of_reference(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:

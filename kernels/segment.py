@@ -1,9 +1,10 @@
-"""Segments: how a flat batch of tokens is cut into runs of one sequence."""
+"""Segments: how a flat batch of tokens is cut into consecutive tokens of one sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,36 +36,36 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a batch, one after the other from row 0: runs on the host, for loops and launch sizes, and the
-    same per row on the device, for kernels."""
+    """The segments of a batch, one after the other from row 0: on the host, for loops and launch sizes, and the same
+    per row on the device, for kernels."""
 
-    runs: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     sequences: torch.Tensor  # [rows] int32, each row's row of the block table
     visible: torch.Tensor  # [rows] int32, how many tokens each row sees: its position + 1
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     _parts: dict[tuple[int, int], Segments] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, runs: Iterable[Segment], device: torch.device | str = "cpu") -> Segments:
+    def of(cls, segments: Iterable[Segment], device: torch.device | str = "cpu") -> Segments:
         """Raises ``ValueError`` where a segment is empty or does not begin where the one before ends."""
-        runs = tuple(runs)
+        segments = tuple(segments)
         rows = 0
-        for run in runs:
-            if run.row != rows or run.length < 1:
-                raise ValueError(f"{run} must have a length and begin at row {rows}, where the segment before it ends")
-            rows += run.length
-        lengths = torch.tensor([run.length for run in runs], dtype=torch.int64)
-        sequences = torch.tensor([run.sequence for run in runs], dtype=torch.int32).repeat_interleave(lengths)
+        for s in segments:
+            if s.row != rows or s.length < 1:
+                raise ValueError(f"{s} must have a length and begin at row {rows}, where the segment before it ends")
+            rows += s.length
+        lengths = torch.tensor([s.length for s in segments], dtype=torch.int64)
+        sequences = torch.tensor([s.sequence for s in segments], dtype=torch.int32).repeat_interleave(lengths)
         # Position less row, of each segment: added to the rows' numbers it gives their positions.
-        offsets = torch.tensor([run.start - run.row for run in runs], dtype=torch.int32).repeat_interleave(lengths)
+        offsets = torch.tensor([s.start - s.row for s in segments], dtype=torch.int32).repeat_interleave(lengths)
         visible = torch.arange(1, rows + 1, dtype=torch.int32) + offsets
-        return cls(runs, upload(sequences, device), upload(visible, device))
+        return cls(segments, upload(sequences, device), upload(visible, device))
 
     def __iter__(self) -> Iterator[Segment]:
-        return iter(self.runs)
+        return iter(self.segments)
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return len(self.segments)
 
     @property
     def rows(self) -> int:
@@ -73,7 +74,7 @@ class Segments:
     @property
     def longest(self) -> int:
         """Most tokens that any row sees; 0 without rows."""
-        return max((run.end for run in self.runs), default=0)
+        return max((s.end for s in self.segments), default=0)
 
     def part(self, first: int, last: int) -> Segments:
         """The rows ``first … last-1``, numbered from 0; on the device these are views. The same object each time, with
@@ -85,21 +86,19 @@ class Segments:
         return self._parts[first, last]
 
     def _part(self, first: int, last: int) -> Segments:
-        runs = []
-        for run in self.runs:
-            begin, end = max(run.row, first), min(run.row + run.length, last)
+        segments = []
+        for s in self.segments:
+            begin, end = max(s.row, first), min(s.row + s.length, last)
             if begin < end:
-                runs.append(Segment(begin - first, end - begin, run.sequence, run.start + begin - run.row))
-        return Segments(tuple(runs), self.sequences[first:last], self.visible[first:last])
+                segments.append(Segment(begin - first, end - begin, s.sequence, s.start + begin - s.row))
+        return Segments(tuple(segments), self.sequences[first:last], self.visible[first:last])
 
     def tiles(self, size: int) -> torch.Tensor:
         """int32 ``[tiles, 2]`` on the device: first row and row count of tiles of at most ``size`` rows, none of which
         crosses a segment. Made once."""
         if size not in self._tiles:
             tiles = [
-                (run.row + done, min(size, run.length - done))
-                for run in self.runs
-                for done in range(0, run.length, size)
+                (s.row + done, min(size, s.length - done)) for s in self.segments for done in range(0, s.length, size)
             ]
             self._tiles[size] = upload(torch.tensor(tiles, dtype=torch.int32).view(-1, 2), self.visible.device)
         return self._tiles[size]
@@ -108,11 +107,39 @@ class Segments:
         """Raises ``ValueError`` unless these are ``rows`` rows, each within its block table."""
         if self.rows != rows:
             raise ValueError(f"the segments have {self.rows} rows, the batch has {rows}")
-        for run in self.runs:
-            if not 0 <= run.sequence < block_tables.shape[0]:
-                raise ValueError(f"{run} names a sequence outside of the block table with {block_tables.shape[0]} rows")
-            if run.start < 0 or run.end > block_tables.shape[1] * page_size:
+        for s in self.segments:
+            if not 0 <= s.sequence < block_tables.shape[0]:
+                raise ValueError(f"{s} names a sequence outside of the block table with {block_tables.shape[0]} rows")
+            if s.start < 0 or s.end > block_tables.shape[1] * page_size:
                 raise ValueError(
-                    f"{run} ends at token {run.end}, its block table holds {block_tables.shape[1]} pages of "
+                    f"{s} ends at token {s.end}, its block table holds {block_tables.shape[1]} pages of "
                     f"{page_size} tokens"
                 )
+
+
+@dataclass(frozen=True)
+class CuSeqlens:
+    """Which rows of a flat tensor belong to which sequence of a varlen call: rows ``offsets[i] … offsets[i+1]-1`` are
+    the i-th's."""
+
+    offsets: tuple[int, ...]  # n + 1 of them, from 0
+    on_device: torch.Tensor  # the same, int32
+    longest: int  # most rows of a sequence
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> CuSeqlens:
+        """Of the rows of each sequence, one behind the other."""
+        offsets = (0, *accumulate(lengths))
+        on_device = upload(torch.tensor(offsets, dtype=torch.int32), device)
+        return cls(offsets, on_device, max(lengths, default=0))
+
+    @property
+    def rows(self) -> int:
+        return self.offsets[-1]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """First row of each sequence, and the one behind its last."""
+        return pairwise(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1

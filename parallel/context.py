@@ -17,8 +17,8 @@ def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail
     ``ranks`` pieces.
 
     Returns:
-        for every rank its runs ``(start, length)`` in order of position; pieces that meet are joined, empty ones left
-        out. Any length works, also shorter than the number of pieces.
+        for every rank its segments ``(start, length)`` in order of position; pieces that meet are joined, empty ones
+        left out. Any length works, also shorter than the number of pieces.
     """
     counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
     tails = [count // 2 if layout == "head_tail" else 0 for count in counts]
@@ -28,9 +28,9 @@ def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail
         before = count - behind
         tail -= behind
         if head + before == tail:
-            runs = [(head, count)]
+            segments = [(head, count)]
         else:
-            runs = [(head, before), (tail, behind)]
-        divided.append([run for run in runs if run[1]])
+            segments = [(head, before), (tail, behind)]
+        divided.append([segment for segment in segments if segment[1]])
         head += before
     return divided

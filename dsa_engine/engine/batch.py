@@ -1,7 +1,8 @@
 """From the chunks of a step to the tensors of one rank.
 
-Every rank derives the same :class:`StepPlan` from the same chunks, so that all know how many tokens and samples each
-has, and nothing has to be asked. Then each builds its own :class:`ForwardBatch`.
+Every rank derives the same :class:`StepPlan` from the same chunks, so that all know how many rows and logits each has,
+and nothing has to be asked. Then each builds its own ``ForwardBatch``. A decode step may be padded to a bucket
+first: its plan then names the rows of the bucket, and the same builder writes its tensors into the bucket's buffers.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from triton import next_power_of_2
 
+from dsa_engine.engine.pages import pages_for
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.forward_batch import ForwardBatch, MHASegments
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.context import split_sequence
 from dsa_engine.parallel.group import Group
 
 
-def unabsorbed_min_queries(config: ModelConfig) -> float:
-    """From how many queries on dense attention is cheaper with keys and values expanded.
+def mha_min_queries(config: ModelConfig) -> float:
+    """From how many queries on the MHA form is cheaper than dense MQA.
 
     Counted per head in multiply-adds: expansion costs ``r·(nope+v)`` a key once, and saves
     ``(2r + rope) − (nope + rope + v)`` a query-key pair (r: the latent's rank).
@@ -35,152 +39,244 @@ def unabsorbed_min_queries(config: ModelConfig) -> float:
     return rank * (expanded - rope) / saved if saved > 0 else float("inf")
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """The static shape that a decode step is padded to: every request has the same number of rows."""
+
+    requests: int
+    rows_per_request: int
+    context: int  # most tokens that a row may see
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.rows_per_request
+
+
 @dataclass
 class RankPlan:
-    """What one rank computes in a step; its rows are those of the three lists of segments, one after the other."""
+    """What one rank computes in a step: the rows of its segments.
+
+    The segments of each form of attention (see :class:`~dsa_engine.model.forward_batch.ForwardBatch`) lie one after
+    the other. In a padded step there is one form, and rows of no segment are padding.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)  # a segment's ``sequence`` counts in these
-    unabsorbed: list[Segment] = field(default_factory=list)  # dense attention, keys and values expanded
-    absorbed: list[Segment] = field(default_factory=list)  # dense attention over the latent cache
-    sparse: list[Segment] = field(default_factory=list)  # the queries that see more than index_topk tokens
-    samples: list[tuple[int, Request]] = field(default_factory=list)  # (row, request) whose next token is wanted
-    rows: int = 0
+    mha: list[Segment] = field(default_factory=list)
+    dense_mqa: list[Segment] = field(default_factory=list)
+    sparse_mqa: list[Segment] = field(default_factory=list)
+    # (row, request) whose logits are wanted; a request's rows one after the other, in order of position
+    logits_rows: list[tuple[int, Request]] = field(default_factory=list)
+    rows: int = 0  # with padding
 
     @property
     def segments(self) -> list[Segment]:
-        return self.unabsorbed + self.absorbed + self.sparse
+        return self.mha + self.dense_mqa + self.sparse_mqa
 
-    def token_ids(self) -> list[int]:
-        """Of every row; as :meth:`Request.tokens`, for :func:`known_ids`."""
-        ids: list[int] = []
+    @property
+    def num_tokens(self) -> int:
+        """Rows without padding."""
+        return sum(s.length for s in self.segments)
+
+    def token_ids(self, rows: int) -> list[int]:
+        """Of the rows, and zeros for padding up to ``rows``; as :meth:`Request.tokens`, for ``batch.known_ids``."""
+        ids = [0] * rows
         for s in self.segments:
-            ids += self.chunks[s.sequence].request.tokens(s.start, s.length)
+            ids[s.row : s.row + s.length] = self.chunks[s.sequence].request.tokens(s.start, s.length)
         return ids
 
-    def positions(self) -> torch.Tensor:
-        """int64 ``[rows]``."""
-        runs = [torch.arange(s.start, s.end) for s in self.segments]
-        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+    @cached_property
+    def _by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ``[rows]`` each: position, −1 of padding, and the chunk that the row belongs to."""
+        numbers = torch.tensor([(s.row, s.start, s.sequence, s.length) for s in self.segments], dtype=torch.int64)
+        first, start, sequence, length = numbers.view(-1, 4).unbind(1)
+        within = torch.arange(self.num_tokens) - (length.cumsum(0) - length).repeat_interleave(length)
+        rows = first.repeat_interleave(length) + within
+        positions = torch.full((self.rows,), -1, dtype=torch.int64)
+        positions[rows] = start.repeat_interleave(length) + within
+        sequences = torch.zeros(self.rows, dtype=torch.int64)
+        sequences[rows] = sequence.repeat_interleave(length)
+        return positions, sequences
 
-    def sequences(self) -> torch.Tensor:
-        """int64 ``[rows]``: which of the chunks each row belongs to."""
-        lengths = torch.tensor([s.length for s in self.segments], dtype=torch.int64)
-        return torch.tensor([s.sequence for s in self.segments], dtype=torch.int64).repeat_interleave(lengths)
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[rows]``, −1 of padding."""
+        return self._by_row[0]
+
+    @property
+    def rows_with_logits(self) -> torch.Tensor:
+        """int64 ``[logits_rows]``."""
+        return torch.tensor([row for row, _ in self.logits_rows], dtype=torch.int64)
+
+    def slots(self, tables: torch.Tensor, page_size: int) -> torch.Tensor:
+        """int32 ``[rows]``, −1 of padding; ``tables`` are the block tables of the chunks."""
+        return slots_of(self._by_row[0], tables, self._by_row[1], page_size)
+
+    def _set_rows(self) -> None:
+        """Numbers the rows of the segments, form after form, and finds those whose logits are wanted."""
+        for form in (self.mha, self.dense_mqa, self.sparse_mqa):
+            for i, s in enumerate(form):
+                form[i] = s._replace(row=self.rows)
+                self.rows += s.length
+        for s in sorted(self.segments, key=lambda s: (s.sequence, s.start)):
+            chunk = self.chunks[s.sequence]
+            unwanted = max(0, chunk.end - chunk.num_logits - s.start)
+            self.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
+
+    def padded(self, bucket: Bucket, selects: bool) -> RankPlan:
+        """The same chunks in the rows of a bucket, all in one form."""
+        plan = RankPlan(self.chunks, rows=bucket.rows)
+        form = plan.sparse_mqa if selects else plan.dense_mqa
+        for i, chunk in enumerate(self.chunks):
+            row = i * bucket.rows_per_request
+            form.append(Segment(row, chunk.length, i, chunk.start))
+            wanted = range(chunk.length - chunk.num_logits, chunk.length)
+            plan.logits_rows += [(row + j, chunk.request) for j in wanted]
+        return plan
 
 
 @dataclass
 class StepPlan:
-    """All ranks' shares of a step."""
+    """The plans of all ranks for one step."""
 
     ranks: list[RankPlan]
+    max_decode_rows: int = 1  # most rows of a request in a decode step
+    bucket: Bucket | None = None  # that the step is padded to
 
     @classmethod
-    def of(cls, chunks: Seq[Chunk], world_size: int, config: ModelConfig, layout: str) -> StepPlan:
+    def of(
+        cls, chunks: Seq[Chunk], world_size: int, config: ModelConfig, layout: str, max_decode_rows: int = 1
+    ) -> StepPlan:
         plans = [RankPlan() for _ in range(world_size)]
-        fewest = unabsorbed_min_queries(config)
-        parts: list[list[tuple[list[Segment], int, int, int]]] = [[] for _ in plans]
+        fewest = mha_min_queries(config)
         for chunk in chunks:
             count = len(chunk.ranks)
-            for i, runs in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
+            for i, pieces in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
                 # Turned by the request, or the odd tokens of many short prompts would all fall to the first ranks.
-                rank = chunk.ranks[(i + chunk.request.id) % count]
-                plan = plans[rank]
+                plan = plans[chunk.ranks[(i + chunk.request.id) % count]]
                 plan.chunks.append(chunk)
-                for start, length in runs:
+                for start, length in pieces:
                     # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
                     dense = min(length, max(0, config.index_topk - start)) if config.has_indexer else length
-                    path = plan.unabsorbed if dense >= fewest else plan.absorbed
-                    for where, first, n in ((path, start, dense), (plan.sparse, start + dense, length - dense)):
+                    form = plan.mha if dense >= fewest else plan.dense_mqa
+                    for into, first, n in ((form, start, dense), (plan.sparse_mqa, start + dense, length - dense)):
                         if n:
-                            parts[rank].append((where, len(plan.chunks) - 1, first, n))
-        for plan, mine in zip(plans, parts, strict=True):
-            for path in (plan.unabsorbed, plan.absorbed, plan.sparse):
-                for where, sequence, first, n in mine:
-                    if where is path:
-                        path.append(Segment(plan.rows, n, sequence, first))
-                        plan.rows += n
-            for s in plan.segments:
-                chunk = plan.chunks[s.sequence]
-                if s.end == chunk.end and chunk.samples:
-                    plan.samples.append((s.row + s.length - 1, chunk.request))
-        return cls(plans)
+                            into.append(Segment(0, n, len(plan.chunks) - 1, first))
+        for plan in plans:
+            plan._set_rows()
+        return cls(plans, max_decode_rows)
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether every rank computes one token (of a prompt, perhaps) of each of its sequences, and some has one."""
+        """Whether every rank computes a few tokens (of a prompt, perhaps) of each of its requests, and some has one."""
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
-        return bool(chunks) and all(chunk.length == 1 and len(chunk.ranks) == 1 for chunk in chunks)
+        return bool(chunks) and all(c.length <= self.max_decode_rows and len(c.ranks) == 1 for c in chunks)
+
+    def padded(self, config: ModelConfig, fewest_tokens: int) -> StepPlan:
+        """A decode step in the rows of the smallest bucket that takes it, which is the same on all ranks.
+
+        ``fewest_tokens``: of a bucket's context.
+        """
+        chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
+        requests = next_power_of_2(max(len(plan.chunks) for plan in self.ranks))
+        rows_per_request = max(chunk.length for chunk in chunks)
+        # The rows of a request that has fewer are taken to go on where it ends.
+        longest = max(chunk.start for chunk in chunks) + rows_per_request
+        bucket = Bucket(requests, rows_per_request, next_power_of_2(max(longest, fewest_tokens)))
+        plans = [plan.padded(bucket, config.has_indexer) for plan in self.ranks]
+        return StepPlan(plans, self.max_decode_rows, bucket)
 
     def attention_pairs(self) -> list[int]:
         """Query-key pairs under the causal mask, of every rank: the work that context parallelism has to balance."""
         return [sum(s.visible_pairs for s in plan.segments) for plan in self.ranks]
 
 
-@dataclass
-class ForwardBatch:
-    """One rank's tensors for one forward pass over T tokens; with T = 0 the rank only takes part in collectives."""
+def build_batch(
+    step: StepPlan,
+    config: ModelConfig,
+    mesh: Mesh,
+    page_size: int,
+    sampled: torch.Tensor | None,
+    buffers: ForwardBatch | None = None,
+) -> ForwardBatch:
+    """This rank's tensors for a step.
 
-    plan: RankPlan
-    input_ids: torch.Tensor  # [tp_size, tp_rows] int64: of every rank of the tensor-parallel group, padded with 0
-    cos: torch.Tensor  # [T, rope / 2] float32
-    sin: torch.Tensor
-    absorbed: Segments  # plan.absorbed and plan.sparse, with rows counted from each one's first
-    sparse: Segments
-    block_tables: torch.Tensor  # [sequences, max_pages] int32
-    slot_mapping: torch.Tensor  # [R] int32: where each (gathered) cache row goes; R is T, or cp_size · cp_rows
-    gathers: bool  # whether cache rows are gathered over the context-parallel group
-    cp_rows: int  # largest token count in the context-parallel group
-    tp_rows: int  # … in the tensor-parallel group
-    ep_rows: int  # … in the world
-    decodes: bool  # whether this is a decode step of all ranks
-    live: torch.Tensor | None = None  # [T] bool: rows that are tokens; None where all are
+    Args:
+        sampled: the tokens of the step before, where they have not been read; see :func:`known_ids`.
+        buffers: an earlier batch of the same bucket, whose tensors are to be overwritten and used again.
+    """
+    plan, bucket, device = step.ranks[mesh.rank], step.bucket, mesh.device
+    rows = [p.rows for p in step.ranks]
+    # At least one row, so that no collective of a group without tokens is empty.
+    tp_rows, cp_rows, ep_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp, mesh.ep))
+    tables = block_tables([chunk.request.pages for chunk in plan.chunks])
+    if bucket is not None:
+        width = pages_for(bucket.context, page_size)
+        tables = F.pad(tables, (0, width - tables.shape[1], 0, bucket.requests - tables.shape[0]))
+    # The chunks of a step that splits a request are the same, in the same order, on all ranks of a group.
+    gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
+    if gathers:
+        plans = _of(step, mesh.cp)
+        slots = torch.cat([F.pad(p.slots(tables, page_size), (0, cp_rows - p.rows), value=-1) for p in plans])
+    else:
+        slots = plan.slots(tables, page_size)
+    cos, sin = config.rope.cos_sin(plan.positions.clamp(min=0))
 
-    @classmethod
-    def build(
-        cls, step: StepPlan, config: ModelConfig, mesh: Mesh, page_size: int, sampled: torch.Tensor | None
-    ) -> ForwardBatch:
-        """``sampled``: the tokens of the step before, where they have not been read; see :func:`known_ids`."""
-        plan, device = step.ranks[mesh.rank], mesh.device
-        positions, sequences = plan.positions(), plan.sequences()
-        tables = block_tables([chunk.request.pages for chunk in plan.chunks])
-        rows = [p.rows for p in step.ranks]
-        # At least one row, so that no collective of a group without tokens is empty.
-        tp_rows, cp_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp))
-        ids = [F.pad(torch.tensor(p.token_ids(), dtype=torch.int64), (0, tp_rows - p.rows)) for p in _of(step, mesh.tp)]
-        # The chunks of a step that splits a request are the same, in the same order, on all ranks of a group.
-        gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
-        if gathers:
-            slots = torch.cat(
-                [
-                    F.pad(slots_of(p.positions(), tables, p.sequences(), page_size), (0, cp_rows - p.rows), value=-1)
-                    for p in _of(step, mesh.cp)
-                ]
-            )
-        else:
-            slots = slots_of(positions, tables, sequences, page_size)
-        cos, sin = config.rope.cos_sin(positions)
-        return cls(
-            plan=plan,
-            input_ids=known_ids(torch.stack(ids), sampled, device),
-            cos=upload(cos, device),
-            sin=upload(sin, device),
-            absorbed=_from_row_0(plan.absorbed, device),
-            sparse=_from_row_0(plan.sparse, device),
-            block_tables=upload(tables, device),
-            slot_mapping=upload(slots, device),
-            gathers=gathers,
-            cp_rows=cp_rows,
-            tp_rows=tp_rows,
-            ep_rows=max(rows),
-            decodes=step.decodes,
-        )
+    def put(values: torch.Tensor, name: str) -> torch.Tensor:
+        return upload(values, device, out=None if buffers is None else getattr(buffers, name))
+
+    ids = torch.tensor([p.token_ids(tp_rows) for p in _of(step, mesh.tp)], dtype=torch.int64)
+    input_ids = known_ids(ids, sampled, device)
+    dense_mqa, sparse_mqa = _mqa_segments(plan, bucket, config.has_indexer, device, buffers)
+    return ForwardBatch(
+        rows=plan.rows,
+        input_ids=input_ids if buffers is None else buffers.input_ids.copy_(input_ids),
+        cos=put(cos, "cos"),
+        sin=put(sin, "sin"),
+        mha=MHASegments.of(plan.mha, tables, page_size, device),
+        dense_mqa=dense_mqa,
+        sparse_mqa=sparse_mqa,
+        block_tables=put(tables, "block_tables"),
+        slot_mapping=put(slots, "slot_mapping"),
+        gathers=gathers,
+        cp_rows=cp_rows,
+        tp_rows=tp_rows,
+        ep_rows=ep_rows,
+        decodes=step.decodes,
+        live=None if bucket is None else put(plan.positions >= 0, "live"),
+    )
+
+
+def _mqa_segments(
+    plan: RankPlan, bucket: Bucket | None, selects: bool, device: torch.device, buffers: ForwardBatch | None
+) -> tuple[Segments, Segments]:
+    """Those of the two absorbed forms, dense and sparse.
+
+    A bucket's stay the same on the host, where the rows of each request see all of the context; on the device they see
+    what they do see.
+    """
+    if bucket is None:
+        return _from_row_0(plan.dense_mqa, device), _from_row_0(plan.sparse_mqa, device)
+    if buffers is None:
+        count = bucket.rows_per_request
+        each = [Segment(i * count, count, i, bucket.context - count) for i in range(bucket.requests)]
+        all_rows, none = Segments.of(each, device), Segments.of([], device)
+        dense, sparse = (none, all_rows) if selects else (all_rows, none)
+    else:
+        dense, sparse = buffers.dense_mqa, buffers.sparse_mqa
+    upload((plan.positions + 1).int(), device, out=(sparse if selects else dense).visible)
+    return dense, sparse
+
+
+def _from_row_0(segments: list[Segment], device: torch.device) -> Segments:
+    first = segments[0].row if segments else 0
+    return Segments.of([s._replace(row=s.row - first) for s in segments], device)
 
 
 def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """int64 token ids on the device.
 
     Args:
-        ids: on the host; ``-1 - place`` stands for the token at that place of ``sampled``.
+        ids: on the host; ``-1 - index`` stands for the token at that index of ``sampled`` (``Request.tokens``).
         sampled: ``[n]`` on the device; in place of a token it may have the negative code of an error, and what is
             computed for that request is dropped.
     """
@@ -188,11 +284,6 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
     if sampled is None or not bool((ids < 0).any()):
         return known
     return known.where(known >= 0, sampled.clamp(min=0)[(-1 - known).clamp(min=0)])
-
-
-def _from_row_0(segments: list[Segment], device: torch.device) -> Segments:
-    first = segments[0].row if segments else 0
-    return Segments.of([s._replace(row=s.row - first) for s in segments], device)
 
 
 def _of(step: StepPlan, group: Group) -> list[RankPlan]:

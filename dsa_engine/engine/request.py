@@ -70,12 +70,12 @@ class Chunk:
     start: int
     length: int
     ranks: range
+    num_logits: int = -1  # of how many of its last tokens logits are wanted; -1: 1 if it reaches the last token, else 0
+
+    def __post_init__(self) -> None:
+        if self.num_logits < 0:
+            object.__setattr__(self, "num_logits", int(self.end == len(self.request)))
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Whether a token is sampled after it."""
-        return self.end == len(self.request)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import ForwardBatch, StepPlan
+from dsa_engine.engine.batch import StepPlan, build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
@@ -25,6 +26,7 @@ class ModelRunner:
         model, cache, config, mesh: of the engine.
         seed: of requests without a seed of their own.
         graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
+        max_decode_rows: a step in which every request has at most so many rows, on one rank, is a decode step.
 
     Attributes:
         observers: each is called with the plan of every step, before the step runs.
@@ -38,6 +40,7 @@ class ModelRunner:
         mesh: Mesh,
         seed: int,
         graphs: DecodeGraphs | None = None,
+        max_decode_rows: int = 1,
     ):
         self._model = model
         self._cache = cache
@@ -45,13 +48,17 @@ class ModelRunner:
         self._mesh = mesh
         self._sampler = Sampler(config, mesh, seed)
         self._graphs = graphs
+        self._max_decode_rows = max_decode_rows
         self.observers: list[Callable[[StepPlan], None]] = []
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
-        """All ranks' shares of the chunks, for the step that runs next."""
-        step = StepPlan.of(chunks, self._mesh.world_size, self._config, self._mesh.config.cp_layout)
+        """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
+        layout = self._mesh.config.cp_layout
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, self._max_decode_rows)
         for observer in self.observers:
             observer(step)
+        if self._graphs is not None and self._is_static(step):
+            return self._graphs.pad(step)
         return step
 
     def runs_ahead(self, plan: StepPlan) -> bool:
@@ -85,7 +92,7 @@ class ModelRunner:
         plan = self.plan(chunks)
         hidden = self._forward(plan)
         logits = self._sampled_logits(plan, hidden)
-        owners = [rank for rank, p in enumerate(plan.ranks) if p.samples]
+        owners = [rank for rank, rank_plan in enumerate(plan.ranks) if rank_plan.logits_rows]
         if not owners:
             return None
         mine = logits[:1] if logits.shape[0] else logits.new_zeros(1, self._config.vocab_size)
@@ -98,13 +105,14 @@ class ModelRunner:
 
         About ``block`` rows, of all ranks together, are gathered and multiplied with the LM head at a time.
         """
-        plan = self.plan([chunk])
+        plan = self.plan([replace(chunk, num_logits=chunk.length)])
         hidden = self._forward(plan)
-        positions = [share.positions() for share in plan.ranks]
-        most = max(share.rows for share in plan.ranks)
-        step = max(1, min(most, block // len(plan.ranks)))  # no more padding than the ranks' shares differ by
+        rows = upload(plan.ranks[self._mesh.rank].rows_with_logits, hidden.device)
+        positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plan.ranks]
+        most = max(len(theirs) for theirs in positions)
+        step = max(1, min(most, block // len(plan.ranks)))  # no more padding than the ranks' plans differ by
         for first in range(0, most, step):
-            mine = hidden[first : first + step]
+            mine = hidden[rows[first : first + step]]
             gathered = self._mesh.world.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
             logits = self._model.logits(gathered).cpu()
             for rank, theirs in enumerate(positions):
@@ -112,16 +120,16 @@ class ModelRunner:
                 into[part] = logits[rank * step : rank * step + len(part)]
 
     def _forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        if self._graphs is not None and self._is_static(plan):
+        if self._graphs is not None and plan.bucket is not None:
             return self._graphs.forward(plan, sampled)
-        batch = ForwardBatch.build(plan, self._config, self._mesh, self._cache.page_size, sampled)
+        batch = build_batch(plan, self._config, self._mesh, self._cache.page_size, sampled)
         return self._model(batch, self._cache)
 
     def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[samples of this rank, vocab]``."""
+        """float32 ``[logits_rows of this rank, vocab]``."""
         tp = self._mesh.tp
-        rows = torch.tensor([row for row, _ in plan.ranks[self._mesh.rank].samples], dtype=torch.int64)
-        most = max(len(plan.ranks[r].samples) for r in tp.ranks)
+        rows = plan.ranks[self._mesh.rank].rows_with_logits
+        most = max(len(plan.ranks[r].logits_rows) for r in tp.ranks)
         if most == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         wanted = hidden[upload(rows, hidden.device)]

@@ -72,11 +72,11 @@ class Sampler:
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
         """Chooses the tokens of this rank's rows ``logits [n, vocab]``, float32, which it changes, and gathers
         everybody's; nothing waits for the device."""
-        most = max(len(share.samples) for share in plan.ranks)
-        places = {s: rank * most + i for rank, share in enumerate(plan.ranks) for i, (_, s) in enumerate(share.samples)}
+        most = max(len(p.logits_rows) for p in plan.ranks)
+        places = {s: rank * most + i for rank, p in enumerate(plan.ranks) for i, (_, s) in enumerate(p.logits_rows)}
         if not places:
             return Samples({}, torch.empty(0, dtype=torch.int64, device=logits.device), list, None)
-        mine = [request for _, request in plan.ranks[self._mesh.rank].samples]
+        mine = [request for _, request in plan.ranks[self._mesh.rank].logits_rows]
         asked = [s.params.logprobs for s in places if s.params.logprobs is not None]
         unmodified = logits.clone() if asked else logits
         tokens = self._choose(mine, logits)

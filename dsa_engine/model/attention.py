@@ -1,29 +1,27 @@
-"""Multi-head latent attention with DeepSeek Sparse Attention, in absorbed form (DeepSeek-V2, section 2.1; V3.2-Exp).
+"""Multi-head latent attention with DeepSeek Sparse Attention (DeepSeek-V2, section 2.1; V3.2-Exp).
 
-The cache holds one latent row a token for all heads. W_UK is absorbed into the query and W_UV is applied after the
-attention, so that no key or value is ever expanded, except for runs of queries that see so few tokens, or belong to a
-model without an indexer, that dense attention over expanded keys is the cheaper way (`batch.unabsorbed_min_queries`).
+The cache holds one latent row a token for all heads. In absorbed form (MQA) W_UK goes into the query and W_UV is
+applied after the attention, so that no key or value is ever expanded. Long segments of queries that see few tokens, or
+belong to a model without an indexer, take the MHA form, which is cheaper for them; the batch says which rows do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import ForwardBatch
 from dsa_engine.kernels.dense_attention import dense_attention
 from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.paged import read_rows, store_rows
+from dsa_engine.kernels.paged import gather_rows, store_rows
 from dsa_engine.kernels.rms_norm import rms_norm
 from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.segment import Segment
 from dsa_engine.kernels.sparse_attention import sparse_attention
 from dsa_engine.kernels.store_cache_rows import packed_width, store_cache_rows
 from dsa_engine.kernels.store_latent import store_latent
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Runtime, Streams, Weighted
@@ -72,10 +70,8 @@ class Attention(Weighted):
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
         """
-        plan, indexer = batch.plan, self.indexer
+        indexer = self.indexer
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
-        dense = sum(s.length for s in plan.unabsorbed)  # rows [0, dense) take the expanded path
-        unscored = dense + sum(s.length for s in plan.absorbed)  # rows [unscored, T) select
 
         # What others need first: it travels while q is computed.
         gathering = self._gather_cache_rows(x, batch, key_pool) if batch.gathers else None
@@ -88,7 +84,7 @@ class Attention(Weighted):
                 return ()
             if gathering is None:
                 indexer.store_keys(x, batch, key_pool, batch.slot_mapping)
-            return indexer.queries(x, q_resid, batch, unscored) if plan.sparse else ()
+            return indexer.queries(x, q_resid, batch) if batch.sparse_mqa.rows else ()
 
         # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
         with stage("indexer prolog"):
@@ -96,7 +92,7 @@ class Attention(Weighted):
         with stage("MLA prolog"):
             if gathering is None:
                 self._store_latent(x, batch, latent_pool, batch.slot_mapping)
-            q_expanded, q_latent = self._queries(q_resid, batch, dense)
+            q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
             index_query = indexed()
         if gathering is not None:
@@ -108,11 +104,11 @@ class Attention(Weighted):
         if indexer and index_query and key_pool is not None:
             topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch)
         with stage("sparse flash attention"):
-            out_latent = self._absorbed(q_latent, latent_pool, batch, topk_slots, unscored - dense)
+            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._unabsorbed(q_expanded, latent_pool, batch, out)
+            self._mha(q_mha, latent_pool, batch, out)
         with stage("MLA epilog"):
-            _per_head(out_latent, self.w_uv.transpose(1, 2), out[dense:])
+            _per_head(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
@@ -150,39 +146,35 @@ class Attention(Weighted):
         else:
             store_cache_rows(latent_pool, key_pool, rows, slots)
 
-    def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch, dense: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries of the first rows as they are, ``[dense, heads, qk_head_dim]``, and of the others with W_UK absorbed,
-        ``[T - dense, heads, latent_dim]``."""
-        config = self.config
+    def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the others with W_UK absorbed,
+        ``[T - mha_rows, heads, latent_dim]``."""
+        config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
         q = F.linear(q_resid, self.q_b).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        expanded, absorbed = q[:dense], q[dense:]
-        if dense:
-            turned = expanded[..., nope:]
-            apply_rope(turned, batch.cos[:dense], batch.sin[:dense], interleaved=interleaved, out=turned)
-        latent = q.new_empty(absorbed.shape[0], config.num_attention_heads, config.latent_dim)
-        _per_head(absorbed[..., :nope], self.w_uk, latent[..., :rank])
+        mha, others = q[:border], q[border:]
+        if border:
+            turned = mha[..., nope:]
+            apply_rope(turned, batch.cos[:border], batch.sin[:border], interleaved=interleaved, out=turned)
+        mqa = q.new_empty(others.shape[0], config.num_attention_heads, config.latent_dim)
+        _per_head(others[..., :nope], self.w_uk, mqa[..., :rank])
         apply_rope(
-            absorbed[..., nope:], batch.cos[dense:], batch.sin[dense:], interleaved=interleaved, out=latent[..., rank:]
+            others[..., nope:], batch.cos[border:], batch.sin[border:], interleaved=interleaved, out=mqa[..., rank:]
         )
-        return expanded, latent
+        return mha, mqa
 
-    def _absorbed(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        batch: ForwardBatch,
-        topk_slots: torch.Tensor | None,
-        border: int,
+    def _mqa(
+        self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, topk_slots: torch.Tensor | None
     ) -> torch.Tensor:
-        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: the rows before ``border`` over all that they
-        see, the others over what is selected."""
+        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: the dense rows over all that they see, the
+        sparse ones behind them over what is selected."""
         value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.runtime.workspace
+        border = batch.dense_mqa.rows
         parts = []
         if border:
             tables = batch.block_tables
             over_all = dense_mla(
-                q[:border], pool, tables, batch.absorbed, value_dim=value_dim, scale=scale, workspace=workspace
+                q[:border], pool, tables, batch.dense_mqa, value_dim=value_dim, scale=scale, workspace=workspace
             )
             parts.append(over_all[0])
         if q.shape[0] > border:
@@ -195,35 +187,35 @@ class Attention(Weighted):
             return parts[0]
         return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], value_dim)
 
-    def _unabsorbed(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
-        """Dense attention of the first rows, ``q [dense, heads, qk_head_dim]``, into the same rows of ``out``.
+    def _mha(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
 
-        Keys and values of a sequence are expanded once, for as many heads at a time as the workspace holds.
+        Keys and values are expanded for as many heads at a time as the workspace holds.
         """
-        config = self.config
-        for sequence, group in groupby(batch.plan.unabsorbed, key=lambda s: s.sequence):
-            segments: list[Segment] = list(group)
-            longest = max(s.end for s in segments)
-            rows = read_rows(pool, batch.block_tables[sequence], 0, longest)
-            latent, k_rope = rows.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-            # A head's keys without and with their rotated part, its values, and these as wide as the keys.
-            widths = config.qk_nope_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
-            per_head = longest * widths * rows.element_size()
-            step = max(1, self.runtime.workspace // 2 // per_head)
-            for first in range(0, config.num_attention_heads, step):
-                heads = slice(first, first + step)
-                k_nope = torch.einsum("sr,hdr->shd", latent, self.w_uk[heads])
-                k = torch.cat((k_nope, k_rope[:, None].expand(-1, k_nope.shape[1], -1)), dim=-1)
-                v = torch.einsum("sr,hdr->shd", latent, self.w_uv[heads])
-                for s in segments:
-                    part = slice(s.row, s.row + s.length)
-                    out[part, heads] = dense_attention(
-                        q[part, heads],
-                        k[: s.end],
-                        v[: s.end],
-                        scale=config.softmax_scale,
-                        workspace=self.runtime.workspace // 2,
-                    )
+        if batch.mha is None:
+            return
+        config, mha = self.config, batch.mha
+        rows = gather_rows(pool, mha.key_slots)
+        latent, k_rope = rows.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
+        # A head's keys without and with their rotated part, its values, and these as wide as the keys.
+        widths = config.qk_nope_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
+        per_head = rows.shape[0] * widths * rows.element_size()
+        workspace = self.runtime.workspace // 2  # the other half is for scores and masks
+        step = max(1, workspace // per_head)
+        for first in range(0, config.num_attention_heads, step):
+            heads = slice(first, first + step)
+            k_nope = torch.einsum("sr,hdr->shd", latent, self.w_uk[heads])
+            k = torch.cat((k_nope, k_rope[:, None].expand(-1, k_nope.shape[1], -1)), dim=-1)
+            v = torch.einsum("sr,hdr->shd", latent, self.w_uv[heads])
+            out[: batch.mha_rows, heads] = dense_attention(
+                q[:, heads],
+                k,
+                v,
+                mha.cu_seqlens_q,
+                mha.cu_seqlens_k,
+                scale=config.softmax_scale,
+                workspace=workspace,
+            )
 
 
 def _per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

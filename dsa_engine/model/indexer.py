@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import ForwardBatch
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.store_index_keys import store_index_keys
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Runtime, Weighted
 from dsa_engine.model.stages import stage
 
@@ -44,15 +44,13 @@ class Indexer(Weighted):
             interleaved=self.config.index_rope_interleaved,
         )
 
-    def queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index queries ``[T - first, heads, dim]`` and head weights ``[T - first, heads]`` of the rows from
-        ``first`` on.
+    def queries(self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]`` of the rows in sparse
+        MQA form.
 
         ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold every scale of the score.
         """
-        config = self.config
+        config, first = self.config, batch.first_sparse
         q = F.linear(q_resid[first:], self.wq_b).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         # RoPE on the first dimensions only, in place.
         turned, interleaved = q[..., : config.qk_rope_head_dim], config.index_rope_interleaved
@@ -68,8 +66,8 @@ class Indexer(Weighted):
                 weights,
                 pool,
                 batch.block_tables,
-                batch.sparse,
+                batch.sparse_mqa,
                 self.config.index_topk,
                 workspace=self.runtime.workspace,
             )
-            return slots_of(positions, batch.block_tables, batch.sparse.sequences, pool.shape[1])
+            return slots_of(positions, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])

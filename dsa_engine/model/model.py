@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.engine.batch import ForwardBatch
 from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from dsa_engine.model.attention import Attention
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
 from dsa_engine.model.moe import MoE
@@ -90,7 +90,7 @@ class Model(Weighted):
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed."""
         with stage("embedding"):
-            x = vocab_parallel_embedding(batch.input_ids, self.embed, self.runtime.mesh.tp)[: batch.plan.rows]
+            x = vocab_parallel_embedding(batch.input_ids, self.embed, self.runtime.mesh.tp)[: batch.rows]
         residual = topk_slots = None
         for layer in self.layers:
             x, residual, topk_slots = layer(x, residual, batch, cache, topk_slots)

@@ -7,10 +7,10 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import ForwardBatch
 from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, expert_mlp
 from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
 from dsa_engine.model.stages import stage
 

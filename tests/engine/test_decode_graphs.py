@@ -1,4 +1,5 @@
-"""Decode in padded steps of static shape, as CUDA graphs replay them: the same tokens as without.
+"""Decode in padded steps of static shape, as CUDA graphs replay them, and with several rows a request: the same tokens
+as without.
 
 On a GPU the graphs are captured. Under ``TRITON_INTERPRET=1`` the same padded steps run kernel by kernel; the
 references look at the batch on the host and cannot run them.
@@ -7,14 +8,20 @@ references look at the batch on the host and cannot run them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.decode_graphs import DecodeGraphs, next_power_of_2
+from dsa_engine.demo import demo_folder
+from dsa_engine.engine.batch import Bucket, StepPlan, build_batch, next_power_of_2
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.model.config import ModelConfig
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
 
@@ -47,7 +54,7 @@ def test_padded_steps(
 
     class Counted(DecodeGraphs):
         def forward(self, step: Any, sampled: torch.Tensor | None) -> torch.Tensor:
-            steps.append([plan.rows for plan in step.ranks])
+            steps.append([plan.num_tokens for plan in step.ranks])
             before.append(sampled is not None)
             return super().forward(step, sampled)
 
@@ -61,3 +68,150 @@ def test_padded_steps(
     assert before == [ahead and not CUDA, ahead, ahead, ahead]
     if CUDA:
         assert engine.runner._graphs.captured == [(4, 128)] and engine.runner._graphs.memory_bytes > 0
+
+
+PAGE = 16
+CONTEXTS = (3, 62, 70)  # tokens in the cache before the step: below index_topk 64, up to it and across it, beyond it
+MOST = 4  # rows of a request in a step
+
+
+class Rows:
+    """Runs chunks of known tokens on an engine without its scheduler: request i has pages of its own."""
+
+    def __init__(self, llm: LLM, requests: list[list[int]], *, padded: bool):
+        engine = llm.engine
+        graphs = DecodeGraphs(engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=64)
+        self.runner = ModelRunner(
+            engine.model, engine.cache, engine.config, engine.mesh, 0, graphs if padded else None, MOST
+        )
+        each = -(-max(len(ids) for ids in requests) // PAGE)
+        self.requests = [
+            Request(i, ids, SamplingParams(), pages=list(range(i * each, (i + 1) * each)))
+            for i, ids in enumerate(requests)
+        ]
+
+    @torch.inference_mode()
+    def step(self, counts: list[int], decodes: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Computes ``counts[i]`` tokens of request i: hidden states ``[count, hidden]``, logits ``[count, vocab]``."""
+        chunks = [
+            Chunk(request, request.num_computed_tokens, count, range(1), num_logits=count)
+            for request, count in zip(self.requests, counts, strict=True)
+            if count
+        ]
+        plan = self.runner.plan(chunks)
+        assert plan.decodes == decodes and (plan.bucket is not None) == (decodes and self.runner._graphs is not None)
+        hidden = self.runner._forward(plan)
+        wanted = plan.ranks[0].logits_rows
+        assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
+        logits = self.runner._sampled_logits(plan, hidden)
+        hidden = hidden[[row for row, _ in wanted]].clone()
+        for chunk in chunks:
+            chunk.request.num_computed_tokens = chunk.end
+        sizes = [chunk.length for chunk in chunks]
+        return list(zip(hidden.split(sizes), logits.split(sizes), strict=True))
+
+    def rewind(self, counts: list[int]) -> None:
+        for request, count in zip(self.requests, counts, strict=True):
+            request.num_computed_tokens -= count
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one - other).abs().amax(dim=-1) < 1e-4 * one.abs().amax(dim=-1)).all())
+
+
+KERNELS = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
+REFERENCES = pytest.mark.skipif(INTERPRETED, reason="slow in the interpreter")
+
+
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=REFERENCES), pytest.param(True, marks=KERNELS)])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v3"])
+def test_the_same_as_one_row_at_a_time(
+    model_type: str, padded: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
+) -> None:
+    model = oracle(model_type, num_hidden_layers=2)
+    tokens = [random_ids(context + MOST, seed=i) for i, context in enumerate(CONTEXTS)]
+    llm = LLM(
+        model.folder,
+        device="cuda" if CUDA else "cpu",
+        dtype="float32",
+        page_size=PAGE,
+        max_model_len=128,
+        cache_memory="2MiB",
+        enforce_eager=True,
+        progress=False,
+    )
+    alone, rows = (Rows(llm, tokens, padded=form) for form in (False, padded))
+    alone.step(list(CONTEXTS), decodes=False)  # into the same pages for both
+    for request in rows.requests:
+        request.num_computed_tokens = len(request.prompt) - MOST
+    expected = []
+    for _ in range(MOST):
+        expected.append(alone.step([1] * len(CONTEXTS)))
+    wanted = [[torch.cat([step[i][what] for step in expected]) for what in range(2)] for i in range(len(CONTEXTS))]
+    for ids, (_, logits) in zip(tokens, wanted, strict=True):
+        assert same(model.logits(ids)[-MOST:].to(logits), logits)
+    # Other tokens are written to the slots first, and forgotten.
+    for request, ids in zip(rows.requests, tokens, strict=True):
+        request.prompt = ids[:-MOST] + [5] * MOST
+    rows.step([MOST] * 3)
+    rows.rewind([MOST] * 3)
+    for request, ids in zip(rows.requests, tokens, strict=True):
+        request.prompt = ids
+    for counts in ([1] * 3, [2] * 3, [4] * 3, [3, 0, 2]):
+        results = iter(rows.step(counts))
+        for count, (hidden, logits) in zip(counts, wanted, strict=True):
+            if count:
+                its_hidden, its_logits = next(results)
+                assert same(hidden[:count], its_hidden) and same(logits[:count], its_logits), counts
+        rows.rewind(counts)
+
+
+@pytest.fixture
+def config(demo_cache: Path) -> ModelConfig:
+    return ModelConfig.from_pretrained(demo_folder())
+
+
+@pytest.fixture
+def requests() -> list[Request]:
+    return [Request(i, list(range(9)), SamplingParams(), pages=[2 * i, 2 * i + 1]) for i in range(3)]
+
+
+def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
+    """Rows of a request that has fewer than others, and of requests that the bucket has room for, are padding."""
+    # Start, length, ranks, logits: by default of the request's last token.
+    parts = [(5, 3, range(1), 2), (4, 1, range(1), 0), (7, 2, range(1, 2), -1)]
+    chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
+    step = StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3)
+    assert step.decodes and not StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=2).decodes
+    padded = step.padded(config, fewest_tokens=2)
+    assert padded.bucket == Bucket(requests=2, rows_per_request=3, context=16) and padded.decodes
+    assert [plan.rows for plan in padded.ranks] == [6] * 3 and [plan.num_tokens for plan in padded.ranks] == [4, 2, 0]
+    positions = [[5, 6, 7, 4, -1, -1], [7, 8, -1, -1, -1, -1], [-1] * 6]
+    assert [plan.positions.tolist() for plan in padded.ranks] == positions
+    assert padded.ranks[0].logits_rows == [(1, requests[0]), (2, requests[0])]
+    assert padded.ranks[1].logits_rows == [(1, requests[2])] and not padded.ranks[2].logits_rows
+
+
+def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Request]) -> None:
+    """The same tensors, with the values that a fresh batch has."""
+    mesh = LLM("demo", device="cpu", cache_memory="1MiB", max_model_len=64, progress=False).engine.mesh
+
+    def padded(*parts: tuple[int, int, int]) -> StepPlan:
+        chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]
+        return StepPlan.of(chunks, 1, config, "head_tail", max_decode_rows=2).padded(config, fewest_tokens=16)
+
+    step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
+    batch = build_batch(step, config, mesh, 8, None)
+    assert batch.rows == batch.ep_rows == 8 and batch.live is not None and batch.mha is None
+    assert batch.input_ids.tolist() == [[5, 6, 4, 0, 0, 1, 0, 0]]
+    assert batch.slot_mapping.tolist() == [5, 6, 20, -1, 32, 33, -1, -1]
+    assert batch.live.tolist() == [True] * 3 + [False] + [True] * 2 + [False] * 2
+    assert batch.sparse_mqa.visible.tolist() == [6, 7, 5, 0, 1, 2, 0, 0]
+    assert batch.sparse_mqa.sequences.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [s.end for s in batch.sparse_mqa] == [16] * 4, "whatever they see now"
+    assert later.bucket == step.bucket
+    again, fresh = build_batch(later, config, mesh, 8, None, batch), build_batch(later, config, mesh, 8, None)
+    for name in ("input_ids", "cos", "sin", "block_tables", "slot_mapping", "live"):
+        assert getattr(again, name) is getattr(batch, name) and torch.equal(getattr(again, name), getattr(fresh, name))
+    assert again.sparse_mqa is batch.sparse_mqa
+    assert torch.equal(again.sparse_mqa.visible, fresh.sparse_mqa.visible)

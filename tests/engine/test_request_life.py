@@ -45,7 +45,7 @@ def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., to
 
     def spoiled(plan: Any, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, request) in zip(logits, plan.ranks[0].samples, strict=True):
+        for row, (_, request) in zip(logits, plan.ranks[0].logits_rows, strict=True):
             if request.prompt == ids and len(request.output) == after:
                 row[7] = value
         return logits
@@ -137,7 +137,7 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
     """Whatever runs when Ctrl-C comes: no request stays, no page is lost, and the next call works."""
 
     def fast(plan: Any, _: Any) -> Samples:
-        sequences = [request for _, request in plan.ranks[0].samples]
+        sequences = [request for _, request in plan.ranks[0].logits_rows]
         tokens = torch.tensor([70 + 4 * s.generated for s in sequences])
         return Samples({s: i for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
 

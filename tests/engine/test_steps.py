@@ -56,7 +56,7 @@ class Log:
 
         def logged_launch(plan: Any, sampled: torch.Tensor | None) -> Samples:
             numbers[id(result := launch(plan, sampled))] = number = len(self.steps)
-            self.steps.append(("decode" if plan.decodes else "prefill", [s.id for _, s in plan.ranks[0].samples]))
+            self.steps.append(("decode" if plan.decodes else "prefill", [s.id for _, s in plan.ranks[0].logits_rows]))
             self.events.append(("launch", number))
             self._kept.append(result)
             return result

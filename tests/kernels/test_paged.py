@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.kernels.paged import read_rows, slots_of, store_rows
+from dsa_engine.kernels.paged import gather_rows, read_rows, slots_of, store_rows
 
 Scatter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -135,3 +135,4 @@ def test_what_is_stored_is_read_again(device: str) -> None:
     store_rows(pool, rows, slots_of(positions, tables, sequences, 4))
     for sequence in (0, 1):
         assert torch.equal(read_rows(pool, tables[sequence], 2, 10), rows[sequence::2][2:])
+    assert torch.equal(gather_rows(pool, slots_of(positions, tables, sequences, 4)), rows)

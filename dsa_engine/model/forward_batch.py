@@ -1,0 +1,74 @@
+"""What one rank's forward pass is over: built once per step, read by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsa_engine.kernels.paged import slots_of
+from dsa_engine.kernels.segment import CuSeqlens, Segment, Segments
+from dsa_engine.kernels.transfer import upload
+
+
+@dataclass(frozen=True)
+class MHASegments:
+    """The rows that attend in MHA form, as one varlen call takes them: every segment is a sequence of its own."""
+
+    cu_seqlens_q: CuSeqlens  # the rows of each segment
+    cu_seqlens_k: CuSeqlens  # the tokens that its last row sees
+    key_slots: torch.Tensor  # [cu_seqlens_k.rows] int32: where these lie in the cache
+
+    @classmethod
+    def of(
+        cls, segments: Sequence[Segment], block_tables: torch.Tensor, page_size: int, device: torch.device
+    ) -> MHASegments | None:
+        """None without segments. Of two segments of a request, the tokens that both see are listed for each."""
+        if not segments:
+            return None
+        ends = [s.end for s in segments]
+        positions = torch.cat([torch.arange(end) for end in ends])
+        sequences = torch.tensor([s.sequence for s in segments]).repeat_interleave(torch.tensor(ends))
+        slots = slots_of(positions, block_tables, sequences, page_size)
+        lengths = CuSeqlens.of([s.length for s in segments], device)
+        return cls(lengths, CuSeqlens.of(ends, device), upload(slots, device))
+
+
+@dataclass
+class ForwardBatch:
+    """One rank's tensors for one forward pass over T rows; with T = 0 the rank only takes part in collectives.
+
+    Attention has three forms, which give the same result where a row sees at most ``index_topk`` tokens. The rows lie
+    form after form, so that each form is a slice of them:
+
+    * ``mha``: keys and values of every head are expanded from the latent rows. Cheapest where many rows share them.
+    * ``dense_mqa``: absorbed form: W_UK goes into the query, and all heads read the latent rows of all visible tokens.
+    * ``sparse_mqa``: absorbed form over the ``index_topk`` rows that the lightning indexer selects.
+    """
+
+    rows: int  # T
+    input_ids: torch.Tensor  # [tp_size, tp_rows] int64: of every rank of the tensor-parallel group, padded with 0
+    cos: torch.Tensor  # [T, rope / 2] float32
+    sin: torch.Tensor
+    mha: MHASegments | None  # None without such rows
+    dense_mqa: Segments  # rows counted from the first of this form
+    sparse_mqa: Segments
+    block_tables: torch.Tensor  # [sequences, max_pages] int32
+    slot_mapping: torch.Tensor  # [R] int32: where each (gathered) cache row goes; R is T, or cp_size · cp_rows
+    gathers: bool  # whether cache rows are gathered over the context-parallel group
+    cp_rows: int  # largest row count in the context-parallel group
+    tp_rows: int  # … in the tensor-parallel group
+    ep_rows: int  # … in the expert-parallel group
+    decodes: bool  # whether this is a decode step of all ranks
+    live: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
+
+    @property
+    def mha_rows(self) -> int:
+        """Rows [0, mha_rows) attend in MHA form."""
+        return 0 if self.mha is None else self.mha.cu_seqlens_q.rows
+
+    @property
+    def first_sparse(self) -> int:
+        """Rows [mha_rows, first_sparse) attend in dense MQA form, rows [first_sparse, T) in sparse MQA form."""
+        return self.mha_rows + self.dense_mqa.rows

@@ -43,7 +43,8 @@ class RankPlan:
     unabsorbed: list[Segment] = field(default_factory=list)  # dense attention, keys and values expanded
     absorbed: list[Segment] = field(default_factory=list)  # dense attention over the latent cache
     sparse: list[Segment] = field(default_factory=list)  # the queries that see more than index_topk tokens
-    samples: list[tuple[int, Request]] = field(default_factory=list)  # (row, request) whose next token is wanted
+    # (row, request) whose logits are wanted; a request's rows one after the other, in order of position
+    logits_rows: list[tuple[int, Request]] = field(default_factory=list)
     rows: int = 0
 
     @property
@@ -99,10 +100,10 @@ class StepPlan:
                     if where is path:
                         path.append(Segment(plan.rows, n, sequence, first))
                         plan.rows += n
-            for s in plan.segments:
+            for s in sorted(plan.segments, key=lambda s: (s.sequence, s.start)):
                 chunk = plan.chunks[s.sequence]
-                if s.end == chunk.end and chunk.samples:
-                    plan.samples.append((s.row + s.length - 1, chunk.request))
+                wanted = range(max(s.start, chunk.end - chunk.num_logits), s.end)
+                plan.logits_rows += [(s.row + position - s.start, chunk.request) for position in wanted]
         return cls(plans)
 
     @cached_property
@@ -180,7 +181,7 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
     """int64 token ids on the device.
 
     Args:
-        ids: on the host; ``-1 - place`` stands for the token at that place of ``sampled``.
+        ids: on the host; ``-1 - index`` stands for the token at that index of ``sampled`` (``Request.tokens``).
         sampled: ``[n]`` on the device; in place of a token it may have the negative code of an error, and what is
             computed for that request is dropped.
     """

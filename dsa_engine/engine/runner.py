@@ -78,7 +78,7 @@ class ModelRunner:
         plan = self.plan(chunks)
         hidden = self._forward(plan)
         logits = self._sampled_logits(plan, hidden)
-        owners = [rank for rank, p in enumerate(plan.ranks) if p.samples]
+        owners = [rank for rank, p in enumerate(plan.ranks) if p.logits_rows]
         if not owners:
             return None
         mine = logits[:1] if logits.shape[0] else logits.new_zeros(1, self._config.vocab_size)
@@ -110,10 +110,10 @@ class ModelRunner:
         return self._model(batch, self._cache)
 
     def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[samples of this rank, vocab]``."""
+        """float32 ``[logits_rows of this rank, vocab]``."""
         tp = self._mesh.tp
-        rows = torch.tensor([row for row, _ in plan.ranks[self._mesh.rank].samples], dtype=torch.int64)
-        most = max(len(plan.ranks[r].samples) for r in tp.ranks)
+        rows = torch.tensor([row for row, _ in plan.ranks[self._mesh.rank].logits_rows], dtype=torch.int64)
+        most = max(len(plan.ranks[r].logits_rows) for r in tp.ranks)
         if most == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         wanted = hidden[upload(rows, hidden.device)]

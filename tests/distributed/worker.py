@@ -19,15 +19,15 @@ import torch
 
 from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
 from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.text_request import TextRequest
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and what the engine says of itself."""
     llm = LLM(case["folder"], parallel=ParallelConfig(**case.get("parallel", {})), **case.get("options", {}))
     engine = llm.engine
-    engine.steps.ahead = case.get("ahead", False)
+    engine.async_scheduling = case.get("ahead", False)
     break_logits(engine.runner, case.get("broken_seed"))
     free = engine.scheduler.free_pages
     result: dict[str, Any] = {
@@ -47,7 +47,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
         result["logprobs"].append([out.logprobs for out in outs])
     result["preemptions"] = engine.scheduler.preemptions
-    result["launched_ahead"] = engine.steps.launched_ahead
+    result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.gate_up.shape[0] for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
@@ -57,17 +57,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[RequestOutput]:
     """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
-    requests: list[TextRequest] = []
+    requests: list[Request] = []
     step = 0
     while len(requests) < len(prompts) or llm.engine.scheduler.has_work:
         if step % every == 0 and len(requests) < len(prompts):
             number = len(requests)
-            requests.append(TextRequest(llm.engine, llm.engine.add(prompts[number], params[number]), None))
+            requests.append(llm.engine.add(prompts[number], params[number]))
         llm.engine.step()
         step += 1
-        for request in requests:
-            request.advance()
-    return [request.output() for request in requests]
+    return [request.request_output() for request in requests]
 
 
 def break_logits(runner: ModelRunner, seed: int | None) -> None:
@@ -76,7 +74,7 @@ def break_logits(runner: ModelRunner, seed: int | None) -> None:
 
     def broken(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, request) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].samples, strict=True):
+        for row, (_, request) in zip(logits, plan.ranks[int(os.environ.get("RANK", 0))].logits_rows, strict=True):
             if seed is not None and request.params.seed == seed:
                 row[3] = float("nan")
         return logits

@@ -211,7 +211,7 @@ class Simulation:
         for scheduler, of_rank in zip(self.ranks, steps, strict=True):
             scheduler.computed(of_rank)
             for chunk in of_rank:
-                if chunk.samples:
+                if chunk.num_logits:
                     self.sampled(scheduler, chunk.request)
         self.now += 1
 

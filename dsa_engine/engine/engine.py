@@ -165,7 +165,7 @@ class Engine:
         # A step that is watched is read at once, or its time would be another's.
         keep = 1 if self.async_scheduling and not observed() else 0
         sampled = self._read(keep)  # one too many is in flight where an interrupt has come between
-        chunks = [chunk for chunk in self._scheduled if chunk.request.finish_reason is None]
+        chunks = [chunk for chunk in self._scheduled if _is_due(chunk)]
         if not chunks:
             with record_function("schedule"), uninterrupted():
                 self._scheduled = chunks = self.scheduler.schedule()
@@ -286,3 +286,8 @@ class Engine:
             raise ValueError(
                 f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}"
             )
+
+
+def _is_due(chunk: Chunk) -> bool:
+    """Whether a chunk that was scheduled is still to be computed: its request has neither ended nor been rewound."""
+    return chunk.request.finish_reason is None and chunk.start == chunk.request.num_computed_tokens

@@ -171,6 +171,26 @@ def test_a_decoding_request_is_rewound(llm: LLM, back_to: int) -> None:
     assert request.preemptions == engine.scheduler.preemptions == 0
 
 
+def test_a_request_is_rewound_after_it_was_scheduled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was scheduled and not launched goes on without it; then it is scheduled anew."""
+    engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
+    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    while len(requests[1].output) < 5:
+        engine.step()
+
+    def lost(*_: Any) -> Samples:
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
+        patch.setattr(engine.runner, "launch", lost)
+        engine.step()
+    engine.scheduler.rewind(requests[1], 45)
+    assert [one.request for one in engine.step()] == requests[:1]
+    while engine.scheduler.has_work:
+        engine.step()
+    assert [request.output for request in requests] == [output.token_ids for output in wanted]
+
+
 @pytest.mark.parametrize("back_to", [0, 5, 16])
 def test_a_request_is_rewound_while_it_is_prefilled(llm: LLM, back_to: int) -> None:
     engine, wanted = llm.engine, llm.generate(PROMPTS[1], GREEDY)[0].token_ids

@@ -12,7 +12,7 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.interrupts import uninterrupted
-from dsa_engine.engine.text_request import TextRequest
+from dsa_engine.engine.request import Request
 from dsa_engine.options import EngineOptions, LoadFormat
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
@@ -138,25 +138,19 @@ class LLM:
                 )
         prepared = [self._prepare(prompt, p) for prompt, p in zip(many, params, strict=True)]
         self._agree([tokens for tokens, _ in prepared], params)
-        requests: list[TextRequest] = []
+        requests: list[Request] = []
         try:
             for (tokens, tokenizer), p in zip(prepared, params, strict=True):
                 with uninterrupted():  # no request is queued without being remembered here
-                    requests.append(TextRequest(self.engine, self.engine.add(tokens, p), tokenizer))
+                    requests.append(self.engine.add(tokens, p, tokenizer))
             with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
-                running = list(requests)
-                while running:
+                while any(request.finish_reason is None for request in requests):
                     self.engine.step()
-                    for request in running:
-                        request.advance()
-                    running = [r for r in running if r.finish_reason is None]
                     bar.set_postfix_str(_progress(requests), refresh=False)
-                    bar.update(len(requests) - len(running) - bar.n)
-            return [request.output() for request in requests]
+                    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
+            return [request.request_output() for request in requests]
         finally:
-            with uninterrupted():
-                for request in requests:
-                    request.abort()
+            self._abort(requests)
 
     def chat(
         self,
@@ -193,20 +187,22 @@ class LLM:
         params = sampling_params or SamplingParams()
         tokens, tokenizer = self._prepare(prompt, params)
         self._agree([tokens], [params])
-        request: TextRequest | None = None
+        requests: list[Request] = []
+        streamed, ended = 0, False
         try:
             with uninterrupted():
-                request = TextRequest(self.engine, self.engine.add(tokens, params), tokenizer)
-            while request.finish_reason is None:
-                new = request.advance()
-                if new or request.finish_reason is not None:
-                    yield request.piece(new)
+                requests.append(request := self.engine.add(tokens, params, tokenizer))
+            while not ended:
+                # Steps serve all that runs: another caller may have brought tokens, or the end.
+                ended = request.finish_reason is not None
+                if ended or len(request.output) > streamed:
+                    piece = request.piece(streamed)
+                    streamed += len(piece.token_ids)
+                    yield piece
                 else:
                     self.engine.step()
         finally:
-            if request is not None:
-                with uninterrupted():
-                    request.abort()
+            self._abort(requests)
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
@@ -222,6 +218,12 @@ class LLM:
                 )
             self._tokenizer = Tokenizer(self.folder)
         return self._tokenizer
+
+    def _abort(self, requests: list[Request]) -> None:
+        """Ends those that have not ended."""
+        with uninterrupted():
+            for request in requests:
+                self.engine.finish(request, "abort")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -275,9 +277,10 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _progress(requests: list[TextRequest]) -> str:
-    computed, prompts = sum(r.prompt_computed for r in requests), sum(r.prompt_len for r in requests)
+def _progress(requests: list[Request]) -> str:
+    prompts = sum(len(r.prompt) for r in requests)
+    computed = sum(min(r.num_computed_tokens, len(r.prompt)) for r in requests)
     preemptions = sum(r.preemptions for r in requests)
-    return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(r.generated for r in requests):,}" + (
+    return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(len(r.output) for r in requests):,}" + (
         f", preempted {preemptions:,} times" if preemptions else ""
     )

@@ -55,6 +55,7 @@ class TextStream:
         self._window = 0  # decoding starts here, a little before, for the sake of spaces between words
         self._text = ""
         self._given = 0
+        self._finished = False
         self.stopped = False
 
     def add(self, token: int) -> None:
@@ -76,19 +77,18 @@ class TextStream:
             self.stopped = True
 
     def finish(self) -> str:
-        """The whole text; an unfinished character at the end is decoded as it stands."""
+        """The whole text, no token being to come; an unfinished character at the end is decoded as it stands."""
         if not self.stopped and self._settled < len(self._tokens):
             before = self._tokenizer.decode(self._tokens[self._window : self._settled])
             self._text += self._tokenizer.decode(self._tokens[self._window :])[len(before) :]
             self._settled = len(self._tokens)
+        self._finished = True
         return self._text
 
-    def new_text(self, final: bool = False) -> str:
-        """Text that has become certain since the last call; with ``final`` all that is left."""
-        if final:
-            self.finish()
+    def new_text(self) -> str:
+        """Text that has become certain since the last call: all of it, once the text is finished or stopped."""
         end = len(self._text)
-        if not final and not self.stopped:
+        if not self._finished and not self.stopped:
             end -= max((_overlap(self._text, s) for s in self._stop), default=0)
         piece = self._text[self._given : end]
         self._given = max(self._given, end)

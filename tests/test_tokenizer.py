@@ -39,8 +39,9 @@ def run(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> tuple[list[
         if stream.stopped:
             break
         pieces.append(stream.new_text())
-    pieces.append(stream.new_text(final=True))
-    return pieces, stream.finish(), stream.stopped
+    whole = stream.finish()
+    pieces.append(stream.new_text())
+    return pieces, whole, stream.stopped
 
 
 def test_characters_of_several_tokens() -> None:

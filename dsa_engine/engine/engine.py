@@ -1,6 +1,15 @@
-"""The engine: one rank's model, caches and scheduler, and the step that drives them.
+"""The engine: one rank's model, caches and scheduler; requests come in, steps run, requests end.
 
 Under ``torchrun`` every rank makes the same engine and calls the same methods with the same arguments.
+
+The device must not wait for the host between two decode steps. So with ``async_scheduling`` the next one is scheduled
+and launched before the tokens of the one before are read: where a request's last token is not known yet, a placeholder
+stands for it (``request.py``), and while the device computes, the host reads the token, makes text of it and looks
+whether the request ends. Launched ahead are decode steps whose launch waits for nothing; before a prefill, and before a
+graph is captured, what is in flight is read, so that no token waits behind them.
+
+A request that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
+pages may go to another one at once: the device works in order, and a row is written by its new owner before it is read.
 """
 
 from __future__ import annotations
@@ -12,27 +21,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 from tqdm import tqdm
 
-from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.interrupts import uninterrupted
-from dsa_engine.engine.memory import default_cache_memory, default_workspace, enough_memory
-from dsa_engine.engine.pages import pages_for
+from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampler import Sampled
+from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.engine.steps import Steps
-from dsa_engine.errors import CapacityError
-from dsa_engine.model.config import DTYPES, ModelConfig, read_config_json
-from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
+from dsa_engine.engine.weights import load_weights, refuse_extra_layers
+from dsa_engine.model.config import DTYPES, ModelConfig
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
+from dsa_engine.model.stages import observed
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.sizes import parse_bytes
+from dsa_engine.tokenizer import TextStream, Tokenizer
 
 
 class Engine:
@@ -41,12 +50,16 @@ class Engine:
     Args:
         folder: a Hugging Face model folder; with ``load_format="dummy"`` its ``config.json`` is enough.
         options: see :class:`dsa_engine.LLM`.
+
+    Attributes:
+        async_scheduling: launch a decode step before the tokens of the step before it are read.
+        launched_ahead: how often that has happened.
     """
 
     def __init__(self, folder: Path, options: EngineOptions):
         self.options = options
         self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
-        self._refuse_extra_layers(folder)
+        refuse_extra_layers(folder, config, options)
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
             raise ValueError(
@@ -66,9 +79,9 @@ class Engine:
             )
             with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
                 self.model = Model(config, runtime)
-            self.bytes_read = self._load(folder)
+            self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
-        pages = self._cache_pages()
+        pages = affordable_pages(config, options, self.mesh, self.max_model_len, self.dtype, self.workspace)
         with enough_memory("the caches", "lower cache_memory"):
             self.cache = KVCache(config, pages, options.page_size, self.dtype, device)
         self.scheduler = Scheduler(
@@ -85,17 +98,19 @@ class Engine:
         if device.type == "cuda" and not options.enforce_eager:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
         self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
-        ahead = device.type == "cuda" and options.async_scheduling and self.mesh.static_decode
-        self.steps = Steps(self.scheduler, self.runner, config.eos_token_ids, ahead)
+        self.async_scheduling = device.type == "cuda" and options.async_scheduling and self.mesh.static_decode
+        self.launched_ahead = 0
         self._next_id = 0
+        self._scheduled: list[Chunk] = []  # the next step, until it has been launched
+        self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
 
     def progress(self, total: int, unit: str, title: str, shown: bool = True) -> tqdm:
         """A progress bar on stderr; only on rank 0, on a terminal, and where it was not turned off."""
         off = not (shown and self.options.progress and self.mesh.rank == 0)
         return tqdm(total=total, unit=unit, desc=title, disable=True if off else None, leave=False, dynamic_ncols=True)
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Request:
-        """Queues a request.
+    def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
+        """Queues a request; with a tokenizer text is made of its output, and it ends at a stop string.
 
         Raises:
             ValueError: an empty prompt, token ids that the model does not have, or no room below ``max_model_len``.
@@ -106,8 +121,9 @@ class Engine:
         if params.max_tokens > room:
             # As in vLLM: the model's length ends a request that asks for more.
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        text = TextStream(tokenizer, params.stop_strings, params.min_tokens) if tokenizer else None
         with uninterrupted():
-            request = Request(self._next_id, prompt, params, arrival=time.perf_counter())
+            request = Request(self._next_id, prompt, params, arrival=time.perf_counter(), text=text)
             self.scheduler.add(request)
             self._next_id += 1
         return request
@@ -135,20 +151,70 @@ class Engine:
         self.scheduler.check(len(prompt), max_tokens=1)
 
     def step(self) -> list[Sampled]:
-        """Runs one step; returns what was sampled. Sequences with a ``finish_reason`` are done.
+        """Runs one step; returns what was read of requests that had not ended before.
 
         With ``async_scheduling`` a decode step is launched before the tokens of the one before are read; returned is
         what has been read, sometimes nothing.
 
         An error of the whole step is raised, an interrupt too; nothing is lost then: what has been read is in the
-        requests, and the next call goes on from there. What goes wrong in the sampling of one request ends that one
-        only, with ``finish_reason`` "error".
+        requests, and the next call goes on from there. What goes wrong in the sampling or the text of one request ends
+        that one only, with ``finish_reason`` "error".
         """
-        return self.steps.step()
+        # A step that is watched is read at once, or its time would be another's.
+        keep = 1 if self.async_scheduling and not observed() else 0
+        sampled = self._read(keep)  # one too many is in flight where an interrupt has come between
+        chunks = [chunk for chunk in self._scheduled if _is_due(chunk)]
+        if not chunks:
+            with record_function("schedule"), uninterrupted():
+                self._scheduled = chunks = self.scheduler.schedule()
+        plan = self.runner.plan(chunks)
+        if self._in_flight and not self.runner.runs_ahead(plan):
+            return sampled + self._read(0)
+        if not chunks:
+            return sampled
+        with record_function("launch"):
+            launched = self.runner.launch(plan, self._in_flight[-1].tokens if self._in_flight else None)
+        with uninterrupted():
+            self._scheduled = []
+            self.scheduler.computed(chunks)
+            for request, indices in launched.indices.items():
+                request.placeholders += indices
+            if launched.indices:
+                self.launched_ahead += bool(self._in_flight)
+                self._in_flight.append(launched)
+        # A step that samples nothing (a part of a prompt) does not keep what was sampled before it waiting.
+        return sampled + self._read(keep if launched.indices else 0)
+
+    def _read(self, keep: int) -> list[Sampled]:
+        """Reads the oldest steps in flight until ``keep`` are left."""
+        read = []
+        while len(self._in_flight) > keep:
+            with record_function("read tokens"):
+                sampled = self._in_flight[0].read()
+            with uninterrupted():
+                del self._in_flight[0]
+                now = time.perf_counter()
+                for one in sampled:
+                    del one.request.placeholders[: len(one.tokens)]
+                    if one.request.finish_reason is None:
+                        self._take(one, now)
+                        read.append(one)
+        return read
+
+    def _take(self, sampled: Sampled, now: float) -> None:
+        """Gives a request its new tokens, up to the one that ends it."""
+        for token in sampled.tokens:
+            ending = sampled.request.append(token, now, self.config.eos_token_ids)
+            if ending is not None:
+                self.finish(sampled.request, *ending)
+                return
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Ends a request and frees its pages."""
-        self.steps.finish(request, reason, error)
+        """Ends a request, in whatever state, and frees its pages; without effect on one that has ended."""
+        with uninterrupted():
+            if request.finish_reason is None:
+                request.finish_reason, request.error = reason, error
+                self.scheduler.finish(request)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt, alone, and forgets it.
@@ -198,11 +264,10 @@ class Engine:
                     with uninterrupted():
                         self.scheduler.computed(chunks)
                         if chunks[0].end == len(prompt):
-                            self.scheduler.finish(request)
+                            self.finish(request, "length")
                     bar.update(chunks[0].length)
         finally:
-            with uninterrupted():
-                self.scheduler.finish(request)
+            self.finish(request, "abort")
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
         if not prompt:
@@ -220,46 +285,7 @@ class Engine:
                 f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}"
             )
 
-    def _refuse_extra_layers(self, folder: Path) -> None:
-        # The layer behind the last one in a checkpoint is its MTP module: it would load, and be wrong.
-        layers = read_config_json(folder).get("num_hidden_layers")
-        if self.options.load_format == "auto" and isinstance(layers, int) and self.config.num_hidden_layers > layers:
-            raise ValueError(
-                f"hf_overrides ask for {self.config.num_hidden_layers} layers, the checkpoint has {layers}; "
-                "ask for fewer, or use load_format='dummy'"
-            )
 
-    def _load(self, folder: Path) -> int:
-        """Loads this rank's weights; returns the bytes that it read."""
-        sources = list(self.model.weight_sources())
-        dummy = self.options.load_format == "dummy"
-        reader = DummyReader(self.options.seed) if dummy else CheckpointReader(folder, self.config.weight_block_size)
-        with self.progress(len(sources), "tensor", "loading") as bar:
-            for source in sources:
-                reader.load(source)
-                bar.update()
-        if isinstance(reader, CheckpointReader):
-            reader.close()
-        return reader.bytes_read
-
-    def _cache_pages(self) -> int:
-        """Pages of the cache: the same on all ranks, so what the poorest of them affords."""
-        options, config, page_size = self.options, self.config, self.options.page_size
-        one = page_size * cache_bytes_per_token(config, self.dtype)
-        if options.cache_memory is None:
-            tokens, device = options.max_num_batched_tokens, self.mesh.device
-            # all_gather brings every rank's tokens; all_to_all as many as this rank has, twice that where it is skewed.
-            ranks = self.mesh.world_size
-            meeting = tokens * (ranks if options.parallel.moe_dispatch == "all_gather" else min(ranks, 2))
-            memory = default_cache_memory(config, tokens, meeting, self.dtype, device, self.workspace)
-        else:
-            memory = parse_bytes(options.cache_memory, "cache_memory")
-        useful = options.max_num_seqs * pages_for(self.max_model_len, page_size)
-        mine = torch.tensor([min(memory // one, useful)], dtype=torch.int64, device=self.mesh.device)
-        pages = int(self.mesh.world.all_gather(mine).min())
-        if pages == 0:
-            raise CapacityError(
-                f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "
-                f"{format_bytes(memory)} are there for it; raise cache_memory or use a smaller page_size"
-            )
-        return pages
+def _is_due(chunk: Chunk) -> bool:
+    """Whether a chunk that was scheduled is still to be computed: its request has neither ended nor been rewound."""
+    return chunk.request.finish_reason is None and chunk.start == chunk.request.num_computed_tokens

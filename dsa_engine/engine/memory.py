@@ -10,8 +10,13 @@ from pathlib import Path
 
 import torch
 
+from dsa_engine.engine.pages import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.kv_cache import cache_bytes_per_token
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+from dsa_engine.sizes import format_bytes, parse_bytes
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: forgets the peak of the resident set
 
@@ -54,6 +59,35 @@ def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: tor
     experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
     meeting = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
     return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + meeting
+
+
+def affordable_pages(
+    config: ModelConfig, options: EngineOptions, mesh: Mesh, max_model_len: int, dtype: torch.dtype, workspace: int
+) -> int:
+    """Pages of the cache: the same on all ranks, so what the poorest of them affords, and no more than are of use.
+
+    Raises:
+        CapacityError: not even one.
+    """
+    page_size = options.page_size
+    one = page_size * cache_bytes_per_token(config, dtype)
+    if options.cache_memory is None:
+        tokens, device = options.max_num_batched_tokens, mesh.device
+        # all_gather brings every rank's tokens; all_to_all as many as this rank has, twice that where it is skewed.
+        ranks = mesh.world_size
+        meeting = tokens * (ranks if options.parallel.moe_dispatch == "all_gather" else min(ranks, 2))
+        memory = default_cache_memory(config, tokens, meeting, dtype, device, workspace)
+    else:
+        memory = parse_bytes(options.cache_memory, "cache_memory")
+    useful = options.max_num_seqs * pages_for(max_model_len, page_size)
+    mine = torch.tensor([min(memory // one, useful)], dtype=torch.int64, device=mesh.device)
+    pages = int(mesh.world.all_gather(mine).min())
+    if pages == 0:
+        raise CapacityError(
+            f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "
+            f"{format_bytes(memory)} are there for it; raise cache_memory or use a smaller page_size"
+        )
+    return pages
 
 
 @contextmanager

@@ -1,10 +1,34 @@
-"""A request on its way: its tokens, how many of them are in the cache, and where."""
+"""A request from its arrival to its output: its tokens, how many of them are in the cache and where, and its text.
+
+A token that has been sampled and not read yet is known to the device alone. Here, and nowhere else, it is a
+placeholder: the index at which it lies in the ``tokens`` of the step that samples it (``sampler.Samples``).
+:meth:`Request.tokens` gives it as a negative number, which ``batch.known_ids`` replaces on the device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.tokenizer import TextStream
+
+
+class SampledToken(NamedTuple):
+    """What was sampled from one row of logits."""
+
+    token: int
+    logprobs: dict[int, float] | None = None  # by token id, as in RequestOutput.logprobs; None if not asked for
+    error: str | None = None  # why there is no token; the request ends with it
+
+
+class Ending(NamedTuple):
+    """How a request ends."""
+
+    reason: str  # "stop", "length", "abort" or "error"
+    error: str | None = None  # what went wrong, with "error"
 
 
 @dataclass(eq=False)
@@ -12,54 +36,141 @@ class Request:
     """One request.
 
     ``id`` grows with the order of arrival. ``pages`` are this rank's own; other ranks hold the same request in other
-    pages or not at all. Its length counts the tokens that have been sampled and not read yet; ``output`` lacks these.
+    pages or not at all. Its length counts placeholders; ``output`` lacks them.
     """
 
     id: int
     prompt: list[int]
     params: SamplingParams
     arrival: float = 0.0  # seconds, time.perf_counter
+    text: TextStream | None = None  # makes text of the output; None: nobody asks for it
     output: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each output token, where they are asked for
-    unread: int = 0  # tokens that steps under way sample
-    place: int = 0  # of the last of these, in the tokens that its step samples
-    num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps under way are done
-    to_prefill: int = field(init=False)  # tokens that prefill computes: the prompt, and the output before a preemption
+    placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
+    num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
+    num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
     cp_group: int = 0  # the ranks that prefill it
     owner: int = 0  # the rank that decodes it
     pages: list[int] = field(default_factory=list)
-    first_token: float | None = None  # seconds, time.perf_counter
-    last_token: float | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-    error: str | None = None  # what ended it, with "error"
+    first_token_time: float | None = None  # seconds, time.perf_counter
+    last_token_time: float | None = None
+    finish_reason: str | None = None  # of its ending
+    error: str | None = None
 
     def __post_init__(self) -> None:
-        self.to_prefill = len(self.prompt)
+        self.num_prefill_tokens = len(self.prompt)
 
     def __len__(self) -> int:
-        return len(self.prompt) + self.generated
+        return len(self.prompt) + self.num_output_tokens
 
     @property
-    def generated(self) -> int:
-        """Tokens of the output, those that have not been read yet included."""
-        return len(self.output) + self.unread
+    def num_output_tokens(self) -> int:
+        """Tokens of the output, placeholders included."""
+        return len(self.output) + len(self.placeholders)
 
     @property
     def prefilled(self) -> bool:
         """Whether it has nothing left to prefill: it decodes."""
-        return self.num_computed_tokens >= self.to_prefill
-
-    def restart(self) -> None:
-        """Forgets what is in the cache: all tokens so far, the sampled ones too, are to be prefilled again."""
-        self.num_computed_tokens, self.to_prefill = 0, len(self)
-        self.preemptions += 1
+        return self.num_computed_tokens >= self.num_prefill_tokens
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at ``start … start+length-1``; in place of a last one that has not been read, ``-1 - place``."""
+        """Token ids at ``start … start+length-1``; ``-1 - index`` for a placeholder."""
         border, end = len(self.prompt), start + length
         known = self.prompt[start:end] + self.output[max(0, start - border) : max(0, end - border)]
-        return known if len(known) == length else [*known, -1 - self.place]
+        if len(known) == length:
+            return known
+        border += len(self.output)
+        return known + [-1 - index for index in self.placeholders[max(0, start - border) : end - border]]
+
+    def append(self, sampled: SampledToken, now: float, eos_token_ids: Collection[int]) -> Ending | None:
+        """Takes the next token of the output, and decides whether the request ends with it.
+
+        Args:
+            sampled: the token, or the error in its place.
+            now: seconds, time.perf_counter.
+            eos_token_ids: the model's end-of-sequence tokens.
+
+        Returns:
+            how the request ends; None if it goes on. Text that cannot be made ends it, before any other reason.
+        """
+        if sampled.error is None:
+            self.output.append(sampled.token)
+            if sampled.logprobs is not None:
+                self.logprobs.append(sampled.logprobs)
+            self.first_token_time = self.first_token_time or now
+            self.last_token_time = now
+        try:
+            if sampled.error is None and self.text is not None:
+                self.text.add(sampled.token)
+            ending = self._ending(sampled, eos_token_ids)
+            if ending is not None and self.text is not None:
+                self.text.finish()
+        except Exception as error:  # of the tokenizer: this request's alone
+            return Ending("error", f"its tokens could not be decoded to text: {type(error).__name__}: {error}")
+        return ending
+
+    def _ending(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
+        params = self.params
+        if sampled.error is not None:
+            return Ending("error", sampled.error)
+        if self.text is not None and self.text.stopped:
+            return Ending("stop")
+        stops = sampled.token in (params.stop_token_ids or ())
+        stops |= sampled.token in eos_token_ids and not params.ignore_eos
+        if stops and len(self.output) > params.min_tokens:
+            return Ending("stop")
+        return Ending("length") if len(self.output) >= params.max_tokens else None
+
+    def rewind(self, num_computed_tokens: int) -> None:
+        """Forgets the cache rows from this position on: the tokens there are computed again.
+
+        From 0 all tokens so far are prefilled, the output too.
+
+        Raises:
+            ValueError: so many have not been computed, or a part of what was prefilled would have to be decoded.
+        """
+        if not 0 <= num_computed_tokens <= self.num_computed_tokens:
+            raise ValueError(f"cannot rewind to {num_computed_tokens}: {self.num_computed_tokens} tokens are computed")
+        if self.prefilled and 0 < num_computed_tokens < self.num_prefill_tokens:
+            raise ValueError(
+                f"cannot rewind to {num_computed_tokens}: {self.num_prefill_tokens} tokens were prefilled; "
+                "rewind to as many or more, or to 0"
+            )
+        self.num_computed_tokens = num_computed_tokens
+        if num_computed_tokens == 0:
+            self.num_prefill_tokens = len(self)
+
+    def piece(self, first: int) -> StreamPiece:
+        """The output from token ``first`` on, and the text that has become certain since the last piece."""
+        return StreamPiece(
+            text=self.text.new_text() if self.text else "",
+            token_ids=self.output[first:],
+            finish_reason=self.finish_reason,
+            error=self.error,
+            logprobs=None if self.params.logprobs is None else self.logprobs[first:],
+        )
+
+    def request_output(self) -> RequestOutput:
+        """The whole output of a request that has ended; not for one that is streamed."""
+        assert self.finish_reason is not None
+        whole = self.piece(0)
+        return RequestOutput(
+            text=whole.text,
+            token_ids=whole.token_ids,
+            prompt_token_ids=self.prompt,
+            finish_reason=self.finish_reason,
+            metrics=RequestMetrics.of(
+                self.arrival, self.first_token_time, self.last_token_time, len(self.output), self.preemptions
+            ),
+            error=self.error,
+            logprobs=whole.logprobs,
+            cumulative_logprob=(
+                None
+                if whole.logprobs is None
+                else sum(of[token] for of, token in zip(whole.logprobs, self.output, strict=True))
+            ),
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import StepPlan
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.batch import RankPlan, StepPlan
+from dsa_engine.engine.request import Request, SampledToken
 from dsa_engine.engine.sampling import log_probabilities, sample
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
@@ -26,34 +26,36 @@ _ERRORS = {
 
 
 class Sampled(NamedTuple):
-    """What a step has sampled for one request: a token, or the error that this request ends with."""
+    """What a step has sampled for one request: a token from each of its rows of logits, in order of position."""
 
     request: Request
-    token: int
-    logprobs: dict[int, float] | None  # by token id, as in RequestOutput.logprobs; None where they were not asked for
-    error: str | None
+    tokens: list[SampledToken]
 
 
 @dataclass(frozen=True)
 class Samples:
     """What a step samples, the same on every rank, on its way to the host."""
 
-    places: dict[Request, int]  # where each request's token lies in ``tokens``
-    tokens: torch.Tensor  # int64 [ranks · most samples of a rank], on the device; codes of errors in place of some
+    indices: dict[Request, range]  # where each request's tokens lie in ``tokens``
+    tokens: torch.Tensor  # int64 [ranks · most rows of a rank], on the device; codes of errors in place of some
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
 
     def read(self) -> list[Sampled]:
         """Waits until the device has sampled."""
         codes = self._codes()
-        logprobs = self._logprobs() if self._logprobs else []
-        sampled = []
-        for request, place in self.places.items():
-            token, asked, found = codes[place], request.params.logprobs, None
-            if token >= 0 and asked is not None:
-                found = _ranked(token, logprobs[place], asked)
-            sampled.append(Sampled(request, token, found, _ERRORS.get(token)))
-        return sampled
+        logprobs = self._logprobs() if self._logprobs else [None] * len(codes)
+        return [
+            Sampled(request, [_sampled(codes[i], logprobs[i], request.params.logprobs) for i in indices])
+            for request, indices in self.indices.items()
+        ]
+
+
+class _Wanted(NamedTuple):
+    """A token that is to be drawn."""
+
+    request: Request
+    position: int  # in the request
 
 
 class Sampler:
@@ -70,48 +72,79 @@ class Sampler:
         self._seed = seed
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
-        """Chooses the tokens of this rank's rows ``logits [n, vocab]``, float32, which it changes, and gathers
-        everybody's; nothing waits for the device."""
-        most = max(len(p.logits_rows) for p in plan.ranks)
-        places = {s: rank * most + i for rank, p in enumerate(plan.ranks) for i, (_, s) in enumerate(p.logits_rows)}
-        if not places:
+        """Chooses the tokens of this rank's rows and gathers everybody's; nothing waits for the device.
+
+        Args:
+            plan: of the step; each request's rows of logits lie on one rank.
+            logits: float32 ``[logits_rows of this rank, vocab]``; it is changed.
+        """
+        most = max(len(rank_plan.logits_rows) for rank_plan in plan.ranks)
+        indices = _indices(plan, most)
+        if not indices:
             return Samples({}, torch.empty(0, dtype=torch.int64, device=logits.device), list, None)
-        mine = [request for _, request in plan.ranks[self._mesh.rank].logits_rows]
-        asked = [s.params.logprobs for s in places if s.params.logprobs is not None]
+        asked = [request.params.logprobs for request in indices if request.params.logprobs is not None]
         unmodified = logits.clone() if asked else logits
-        tokens = self._choose(mine, logits)
-        spare = most - len(mine)
+        tokens = self._choose(_wanted(plan.ranks[self._mesh.rank]), logits)
+        spare = most - len(tokens)
         everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
         logprobs = None
         if asked:
             best = min(max(asked), self._config.vocab_size)
             table = F.pad(log_probabilities(unmodified, tokens.clamp(min=0), best), (0, 0, 0, spare))
             logprobs = download(self._mesh.world.all_gather(table))
-        return Samples(places, everybodys, download(everybodys), logprobs)
+        return Samples(indices, everybodys, download(everybodys), logprobs)
 
-    def _choose(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, wanted: list[_Wanted], logits: torch.Tensor) -> torch.Tensor:
         """A token for every row, int64 ``[n]``, or the code of an error.
 
         What one request's parameters or logits make impossible is that request's error, and nobody else's.
         """
         forbidden = [
             (i, token)
-            for i, s in enumerate(requests)
-            if s.generated < s.params.min_tokens
-            for token in (*self._config.eos_token_ids, *(s.params.stop_token_ids or ()))
+            for i, (request, position) in enumerate(wanted)
+            if position - len(request.prompt) < request.params.min_tokens
+            for token in (*self._config.eos_token_ids, *(request.params.stop_token_ids or ()))
             if token < logits.shape[1]
         ]
         if forbidden:
-            rows, ends = upload(torch.tensor(forbidden, dtype=torch.int64).T.contiguous(), logits.device)
-            logits[rows, ends] = logits.new_full((), float("-inf"))  # a number would be copied, and waited for
+            rows, ids = upload(torch.tensor(forbidden, dtype=torch.int64).T.contiguous(), logits.device)
+            logits[rows, ids] = logits.new_full((), float("-inf"))  # a number would be copied, and waited for
         highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests; NaN counts as the highest
-        drawn = [i for i, s in enumerate(requests) if s.params.temperature > 0]
+        drawn = [i for i, (request, _) in enumerate(wanted) if request.params.temperature > 0]
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
-            them = [requests[i] for i in drawn]
-            seeds = [_mixed(self._seed, s.id) if s.params.seed is None else s.params.seed for s in them]
-            tokens[rows] = sample(logits[rows], [s.params for s in them], seeds, [len(s) for s in them])
+            requests, positions = zip(*(wanted[i] for i in drawn), strict=True)
+            seeds = [_mixed(self._seed, r.id) if r.params.seed is None else r.params.seed for r in requests]
+            tokens[rows] = sample(logits[rows], [r.params for r in requests], seeds, positions)
         return tokens.where(highest.isfinite(), _NOT_FINITE).where(highest != float("-inf"), _NOTHING_LEFT)
+
+
+def _indices(plan: StepPlan, most: int) -> dict[Request, range]:
+    """Where each request's tokens lie among everybody's, ``most`` for each rank."""
+    indices: dict[Request, range] = {}
+    for rank, rank_plan in enumerate(plan.ranks):
+        for index, (_, request) in enumerate(rank_plan.logits_rows, rank * most):
+            rows = indices.get(request, range(index, index))
+            if rows.stop != index:
+                raise ValueError("a request's rows of logits must lie side by side on one rank to be sampled from")
+            indices[request] = range(rows.start, index + 1)
+    return indices
+
+
+def _wanted(rank_plan: RankPlan) -> list[_Wanted]:
+    """For every row of logits, whose token is drawn, and at which position: the one behind the row's own."""
+    position = {chunk.request: chunk.end - chunk.num_logits for chunk in rank_plan.chunks}
+    wanted = []
+    for _, request in rank_plan.logits_rows:
+        position[request] += 1
+        wanted.append(_Wanted(request, position[request]))
+    return wanted
+
+
+def _sampled(code: int, logprobs: list[float] | None, asked: int | None) -> SampledToken:
+    if code < 0:
+        return SampledToken(code, error=_ERRORS[code])
+    return SampledToken(code, None if asked is None or logprobs is None else _ranked(code, logprobs, asked))
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -31,9 +31,9 @@ from dsa_engine.errors import CapacityError
 class _Load(NamedTuple):
     """What the running requests mean for their owners, by rank."""
 
-    seen: list[int]  # tokens that they see
-    growth: list[int]  # pages that they may still ask for
-    kept: list[int]  # a page for each that may need another one, or who enters would soon be thrown out again
+    tokens: list[int]  # tokens that they attend to
+    future_pages: list[int]  # pages that they may still ask for
+    reserved_pages: list[int]  # one for each that may need another, or who enters would soon be preempted
 
 
 class Scheduler:
@@ -96,7 +96,7 @@ class Scheduler:
         Raises:
             CapacityError: it cannot; says what it needs and what there is.
         """
-        self._check("this request", self._pages_at_most(prompt_len, max_tokens), prompt_len, max_tokens)
+        self._check("this request", self._max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
 
     def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
         """Whether so many requests of this size, divided evenly over the ranks, can run at once without preemption.
@@ -109,7 +109,7 @@ class Scheduler:
         """
         ranks = len(self._ledger.free)
         each = -(-requests // ranks)
-        need = each * self._pages_at_most(prompt_len, max_tokens)
+        need = each * self._max_pages(prompt_len, max_tokens)
         if requests > 1 and len(self._groups[0]) > 1 and not filled:
             need += pages_for(prompt_len, self._page_size)  # of another rank's request, while it is prefilled
         what = f"{requests} such requests at once on {ranks} rank(s), {each} on each"
@@ -137,24 +137,25 @@ class Scheduler:
         """
         self.check(len(request.prompt), request.params.max_tokens)
         free, load = self._ledger.free, self._load()
-        need = pages_for(request.to_prefill, self._page_size)
-        fits = [r for r in range(len(free)) if free[r] - load.kept[r] >= need]
+        need = pages_for(request.num_prefill_tokens, self._page_size)
+        fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
         if len(self._running) >= self._max_num_seqs or not fits:
             raise CapacityError(
                 f"no room to fill the cache of another request of {len(request.prompt)} tokens: "
                 f"{len(self._running)} run of at most {self._max_num_seqs}, free pages are {free}; raise "
                 "cache_memory or max_num_seqs"
             )
-        owner = self._owner(request, fits, load)
+        owner = self._choose_owner(request, fits, load)
         self._ledger.take(request, owner, need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
-        request.num_computed_tokens = request.to_prefill
+        request.num_computed_tokens = request.num_prefill_tokens
         insort(self._running, request, key=_arrival)
 
     def schedule(self) -> list[Chunk]:
-        """The next step: chunks of what is to be prefilled, or one token of every request that decodes."""
+        """The next step: chunks of what is to be prefilled, or the new tokens of every request that decodes: one, or
+        more after a :meth:`rewind`."""
         self._budget = [self._group_tokens] * len(self._groups)
-        decoding = any(_wants_a_token(s) for s in self._running)
+        decoding = any(_decodes(request) for request in self._running)
         if decoding:
             # Credit that nobody used is kept up to one step: who comes late is prefilled at once, a burst is not.
             self._credit = min(1.0, self._credit) + self._max_prefill_share
@@ -176,8 +177,23 @@ class Scheduler:
                     if rank != request.owner:
                         self._ledger.release(request, rank)
 
+    def rewind(self, request: Request, num_computed_tokens: int) -> None:
+        """Forgets the cache rows of a running request from this position on, and has its tokens there computed again.
+
+        Its pages stay, and the same slots are written again: the next step needs them. From 0 they go back on every
+        rank, and the request to its place in the queue: it is prefilled again, prompt and output.
+
+        Raises:
+            ValueError: see :meth:`.request.Request.rewind`.
+        """
+        request.rewind(num_computed_tokens)
+        if num_computed_tokens == 0:
+            self._ledger.release_all(request)
+            self._running.remove(request)
+            insort(self._waiting, request, key=_arrival)
+
     def finish(self, request: Request) -> None:
-        """Ends a request, in whatever state, and frees its pages on every rank."""
+        """Forgets a request, in whatever state, and frees its pages on every rank; ``Engine.finish`` ends it."""
         if request in self._running:
             self._running.remove(request)
         elif request in self._waiting:
@@ -186,10 +202,11 @@ class Scheduler:
 
     def _prefill(self) -> list[Chunk]:
         """Chunks of the requests that are being prefilled, then of those that can enter."""
-        chunks = [chunk for s in self._running if not s.prefilled and (chunk := self._prefill_chunk(s))]
+        prefilling = [request for request in self._running if not request.prefilled]
+        chunks = [chunk for request in prefilling if (chunk := self._prefill_chunk(request))]
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]
-            if not self._place(request):
+            if not self._admit(request):
                 break
             self._waiting.popleft()
             insort(self._running, request, key=_arrival)
@@ -199,25 +216,25 @@ class Scheduler:
         return chunks
 
     def _prefill_chunk(self, request: Request) -> Chunk | None:
-        length = min(request.to_prefill - request.num_computed_tokens, self._budget[request.cp_group])
+        length = min(request.num_prefill_tokens - request.num_computed_tokens, self._budget[request.cp_group])
         if length == 0:
             return None
         self._budget[request.cp_group] -= length
         return Chunk(request, request.num_computed_tokens, length, self._groups[request.cp_group])
 
     def _decode(self) -> list[Chunk]:
-        """One token of every request that decodes and has, or gets, a page for it."""
+        """The tokens that are not computed, of every request that decodes and has, or gets, the pages for them."""
         for request in list(self._running):
-            if _wants_a_token(request):  # a younger one may have been preempted meanwhile
-                self._grow(request)
+            if _decodes(request):  # a younger one may have been preempted meanwhile
+                self._allocate_pages(request)
         return [
-            Chunk(s, s.num_computed_tokens, len(s) - s.num_computed_tokens, range(s.owner, s.owner + 1))
-            for s in self._running
-            if _wants_a_token(s)
+            Chunk(req, req.num_computed_tokens, len(req) - req.num_computed_tokens, range(req.owner, req.owner + 1))
+            for req in self._running
+            if _decodes(req)
         ]
 
-    def _grow(self, request: Request) -> None:
-        """Gives a request the pages for its last token, at the cost of the youngest on its rank: itself, perhaps."""
+    def _allocate_pages(self, request: Request) -> None:
+        """Gives a request the pages for all its tokens, at the cost of the youngest on its rank: itself, perhaps."""
         ledger, owner = self._ledger, request.owner
         while request.prefilled and ledger.held(request, owner) < pages_for(len(request), self._page_size):
             if ledger.free[owner]:
@@ -226,57 +243,55 @@ class Scheduler:
                 self._preempt(max(ledger.holders(owner), key=_arrival))
 
     def _preempt(self, request: Request) -> None:
-        self._ledger.release_all(request)
-        self._running.remove(request)
-        request.restart()
-        insort(self._waiting, request, key=_arrival)
+        self.rewind(request, 0)
+        request.preemptions += 1
         self.preemptions += 1
 
-    def _place(self, request: Request) -> bool:
+    def _admit(self, request: Request) -> bool:
         """Gives a request its group, its owner and its first pages; False where no group has room.
 
         The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
         free, load = self._ledger.free, self._load()
-        need = pages_for(request.to_prefill, self._page_size)
+        need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [
             number
             for number, ranks in enumerate(self._groups)
-            if self._budget[number] > 0 and all(free[r] - load.kept[r] >= need for r in ranks)
+            if self._budget[number] > 0 and all(free[r] - load.reserved_pages[r] >= need for r in ranks)
         ]
         if not fits:
             return False
-        group = min(fits, key=lambda number: sum(load.seen[r] for r in self._groups[number]))
-        request.cp_group, request.owner = group, self._owner(request, self._groups[group], load)
+        group = min(fits, key=lambda number: sum(load.tokens[r] for r in self._groups[number]))
+        request.cp_group, request.owner = group, self._choose_owner(request, self._groups[group], load)
         for rank in self._groups[group]:
             self._ledger.take(request, rank, need)
         return True
 
-    def _owner(self, request: Request, ranks: Iterable[int], load: _Load) -> int:
+    def _choose_owner(self, request: Request, ranks: Iterable[int], load: _Load) -> int:
         free = self._ledger.free
-        most = self._pages_at_most(len(request.prompt), request.params.max_tokens)
-        return min(ranks, key=lambda r: (free[r] - load.growth[r] < most, load.seen[r], -free[r]))
+        most = self._max_pages(len(request.prompt), request.params.max_tokens)
+        return min(ranks, key=lambda r: (free[r] - load.future_pages[r] < most, load.tokens[r], -free[r]))
 
     def _load(self) -> _Load:
         ranks = len(self._ledger.free)
         load = _Load([0] * ranks, [0] * ranks, [0] * ranks)
         for other in self._running:
-            most = self._pages_at_most(len(other.prompt), other.params.max_tokens)
+            most = self._max_pages(len(other.prompt), other.params.max_tokens)
             more = most - self._ledger.held(other, other.owner)
-            load.seen[other.owner] += len(other)
-            load.growth[other.owner] += more
-            load.kept[other.owner] += min(more, 1)
+            load.tokens[other.owner] += len(other)
+            load.future_pages[other.owner] += more
+            load.reserved_pages[other.owner] += min(more, 1)
         return load
 
-    def _pages_at_most(self, prompt_len: int, max_tokens: int) -> int:
+    def _max_pages(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.
         return pages_for(prompt_len + max_tokens - 1, self._page_size)
 
 
-def _wants_a_token(request: Request) -> bool:
-    """Whether it decodes; not where its last token is on its way."""
-    return request.prefilled and request.generated < request.params.max_tokens
+def _decodes(request: Request) -> bool:
+    """Whether it decodes; not where its last token is sampled and only to be read."""
+    return request.prefilled and request.num_output_tokens < request.params.max_tokens
 
 
 def _arrival(request: Request) -> int:

@@ -19,8 +19,8 @@ import torch
 
 from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
 from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.text_request import TextRequest
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     parallel = parallel or ParallelConfig(**case.get("parallel", {}))
     llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
-    engine.steps.ahead = case.get("ahead", False)
+    engine.async_scheduling = case.get("ahead", False)
     break_logits(engine.runner, case.get("broken_seed"))
     free = engine.scheduler.free_pages
     result: dict[str, Any] = {
@@ -48,7 +48,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
         result["logprobs"].append([out.logprobs for out in outs])
     result["preemptions"] = engine.scheduler.preemptions
-    result["launched_ahead"] = engine.steps.launched_ahead
+    result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.gate_up.shape[0] for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
@@ -58,17 +58,15 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[RequestOutput]:
     """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
-    requests: list[TextRequest] = []
+    requests: list[Request] = []
     step = 0
     while len(requests) < len(prompts) or llm.engine.scheduler.has_work:
         if step % every == 0 and len(requests) < len(prompts):
             number = len(requests)
-            requests.append(TextRequest(llm.engine, llm.engine.add(prompts[number], params[number]), None))
+            requests.append(llm.engine.add(prompts[number], params[number]))
         llm.engine.step()
         step += 1
-        for request in requests:
-            request.advance()
-    return [request.output() for request in requests]
+    return [request.request_output() for request in requests]
 
 
 def break_logits(runner: ModelRunner, seed: int | None) -> None:

@@ -68,11 +68,11 @@ def test_in_a_batch_of_16(
     model: Any, prompts: list[list[int]], alone: list[list[int]], every: int, share: float, ahead: bool
 ) -> None:
     llm = load(model.folder, max_prefill_share=share)
-    llm.engine.steps.ahead = ahead
+    llm.engine.async_scheduling = ahead
     found = staggered(llm, prompts, [GREEDY] * 16, every)
     assert [s.output for s in found] == alone
     assert llm.engine.scheduler.preemptions == 0
-    assert (llm.engine.steps.launched_ahead > 10) == ahead
+    assert (llm.engine.launched_ahead > 10) == ahead
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_with_preemption(
 ) -> None:
     """85 pages hold the longest request, just."""
     llm = load(model.folder, pages)
-    llm.engine.steps.ahead = ahead
+    llm.engine.async_scheduling = ahead
     found = staggered(llm, prompts, [GREEDY] * 16, every)
     assert [s.output for s in found] == alone
     assert llm.engine.scheduler.preemptions == sum(s.preemptions for s in found) >= 3
-    assert (llm.engine.steps.launched_ahead > 10) == ahead
+    assert (llm.engine.launched_ahead > 10) == ahead
 
 
 def test_sampled_requests_too(model: Any, prompts: list[list[int]]) -> None:
@@ -99,7 +99,7 @@ def test_sampled_requests_too(model: Any, prompts: list[list[int]]) -> None:
         for n in range(16)
     ]
     large, small = load(model.folder), load(model.folder, 90)
-    small.engine.steps.ahead = True
+    small.engine.async_scheduling = True
     one_by_one = [large.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
     together = small.generate(prompts, params)
     assert [o.token_ids for o in together] == [o.token_ids for o in one_by_one]

@@ -48,7 +48,7 @@ def test_padded_steps(
         enforce_eager=True,
     )
     engine = llm.engine
-    engine.steps.ahead = ahead
+    engine.async_scheduling = ahead
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     steps, before = [], []
 

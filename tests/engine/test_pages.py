@@ -143,6 +143,7 @@ class Simulation:
     admitted: list[int] = field(default_factory=list)
     decoding_steps: int = 0  # steps while some request decodes
     prefill_steps: int = 0  # … that prefilled
+    rewound: int = 0  # times that a request was rewound
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
@@ -220,6 +221,23 @@ class Simulation:
         if len(request.output) >= min(self.order[request.id].ends_after, request.params.max_tokens):
             self.end(scheduler, request, "length")
 
+    def rewind(self, rng: random.Random) -> None:
+        """Rewinds a request that runs, perhaps to where it is, and perhaps to its beginning."""
+        running = [s for s in self.live() if s.num_computed_tokens]
+        if not running:
+            return
+        request = rng.choice(running)
+        first = request.num_prefill_tokens if request.prefilled else 0
+        to = rng.choice([0, rng.randint(first, request.num_computed_tokens)])
+        pages = [len(mine[request.id].pages) for mine in self.copies]
+        self.on_all(lambda scheduler, mine: scheduler.rewind(mine[request.id], to))
+        if to:
+            assert pages == [len(mine[request.id].pages) for mine in self.copies], "its pages stay"
+        else:
+            assert not any(mine[request.id].pages for mine in self.copies), "it has to be admitted again"
+        assert request.num_computed_tokens == to
+        self.rewound += 1
+
     def check_budgets(self, chunks: list[Chunk], prefill: bool) -> None:
         assert len(chunks) <= self.world.seqs
         assert all(c.length >= 1 for c in chunks)
@@ -227,7 +245,8 @@ class Simulation:
             length = sum(c.length for c in chunks if c.ranks == ranks)
             assert len(ranks) == (self.world.cp if prefill else 1)
             assert not prefill or length <= self.world.tokens * self.world.cp
-        assert prefill or all(c.length == 1 for c in chunks)
+        assert prefill or all(c.end == len(c.request) for c in chunks)
+        assert prefill or self.rewound or all(c.length == 1 for c in chunks)
 
     def check_pages(self, rank: int, chunks: list[Chunk]) -> None:
         scheduler = self.ranks[rank]
@@ -243,20 +262,25 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
     return chunk.request.id, chunk.start, chunk.length, chunk.ranks
 
 
+@pytest.mark.parametrize("rewinds", [False, True])
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32))
-def test_every_request_ends_and_no_page_is_lost(seed: int) -> None:
-    world, wishes = crowd(random.Random(seed))
+@given(seed=st.integers(0, 2**32))
+def test_every_request_ends_and_no_page_is_lost(rewinds: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    world, wishes = crowd(rng)
     run = Simulation(world, wishes)
     while run.to_come or run.ranks[0].has_work:
         run.arrivals()
         run.departures()
+        if rewinds and run.rewound < 40 and rng.random() < 0.5:
+            run.rewind(rng)
         if run.ranks[0].has_work:
             run.step()
         else:
             run.now += 1
         assert run.now < 5000, "a request never ends"
     event(f"preempted: {min(run.ranks[0].preemptions, 3)}")
+    event(f"rewound: {min(run.rewound, 3)}")
     assert run.admitted == sorted(run.admitted), "not in order of arrival"
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
         assert scheduler.preemptions == run.ranks[0].preemptions

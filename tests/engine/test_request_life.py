@@ -107,8 +107,9 @@ def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pyt
 def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int:
     """Runs with a SIGINT at the n-th line that runs in the engine's own files; returns how many lines ran."""
     folder = str(Path(dsa_engine.__file__).parent)
-    names = ("scheduler", "engine", "steps", "llm", "request", "cache", "sequence", "interrupts")
-    files = {f"{folder}/{name}.py" for name in names}
+    names = ("scheduler", "engine", "request", "pages", "interrupts")
+    files = {f"{folder}/llm.py", *(f"{folder}/engine/{name}.py" for name in names)}
+    assert all(Path(file).is_file() for file in files)
     lines = 0
 
     def trace(frame: FrameType, kind: str, _: Any) -> Any:
@@ -138,11 +139,11 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
 
     def fast(plan: Any, _: Any) -> Samples:
         sequences = [request for _, request in plan.ranks[0].logits_rows]
-        tokens = torch.tensor([70 + 4 * s.generated for s in sequences])
-        return Samples({s: i for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
+        tokens = torch.tensor([70 + 4 * s.num_output_tokens for s in sequences])
+        return Samples({s: range(i, i + 1) for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
 
     monkeypatch.setattr(llm.engine.runner, "launch", fast)
-    monkeypatch.setattr(llm.engine.steps, "ahead", ahead)
+    monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
     monkeypatch.setattr(llm.engine.runner, "last_logits", lambda chunks: torch.zeros(3))
     llm.tokenizer  # noqa: B018 - loading it is no part of this
     stopped = SamplingParams(max_tokens=4, stop=llm.tokenizer.decode([78]))  # the third token

@@ -120,10 +120,10 @@ def resident_bytes() -> int:
 def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """``ahead``: decode steps are launched before the tokens of the one before are read, as on CUDA."""
     rng, engine = random.Random(0), llm.engine
-    monkeypatch.setattr(engine.steps, "ahead", ahead)
+    monkeypatch.setattr(engine, "async_scheduling", ahead)
     assert engine.cache.pages == ROOM // 2
     ended: Counter[str] = Counter()
-    before, launched_ahead = engine.scheduler.preemptions, engine.steps.launched_ahead
+    before, launched_ahead = engine.scheduler.preemptions, engine.launched_ahead
     objects, memory = [], []
     run(llm, rng, 20)  # what is made once
     for _ in range(2):
@@ -137,6 +137,6 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     print(ended, f"{engine.scheduler.preemptions} preemptions, objects {objects}, bytes {memory}")
     assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
     assert engine.scheduler.preemptions - before > 20
-    assert (engine.steps.launched_ahead - launched_ahead > 500) == ahead
+    assert (engine.launched_ahead - launched_ahead > 500) == ahead
     assert objects[1] - objects[0] < 100, "objects are left behind"
     assert memory[1] - memory[0] < 8 * 2**20

@@ -39,7 +39,7 @@ def shared(demo_cache: Path) -> LLM:
 @pytest.fixture
 def llm(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """Launches ahead; nothing may stay behind."""
-    monkeypatch.setattr(shared.engine.steps, "ahead", True)
+    monkeypatch.setattr(shared.engine, "async_scheduling", True)
     yield shared
     scheduler = shared.engine.scheduler
     assert not scheduler.has_work and scheduler.free_pages == [shared.engine.cache.pages]
@@ -148,7 +148,7 @@ def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPat
         return llm.generate(prompts, params)
 
     ahead = run()
-    monkeypatch.setattr(llm.engine.steps, "ahead", False)
+    monkeypatch.setattr(llm.engine, "async_scheduling", False)
     for one, other in zip(ahead, run(), strict=True):
         for name in ("token_ids", "text", "finish_reason", "error"):
             assert getattr(one, name) == getattr(other, name)
@@ -201,10 +201,10 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     with pytest.raises(type(error)):
         while True:
             llm.engine.step()
-    assert request.output == wanted[:at] and request.unread == 2
+    assert request.output == wanted[:at] and len(request.placeholders) == 2
     while llm.engine.scheduler.has_work:
         llm.engine.step()
-    assert request.output == wanted and request.unread == 0
+    assert request.output == wanted and not request.placeholders
 
 
 def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> None:
@@ -229,7 +229,7 @@ def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> N
 def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of one token looks like a decode step, and is launched ahead."""
     llm = LLM("demo", device="cpu", max_model_len=64, cache_memory="8MiB", max_num_batched_tokens=1, progress=False)
-    llm.engine.steps.ahead = True
+    llm.engine.async_scheduling = True
     log = Log(llm, monkeypatch)
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     sequences = [llm.engine.add([5], params), llm.engine.add([6] * 30, params)]
@@ -238,7 +238,7 @@ def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monk
         llm.engine.step()
         if not log.steps[-1][1]:
             parts += 1
-            assert [s.unread for s in sequences] == [0, 0]
+            assert [s.placeholders for s in sequences] == [[], []]
     assert parts >= 29 and [len(s.output) for s in sequences] == [3, 3]
 
 
@@ -250,10 +250,12 @@ def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
     assert run.first == ([] if fill_cache else [0, 0])
 
 
-def test_tokens_that_are_not_read_have_a_place() -> None:
-    request = Request(0, [1, 2, 3], SamplingParams(), output=[4], unread=1, place=6)
-    assert len(request) == 5 and request.generated == 2
+def test_tokens_that_are_not_read_have_placeholders() -> None:
+    request = Request(0, [1, 2, 3], SamplingParams(), output=[4], placeholders=[6])
+    assert len(request) == 5 and request.num_output_tokens == 2
     assert request.tokens(1, 4) == [2, 3, 4, -7] and request.tokens(4, 1) == [-7] and request.tokens(2, 2) == [3, 4]
+    request.placeholders += [0, 2]
+    assert len(request) == 7 and request.tokens(3, 4) == [4, -7, -1, -3] and request.tokens(5, 1) == [-1]
     sampled = torch.tensor([50, 51, -1, 53, 54, 55, 56])
     ids = torch.tensor([[2, -7], [-3, 9]])
     assert known_ids(ids, sampled, torch.device("cpu")).tolist() == [[2, 56], [0, 9]], "an error's code is no token"

@@ -1,0 +1,47 @@
+"""Fills a model with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dsa_engine.checkpoint import CheckpointReader, DummyReader
+from dsa_engine.model.config import ModelConfig, read_config_json
+from dsa_engine.model.model import Model
+from dsa_engine.options import EngineOptions
+
+
+def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOptions) -> None:
+    """``ValueError`` where ``hf_overrides`` ask for more layers than the checkpoint has.
+
+    The layer behind the last one in a checkpoint is its MTP module: it would load, and be wrong.
+    """
+    layers = read_config_json(folder).get("num_hidden_layers")
+    if options.load_format == "auto" and isinstance(layers, int) and config.num_hidden_layers > layers:
+        raise ValueError(
+            f"hf_overrides ask for {config.num_hidden_layers} layers, the checkpoint has {layers}; "
+            "ask for fewer, or use load_format='dummy'"
+        )
+
+
+def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], tqdm]) -> int:
+    """Loads this rank's weights; returns the bytes that it read.
+
+    Args:
+        model: its tensors are filled.
+        folder: of the checkpoint.
+        options: of the engine; its ``load_format`` and ``seed``.
+        progress: makes a progress bar of a total, a unit and a title.
+    """
+    sources = list(model.weight_sources())
+    dummy = options.load_format == "dummy"
+    reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size)
+    with progress(len(sources), "tensor", "loading") as bar:
+        for source in sources:
+            reader.load(source)
+            bar.update()
+    if isinstance(reader, CheckpointReader):
+        reader.close()
+    return reader.bytes_read

@@ -1,0 +1,219 @@
+"""Several tokens of a request in one step, and requests that are rewound: the same tokens as one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.request import Ending, Request, SampledToken
+from dsa_engine.engine.sampler import Samples
+from dsa_engine.tokenizer import TextStream
+
+PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second sees more than it selects
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared(demo_cache: Path) -> LLM:
+    return LLM(
+        "demo",
+        dtype="float32",
+        max_model_len=512,
+        max_num_batched_tokens=16,
+        max_prefill_share=1.0,
+        cache_memory="8MiB",
+        page_size=4,
+        hf_overrides={"index_topk": 24},
+        enforce_eager=True,
+        progress=False,
+    )
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    yield shared
+    scheduler = shared.engine.scheduler
+    assert not scheduler.has_work and scheduler.free_pages == [shared.engine.cache.pages]
+
+
+def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
+    """The same choices, and log-probabilities, as in three steps: greedy, drawn, and with tokens forbidden at first."""
+    drawn = replace(GREEDY, temperature=1.1, top_p=0.9, seed=3, logprobs=2)
+    allowed = [40, 41]  # other tokens end it, from the fourth on
+    bound = replace(GREEDY, min_tokens=3, stop_token_ids=[i for i in range(320) if i not in allowed])
+    params = [GREEDY, drawn, bound]
+    cases = [(prompt, one) for prompt in PROMPTS for one in params]
+    wanted = llm.generate([prompt for prompt, _ in cases], [one for _, one in cases])
+    engine = llm.engine
+    requests = [engine.add(prompt, one) for prompt, one in cases]
+    while min(len(request.output) for request in requests) < 1:
+        engine.step()
+    rows = [1, 3, 3, 3, 3, 3]
+    for request, output, count in zip(requests, wanted, rows, strict=True):
+        assert request.output == output.token_ids[:1]
+        request.output += output.token_ids[1:count]
+    chunks = [replace(chunk, num_logits=chunk.length) for chunk in engine.scheduler.schedule()]
+    assert [chunk.length for chunk in chunks] == rows
+    found = dict(engine.runner.launch(engine.runner.plan(chunks)).read())
+    for request, output, count in zip(requests, wanted, rows, strict=True):
+        assert [one.token for one in found[request]] == output.token_ids[1 : 1 + count]
+        if output.logprobs is not None:
+            for one, logprobs in zip(found[request], output.logprobs[1:], strict=False):
+                assert one.logprobs == pytest.approx(logprobs, abs=1e-3)
+        engine.finish(request, "abort")
+    for output in wanted[2::3]:
+        assert set(output.token_ids[:3]) <= set(allowed) and output.token_ids[3] not in allowed
+
+
+def three_a_step(llm: LLM, codes: dict[int, list[int]]) -> Any:
+    """A runner's launch that computes nothing: it samples three tokens of each request, from a list by its first
+    prompt token."""
+
+    def launch(plan: Any, _: Any) -> Samples:
+        indices, tokens = {}, []
+        for _, request in plan.ranks[0].logits_rows:
+            indices[request] = range(len(tokens), len(tokens) + 3)
+            first = request.num_output_tokens
+            tokens += codes[request.prompt[0]][first : first + 3]
+        return Samples(indices, torch.tensor(tokens), lambda: tokens, None)
+
+    return launch
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_several_tokens_are_cut_at_the_first_ending(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    eos = llm.engine.config.eos_token_ids[0]
+    plain = list(range(70, 90))
+    text = llm.tokenizer.decode(plain[:12])
+    with_eos = [*plain[:4], eos, *plain[5:]]
+    params: list[tuple[list[int], SamplingParams, int, str]] = [
+        (plain, SamplingParams(max_tokens=4), 4, "length"),
+        (plain, SamplingParams(max_tokens=12, stop_token_ids=[74]), 5, "stop"),
+        (plain, SamplingParams(max_tokens=12, stop_token_ids=[71, 77], min_tokens=5), 8, "stop"),
+        (with_eos, SamplingParams(max_tokens=12), 5, "stop"),
+        (with_eos, SamplingParams(max_tokens=12, ignore_eos=True), 12, "length"),
+        (plain, SamplingParams(max_tokens=12, stop=text[6:8]), 8, "stop"),
+        ([*plain[:4], -1, *plain[5:]], SamplingParams(max_tokens=12), 4, "error"),
+        ([*plain[:4], -1, *plain[5:]], SamplingParams(max_tokens=12, stop_token_ids=[72]), 3, "stop"),
+    ]
+    codes = {10 + i: of for i, (of, *_) in enumerate(params)}
+    monkeypatch.setattr(llm.engine.runner, "launch", three_a_step(llm, codes))
+    monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
+    outputs = llm.generate([[number] for number in codes], [one for _, one, _, _ in params])
+    for output, (tokens, _, count, reason) in zip(outputs, params, strict=True):
+        assert (output.token_ids, output.finish_reason) == (tokens[:count], reason)
+    assert [o.error is not None for o in outputs] == [False] * 6 + [True, False]
+    assert outputs[5].text == text[:6] and outputs[6].text == text[:4]
+    pieces = list(llm.stream([11], params[1][1]))
+    assert [piece.token_ids for piece in pieces] == [plain[:3], plain[3:5]]
+    assert [piece.finish_reason for piece in pieces] == [None, "stop"]
+
+
+class Letters:
+    """A tokenizer of one letter a token, that cannot make text of the token 9."""
+
+    def decode(self, ids: list[int]) -> str:
+        if 9 in ids:
+            raise ValueError("no letter")
+        return "".join("abcdefgh"[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    "tokens, keys, count, reason",
+    [
+        ([0, 1, 2, 3], {}, 4, "length"),
+        ([0, 7, 2, 3], {}, 2, "stop"),  # the end-of-sequence token
+        ([0, 1, 2, 7], {}, 4, "stop"),  # as the last one
+        ([0, 7, 2, 3], {"ignore_eos": True}, 4, "length"),
+        ([0, 7, 2, 7], {"min_tokens": 2}, 4, "stop"),
+        ([0, 1, 2, 3], {"stop": "bc"}, 3, "stop"),
+        ([0, 1, 2, 3], {"stop": "cd"}, 4, "stop"),
+        ([1, 1, 1, 1], {"stop": "b", "min_tokens": 2}, 3, "stop"),
+        ([0, 9, 2, 3], {}, 2, "error"),
+        ([0, 1, 2, 9], {}, 4, "error"),  # before its length
+        ([0, -1, 2, 3], {"stop": "b"}, 1, "error"),
+    ],
+)
+def test_how_a_request_ends(tokens: list[int], keys: dict[str, Any], count: int, reason: str) -> None:
+    params = SamplingParams(max_tokens=4, **keys)
+    text = TextStream(Letters(), params.stop_strings, params.min_tokens)  # type: ignore[arg-type]
+    request = Request(0, [5], params, text=text)
+    endings: list[Ending | None] = []
+    for token in tokens:
+        sampled = SampledToken(token, error="not finite" if token < 0 else None)
+        endings.append(request.append(sampled, 1.0, (7,)))
+        if endings[-1]:
+            break
+    assert endings[:-1] == [None] * (len(endings) - 1) and endings[-1] is not None
+    assert endings[-1].reason == reason and (endings[-1].error is None) == (reason != "error")
+    assert request.output == tokens[:count]
+
+
+@pytest.mark.parametrize("back_to", [0, 44, 46, 48, 49])
+def test_a_decoding_request_is_rewound(llm: LLM, back_to: int) -> None:
+    """Slots are written again; from 0 it is prefilled again, its output too."""
+    engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
+    other, request = (engine.add(prompt, GREEDY) for prompt in PROMPTS)
+    while len(request.output) < 6:
+        engine.step()
+    assert request.num_computed_tokens == 49
+    engine.cache.fill_random(request.pages[back_to // 4 + 1 :], seed=0)  # what is behind it is not read
+    engine.scheduler.rewind(request, back_to)
+    while engine.scheduler.has_work:
+        engine.step()
+    assert [other.output, request.output] == [output.token_ids for output in wanted]
+    assert request.preemptions == engine.scheduler.preemptions == 0
+
+
+def test_a_request_is_rewound_after_it_was_scheduled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was scheduled and not launched goes on without it; then it is scheduled anew."""
+    engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
+    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    while len(requests[1].output) < 5:
+        engine.step()
+
+    def lost(*_: Any) -> Samples:
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
+        patch.setattr(engine.runner, "launch", lost)
+        engine.step()
+    engine.scheduler.rewind(requests[1], 45)
+    assert [one.request for one in engine.step()] == requests[:1]
+    while engine.scheduler.has_work:
+        engine.step()
+    assert [request.output for request in requests] == [output.token_ids for output in wanted]
+
+
+@pytest.mark.parametrize("back_to", [0, 5, 16])
+def test_a_request_is_rewound_while_it_is_prefilled(llm: LLM, back_to: int) -> None:
+    engine, wanted = llm.engine, llm.generate(PROMPTS[1], GREEDY)[0].token_ids
+    request = engine.add(PROMPTS[1], GREEDY)
+    engine.step()
+    assert request.num_computed_tokens == 16
+    engine.scheduler.rewind(request, back_to)
+    while engine.scheduler.has_work:
+        engine.step()
+    assert request.output == wanted
+
+
+def test_what_cannot_be_rewound() -> None:
+    request = Request(0, [1, 2, 3], SamplingParams(), output=[4, 5], num_computed_tokens=4)
+    for tokens, complaint in (
+        (5, "cannot rewind to 5: 4 tokens are computed"),
+        (-1, "cannot rewind to -1: 4 tokens are computed"),
+        (2, "cannot rewind to 2: 3 tokens were prefilled; rewind to as many or more, or to 0"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            request.rewind(tokens)
+    assert request.num_computed_tokens == 4 and request.prefilled
+    request.rewind(3)
+    assert request.prefilled and request.num_prefill_tokens == 3
+    request.rewind(0)
+    assert not request.prefilled and request.num_prefill_tokens == 5

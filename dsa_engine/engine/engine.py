@@ -27,11 +27,12 @@ from dsa_engine.engine.scheduler import Scheduler
 from dsa_engine.engine.steps import Steps
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.config import DTYPES, ModelConfig, read_config_json
-from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.quantization import Unquantized
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import format_bytes, parse_bytes
 
@@ -64,15 +65,21 @@ class Engine:
         started = time.perf_counter()
         with torch.inference_mode():
             runtime = Runtime(
-                self.mesh, self.dtype, self.workspace, options.overlap_shared_expert, options.overlap_indexer
+                self.mesh,
+                self.dtype,
+                Unquantized(self.dtype, device),
+                self.workspace,
+                options.overlap_shared_expert,
+                options.overlap_indexer,
             )
             with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
                 self.model = Model(config, runtime)
             self.bytes_read = self._load(folder)
         self.load_seconds = time.perf_counter() - started
-        pages = self._cache_pages()
+        stored = cache_format(config, self.dtype)
+        pages = self._cache_pages(cache_bytes_per_token(config, stored))
         with enough_memory("the caches", "lower cache_memory"):
-            self.cache = KVCache(config, pages, options.page_size, self.dtype, device)
+            self.cache = KVCache(config, stored, pages, options.page_size, device)
         self.scheduler = Scheduler(
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
@@ -242,12 +249,13 @@ class Engine:
                 bar.update()
         if isinstance(reader, CheckpointReader):
             reader.close()
+        self.model.weights_loaded()
         return reader.bytes_read
 
-    def _cache_pages(self) -> int:
+    def _cache_pages(self, token_bytes: int) -> int:
         """Pages of the cache: the same on all ranks, so what the poorest of them affords."""
         options, config, page_size = self.options, self.config, self.options.page_size
-        one = page_size * cache_bytes_per_token(config, self.dtype)
+        one = page_size * token_bytes
         if options.cache_memory is None:
             tokens, device = options.max_num_batched_tokens, self.mesh.device
             # all_gather brings every rank's tokens; all_to_all as many as this rank has, twice that where it is skewed.

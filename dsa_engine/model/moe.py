@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.batch import ForwardBatch
-from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, expert_mlp
+from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
@@ -28,13 +28,8 @@ class MoE(Weighted):
         self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         first, last = shard(experts, runtime.mesh.ep, "n_routed_experts")
-        self.gate_up = self.stack(last - first, 2 * intermediate, hidden)
-        self.down = self.stack(last - first, hidden, intermediate)
-        for i in range(last - first):
-            name = f"{prefix}.experts.{first + i}"
-            self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
-            self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
-            self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
+        held = [f"{prefix}.experts.{expert}" for expert in range(first, last)]
+        self.experts = self.grouped_experts(held, hidden, intermediate)
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -59,22 +54,14 @@ class MoE(Weighted):
         with stage("MoE experts"):
             # A padded step may be one that a CUDA graph is captured of: the host must not ask how many are served.
             uncounted = UNCOUNTED_BYTES if batch.live is None else sys.maxsize
-            sums = expert_mlp(
-                here.tokens,
-                here.experts,
-                here.weights,
-                self.gate_up,
-                self.down,
-                share=here.share,
-                uncounted_bytes=uncounted,
-            )
+            sums = self.experts(here.tokens, here.experts, here.weights, share=here.share, uncounted_bytes=uncounted)
         with stage("MoE combine"):
             return here.combine(sums) + shared()
 
     def _dispatch(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
     ) -> Dispatched:
-        group, per_rank = self.runtime.mesh.ep, self.gate_up.shape[0]
+        group, per_rank = self.runtime.mesh.ep, self.experts.count
         if group.size == 1:
             return dispatch_local(x, experts, weights)
         parallel = self.runtime.mesh.config

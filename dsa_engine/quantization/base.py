@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -42,7 +43,9 @@ class Matrix:
 class Linear(nn.Module, ABC):
     """``y = x · weightᵀ``. Its memory is reserved when it is made and filled through ``sources`` later."""
 
-    __call__: Callable[[torch.Tensor], torch.Tensor]
+    if TYPE_CHECKING:  # what nn.Module's own leaves open
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def __init__(self) -> None:
         super().__init__()

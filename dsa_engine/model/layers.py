@@ -13,7 +13,7 @@ from dsa_engine.checkpoint import Source
 from dsa_engine.kernels.silu_mul import silu_mul
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.streams import SideStream
-from dsa_engine.quantization import GroupedExperts, Linear, Matrix, WeightFormat
+from dsa_engine.quantization import GroupedExperts, Linear, Matrix, WeightFormat, Weights
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Weighted(nn.Module):
         super().__init__()
         self.runtime = runtime
         self.sources: list[Source] = []
+        self.stored = nn.ParameterList()  # the tensors of linear layers and experts
 
     def weight(
         self,
@@ -82,14 +83,18 @@ class Weighted(nn.Module):
     def stacked_linear(self, *parts: Matrix) -> Linear:
         """One linear layer of several matrices of the checkpoint: the rows of one behind those of the other."""
         linear = self.runtime.weights.linear(*parts)
-        self.sources += linear.sources
+        self._own(linear)
         return linear
 
     def grouped_experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
         """The experts whose names in the checkpoint begin with ``prefixes``."""
         experts = self.runtime.weights.experts(prefixes, hidden, intermediate)
-        self.sources += experts.sources
+        self._own(experts)
         return experts
+
+    def _own(self, weights: Weights) -> None:
+        self.sources += weights.sources
+        self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
 
     def weights_loaded(self) -> None:
         """Called once, when the weights have been loaded: the time to derive others from them."""

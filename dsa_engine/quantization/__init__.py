@@ -5,7 +5,7 @@ their weights look like. Today there is one format, :class:`Unquantized`. Norms,
 the embedding and the LM head are no format's matter: they are plain parameters of their layers.
 """
 
-from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat
+from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat, Weights
 from dsa_engine.quantization.unquantized import Unquantized
 
-__all__ = ["GroupedExperts", "Linear", "Matrix", "Unquantized", "WeightFormat"]
+__all__ = ["GroupedExperts", "Linear", "Matrix", "Unquantized", "WeightFormat", "Weights"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from dsa_engine.checkpoint import Source
 
@@ -40,40 +38,34 @@ class Matrix:
         return Source(self.name, into, (self.rows, self.columns), self.start)
 
 
-class Linear(nn.Module, ABC):
-    """``y = x · weightᵀ``. Its memory is reserved when it is made and filled through ``sources`` later."""
+class Weights(ABC):
+    """Memory for some weights, reserved when it is made. Not an ``nn.Module``: calls of those take longer than a small
+    product; the layer that it belongs to lists its tensors among its parameters."""
 
-    if TYPE_CHECKING:  # what nn.Module's own leaves open
+    tensors: tuple[torch.Tensor, ...]  # what takes memory
+    sources: list[Source]  # what fills it
 
-        def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sources: list[Source] = []
+class Linear(Weights):
+    """``y = x · weightᵀ``."""
 
     @abstractmethod
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in] -> [..., out]``, in x's dtype."""
 
     @abstractmethod
     def dequantized(self) -> torch.Tensor:
-        """The weight as plain numbers of the run's dtype, ``[out, in]``, for whoever multiplies in another way than
-        :meth:`forward`. Asked for once, when the weights have been loaded. Where it is stored so, no copy is made."""
+        """The weight as plain numbers of the run's dtype, ``[out, in]``, for whoever multiplies in a way of its own.
+        To be asked for once, when the weights have been loaded. Where it is stored so, no copy is made."""
 
 
-class GroupedExperts(nn.Module, ABC):
-    """The routed experts of one rank, SwiGLU each: ``down · silu_mul(gate_up · x)``.
+class GroupedExperts(Weights):
+    """The routed experts of one rank, SwiGLU each: ``down · silu_mul(gate_up · x)``."""
 
-    Filled through ``sources`` as a :class:`Linear`; ``count`` is how many there are.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-        self.sources: list[Source] = []
+    count: int
 
     @abstractmethod
-    def forward(
+    def __call__(
         self,
         tokens: torch.Tensor,
         experts: torch.Tensor,

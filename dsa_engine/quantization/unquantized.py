@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dsa_engine.kernels.expert_mlp import expert_mlp
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat
@@ -16,17 +15,16 @@ class UnquantizedLinear(Linear):
     """``weight [out, in]``."""
 
     def __init__(self, parts: Sequence[Matrix], dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        self.weight = _empty(rows, columns, dtype=dtype, device=device)
-        into = self.weight.data.split([part.shape[0] for part in parts])
-        self.sources = [part.source(rows) for part, rows in zip(parts, into, strict=True)]
+        rows = [part.shape[0] for part in parts]
+        self.weight = torch.empty(sum(rows), parts[0].shape[1], dtype=dtype, device=device)
+        self.tensors = (self.weight,)
+        self.sources = [part.source(piece) for part, piece in zip(parts, self.weight.split(rows), strict=True)]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
     def dequantized(self) -> torch.Tensor:
-        return self.weight.data
+        return self.weight
 
 
 class UnquantizedExperts(GroupedExperts):
@@ -35,10 +33,12 @@ class UnquantizedExperts(GroupedExperts):
     def __init__(
         self, prefixes: Sequence[str], hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
     ):
-        super().__init__(len(prefixes))
-        self.gate_up = _empty(self.count, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self.down = _empty(self.count, hidden, intermediate, dtype=dtype, device=device)
-        for prefix, gate_up, down in zip(prefixes, self.gate_up.data, self.down.data, strict=True):
+        self.count = len(prefixes)
+        self.gate_up = torch.empty(self.count, 2 * intermediate, hidden, dtype=dtype, device=device)
+        self.down = torch.empty(self.count, hidden, intermediate, dtype=dtype, device=device)
+        self.tensors = (self.gate_up, self.down)
+        self.sources = []
+        for prefix, gate_up, down in zip(prefixes, self.gate_up, self.down, strict=True):
             gate, up = gate_up.split(intermediate)
             self.sources += [
                 Matrix(f"{prefix}.gate_proj.weight", intermediate, hidden).source(gate),
@@ -46,7 +46,7 @@ class UnquantizedExperts(GroupedExperts):
                 Matrix(f"{prefix}.down_proj.weight", hidden, intermediate).source(down),
             ]
 
-    def forward(
+    def __call__(
         self,
         tokens: torch.Tensor,
         experts: torch.Tensor,
@@ -72,7 +72,3 @@ class Unquantized(WeightFormat):
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> UnquantizedExperts:
         return UnquantizedExperts(prefixes, hidden, intermediate, self.dtype, self.device)
-
-
-def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

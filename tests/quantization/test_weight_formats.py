@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import Source
 from dsa_engine.engine import engine
-from dsa_engine.kernels.expert_mlp import expert_mlp
 from dsa_engine.quantization import Linear, Matrix, Unquantized
 from dsa_engine.quantization.unquantized import UnquantizedExperts
 
@@ -34,8 +33,8 @@ def test_a_linear_layer() -> None:
     fill(linear.sources, {"w": weight})
     torch.testing.assert_close(linear(x), x @ weight.t())
     assert torch.equal(linear.dequantized(), weight)
-    assert linear.dequantized().data_ptr() == linear.weight.data_ptr()  # no copy
-    assert [p.nbytes for p in linear.parameters()] == [4 * 6 * 8]
+    assert linear.dequantized() is linear.tensors[0]  # no copy
+    assert [tensor.nbytes for tensor in linear.tensors] == [4 * 6 * 8]
 
 
 def test_a_rank_keeps_a_part() -> None:
@@ -83,14 +82,14 @@ class TransposedLinear(Linear):
     """Stored as ``[in, out]``: another layout, so a plain weight is a copy and must be made after loading."""
 
     def __init__(self, parts: Sequence[Matrix]):
-        super().__init__()
         rows = [part.shape[0] for part in parts]
-        self.register_buffer("stored", torch.full((parts[0].shape[1], sum(rows)), float("nan")))
+        self.stored = torch.full((parts[0].shape[1], sum(rows)), float("nan"))
+        self.tensors = (self.stored,)
         into = self.stored.split(rows, dim=1)
         self.sources = [part.source(piece.t()) for part, piece in zip(parts, into, strict=True)]
         self.asked = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.stored
 
     def dequantized(self) -> torch.Tensor:
@@ -101,9 +100,9 @@ class TransposedLinear(Linear):
 class CountedExperts(UnquantizedExperts):
     calls = 0
 
-    def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **how: float) -> torch.Tensor:
+    def __call__(self, *what: torch.Tensor, share: float, uncounted_bytes: int) -> torch.Tensor:
         CountedExperts.calls += 1
-        return expert_mlp(tokens, experts, weights, self.gate_up, self.down)
+        return super().__call__(*what, share=share, uncounted_bytes=uncounted_bytes)
 
 
 class Transposed(Unquantized):
@@ -128,11 +127,13 @@ def test_no_layer_knows_how_weights_are_stored(demo_cache: Path, monkeypatch: py
     other_logits, other_tokens, other = results()
     assert other_tokens == tokens
     assert float((other_logits - logits).norm() / logits.norm()) < 1e-3
-    linears = [m for m in other.engine.model.modules() if isinstance(m, TransposedLinear)]
+    linears = [v for m in other.engine.model.modules() for v in vars(m).values() if isinstance(v, TransposedLinear)]
     layers = other.engine.config.num_hidden_layers
     # What is asked for plain is W_UK and W_UV of every layer, once.
     assert sorted(m.asked for m in linears) == [0] * (len(linears) - layers) + [1] * layers
     assert CountedExperts.calls > 0
+    held = [sum(p.nbytes for p in llm.engine.model.parameters()) for llm in (plain, other)]
+    assert held[0] == held[1] == sum(source.into.nbytes for source in plain.engine.model.weight_sources())
     # Loaded in the same order, whatever the format.
     names = [[source.name for source in llm.engine.model.weight_sources()] for llm in (plain, other)]
     assert names[0] == names[1]

@@ -14,7 +14,7 @@ from dsa_engine.engine.memory import available_bytes
 from dsa_engine.llm import resolve_model
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.kv_cache import cache_bytes_per_token
+from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.version import __version__
@@ -104,8 +104,11 @@ def _info(args: argparse.Namespace) -> None:
         ("float32", torch.float32, counts.bytes_float32),
     ):
         weights = total - elsewhere * dtype.itemsize
-        per_token = cache_bytes_per_token(config, dtype)
-        tokens = max(0, memory - weights) // per_token
+        try:
+            per_token = cache_bytes_per_token(config, cache_format(config, dtype))
+        except ValueError:  # no FP8 format for the model's sizes
+            per_token = None
+        tokens = max(0, memory - weights) // per_token if per_token else None
         rows.append(
             {"dtype": name, "weight_bytes": weights, "cache_bytes_per_token": per_token, "tokens_that_fit": tokens}
         )
@@ -115,10 +118,11 @@ def _info(args: argparse.Namespace) -> None:
         + (f", and {counts.mtp:,} in the MTP module" if counts.mtp else "")
         + f"\non each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
     )
-    table = [
-        (r["dtype"], format_bytes(r["weight_bytes"]), f"{r['cache_bytes_per_token']:,} B", f"{r['tokens_that_fit']:,}")
-        for r in rows
-    ]
+    table = []
+    for r in rows:
+        per_token, tokens = r["cache_bytes_per_token"], r["tokens_that_fit"]
+        cached = ("no such format", "-") if per_token is None else (f"{per_token:,} B", f"{tokens:,}")
+        table.append((r["dtype"], format_bytes(r["weight_bytes"]), *cached))
     print(format_table(("dtype", "weights per rank", "cache per token", "cached tokens that fit"), table))
     print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load and caches in the run's dtype")
     if args.json:

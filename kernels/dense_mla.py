@@ -12,18 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.fp8_cache import unpack_latent_rows
+from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.launch import dot_precision, runs_triton
 from dsa_engine.kernels.merge_splits import merge_splits
 from dsa_engine.kernels.online_softmax import (
     LOG2_E,
     LOWEST,
     attend,
-    check_pool,
+    attended_format,
     load_queries,
     load_rows,
     plan_attention,
-    rows_of,
     store_nothing,
     store_results,
 )
@@ -53,13 +52,12 @@ def dense_mla_reference(
     scale: float,
     workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    heads = q.shape[1]
+    _, heads, width = q.shape
+    row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
     for segment in segments:
-        rows = read_rows(pool, block_tables[segment.sequence], 0, segment.end)
-        if pool.dtype == torch.uint8:
-            rows = unpack_latent_rows(rows, q.shape[-1]).to(q.dtype)
+        rows = row_format.unpack(read_rows(pool, block_tables[segment.sequence], 0, segment.end)).to(q.dtype)
         block = max(1, workspace // max(1, 8 * heads * segment.end))
         for done in range(0, segment.length, block):
             stop = min(done + block, segment.length)
@@ -114,15 +112,15 @@ def dense_mla_kernel(
 
 
 def _launch(
-    q: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments, value_dim: int,
+    q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat, block_tables: torch.Tensor, segments: Segments,
     scale: float, workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, _ = q.shape
-    plan = plan_attention(q, pool, value_dim)
+    plan = plan_attention(q, row_format)
     splits = plan.splits(segments.longest, workspace)
     out, lse = plan.results(splits)
     if tokens and heads:
-        rows = rows_of(pool, value_dim)
+        rows = row_format.views(pool)
         dense_mla_kernel[(plan.programs, splits)](
             q, rows.values, rows.scales, rows.rotated, block_tables, segments.sequences, segments.visible, out, lse,
             tokens, block_tables.stride(0), scale * LOG2_E, pool.shape[1], rows.value_stride, rows.scale_stride,
@@ -145,8 +143,8 @@ def dense_mla(
 
     Args:
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
-        pool: latent pool ``[pages, page_size, width]``, same dtype as q; or uint8 ``[pages, page_size, row bytes]`` in
-            the format of :mod:`~dsa_engine.kernels.fp8_cache`.
+        pool: latent pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = width; or FP8
+            (:mod:`~dsa_engine.kernels.cache_format`).
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
         value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
@@ -159,9 +157,9 @@ def dense_mla(
     Raises:
         ValueError: shapes or dtypes that do not fit together, or segments beyond the batch or their block table.
     """
-    check_pool(q, pool, value_dim)
+    row_format = attended_format(q, pool, value_dim)
     segments.check(q.shape[0], block_tables, pool.shape[1])
     if runs_triton(q):
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
-        return _launch(q.contiguous(), pool, tables, segments, value_dim, scale, workspace)
+        return _launch(q.contiguous(), pool, row_format, tables, segments, scale, workspace)
     return dense_mla_reference(q, pool, block_tables, segments, value_dim, scale, workspace)

@@ -7,7 +7,8 @@ A scale belongs to 128 values of a latent row, and to a whole index key: ``value
 latent row stays in bfloat16. In the index-key pool ``[pages, page_size, dim + 4]`` only the page has a meaning of its
 own: values of all its keys lie before their scales.
 
-These functions define the formats and serve the references and tests; kernels read and write the bytes themselves.
+These functions define the formats and serve :mod:`.cache_format`, which everybody asks; kernels read and write the
+bytes themselves.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch
 from dsa_engine.kernels.quantize import quantize_rows_reference
 
 LATENT_BLOCK = 128  # values of a latent row that share a scale
+SCALE_BYTES = 4  # float32
 
 
 def latent_row_bytes(rank: int, rope: int) -> int:
     """Bytes of a latent row in FP8: 656 for rank 512 and 64 rotated columns."""
-    return rank + 4 * (rank // LATENT_BLOCK) + 2 * rope
+    return rank + SCALE_BYTES * (rank // LATENT_BLOCK) + 2 * rope
 
 
 def latent_rank(row_bytes: int, width: int) -> int:
@@ -38,14 +40,14 @@ def latent_rank(row_bytes: int, width: int) -> int:
 
 
 def pack_latent_rows(rows: torch.Tensor, rank: int, power_of_two: bool = False) -> torch.Tensor:
-    """``rows [R, rank + rope]`` to uint8 ``[R, latent_row_bytes(rank, rope)]``."""
-    values, scales = quantize_rows_reference(rows[:, :rank], LATENT_BLOCK, power_of_two)
-    rope = rows[:, rank:].to(torch.bfloat16).contiguous()
+    """``rows [..., rank + rope]`` to uint8 ``[..., latent_row_bytes(rank, rope)]``."""
+    values, scales = quantize_rows_reference(rows[..., :rank], LATENT_BLOCK, power_of_two)
+    rope = rows[..., rank:].to(torch.bfloat16).contiguous()
     return torch.cat((values.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8)), dim=-1)
 
 
 def unpack_latent_rows(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """uint8 ``[R, bytes]`` to float32 ``[R, width]``: the numbers that a kernel computes with."""
+    """uint8 ``[..., bytes]`` to float32 ``[..., width]``: the numbers that a kernel computes with."""
     rank = latent_rank(packed.shape[-1], width)
     values, scales, rope = packed.split((rank, rank // 32, 2 * (width - rank)), dim=-1)
     blocks = values.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, LATENT_BLOCK))
@@ -58,6 +60,6 @@ def index_key_views(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     float32 scales ``[pages, page_size]``."""
     pages, page_size, row = pool.shape
     flat = pool.view(pages, page_size * row)
-    border = page_size * (row - 4)
-    values = flat[:, :border].view(torch.float8_e4m3fn).unflatten(-1, (page_size, row - 4))
+    border = page_size * (row - SCALE_BYTES)
+    values = flat[:, :border].view(torch.float8_e4m3fn).unflatten(-1, (page_size, row - SCALE_BYTES))
     return values, flat[:, border:].view(torch.float32)

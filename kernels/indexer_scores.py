@@ -6,8 +6,8 @@ Shapes: ``q [T, heads, dim]``, ``w [T, heads]`` float32 with every scale already
 dim]`` in the dtype of q; scores are float32 ``[T, S]``, S the most that any query sees. What lies behind a row's
 visible tokens is not defined and must not be read.
 
-In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the index-key format of
-:mod:`~dsa_engine.kernels.fp8_cache`. A scale is positive and relu is homogeneous: the scale of a query row belongs
+In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the FP8 index-key format of
+:mod:`~dsa_engine.kernels.cache_format`. A scale is positive and relu is homogeneous: the scale of a query row belongs
 into ``w[t, h]``, where the caller puts it, and that of a key is multiplied in after the sum over heads.
 
 Two kernels do the same in opposite order: with many queries per sequence (prefill) a program keeps a tile of keys and
@@ -24,10 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.cache_format import IndexKeyFormat
 from dsa_engine.kernels.e4m3 import decode_e4m3
-from dsa_engine.kernels.fp8_cache import index_key_views
 from dsa_engine.kernels.launch import capability, config_for, dot_precision, multiprocessors, runs_triton
-from dsa_engine.kernels.paged import read_rows
 from dsa_engine.kernels.segment import Segments
 
 # The per-head products of one tile on a CPU stay within a core's cache.
@@ -84,13 +83,11 @@ def _score_segment(
 
 def _read_keys(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Index keys of the positions ``start … stop-1`` in float32 ``[stop-start, dim]``."""
-    if pool.dtype != torch.uint8:
-        return read_rows(pool, block_table, start, stop).float()
     page_size = pool.shape[1]
     first, last = start // page_size, -(-stop // page_size)
-    values, scales = index_key_views(pool.index_select(0, block_table[first:last]))
-    keys = (values.float() * scales[..., None]).flatten(0, 1)
-    return keys[start - first * page_size : stop - first * page_size]
+    pages = pool.index_select(0, block_table[first:last])
+    keys = IndexKeyFormat.of_pool(pool).unpack_pages(pages).flatten(0, 1)
+    return keys[start - first * page_size : stop - first * page_size].float()
 
 
 @triton.jit
@@ -190,10 +187,10 @@ def score_span_kernel(
     w = tl.load(weights + line, mask=known, other=0.0)
     scores += row * score_stride
     table = block_tables + tl.load(sequences + row).to(tl.int64) * table_stride
-    places = tl.arange(0, BLOCK_KEYS)
-    page = tl.load(table + (begin + places) // PAGE_SIZE, mask=begin + places < stop, other=0)
+    key = tl.arange(0, BLOCK_KEYS)
+    page = tl.load(table + (begin + key) // PAGE_SIZE, mask=begin + key < stop, other=0)
     for first in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
-        position = first + places
+        position = first + key
         exists = position < stop
         # Page numbers are read a step ahead: addresses are there when loads are issued. Carried as int32, since Triton
         # pipelines the loads in another, worse form around a conversion.
@@ -236,7 +233,7 @@ def _launch(
     scores = torch.empty(rows, triton.cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
     if not rows:
         return scores
-    keys, key_scales = index_key_views(pool) if pool.dtype == torch.uint8 else (pool, None)
+    keys, key_scales = IndexKeyFormat.of_pool(pool).views(pool)
     if key_scales is not None and capability(q) < 89:
         q, keys = q.view(torch.uint8), keys.view(torch.uint8)
     most = max(s.length for s in segments)
@@ -281,8 +278,8 @@ def indexer_scores(
     Args:
         q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
-        pool: index-key pool ``[pages, page_size, dim]`` in the dtype of q, the queries' own keys stored; or FP8, uint8
-            ``[pages, page_size, dim + 4]``.
+        pool: index-key pool ``[pages, page_size, columns]``, the queries' own keys stored: plain numbers in q's dtype,
+            columns = dim; or FP8 (:mod:`~dsa_engine.kernels.cache_format`).
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
@@ -305,12 +302,12 @@ def _check(
     q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments
 ) -> None:
     """Raises what :func:`indexer_scores` says."""
-    fp8 = pool.dtype == torch.uint8
-    if q.dim() != 3 or q.shape[:2] != weights.shape or pool.dim() != 3 or q.shape[-1] + 4 * fp8 != pool.shape[-1]:
+    key_format = IndexKeyFormat.of_pool(pool)
+    if q.dim() != 3 or q.shape[:2] != weights.shape or pool.dim() != 3 or q.shape[-1] != key_format.dim:
         raise ValueError(
             f"q {tuple(q.shape)}, weights {tuple(weights.shape)} and pool {tuple(pool.shape)} do not fit together"
         )
-    if q.dtype != (torch.float8_e4m3fn if fp8 else pool.dtype) or weights.dtype != torch.float32:
+    if q.dtype != key_format.dtype or weights.dtype != torch.float32:
         raise TypeError(
             "q and pool must have the same dtype, or float8_e4m3fn and uint8, and weights float32; not "
             f"{q.dtype}, {pool.dtype} and {weights.dtype}"

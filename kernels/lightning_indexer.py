@@ -33,7 +33,8 @@ def lightning_indexer(
     Args:
         q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
-        pool: index-key pool ``[pages, page_size, dim]`` in the dtype of q; or FP8, uint8 ``[…, dim + 4]``.
+        pool: index-key pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = dim; or FP8
+            (:mod:`~dsa_engine.kernels.cache_format`).
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
         k: how many to select.

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.cache_format import FP8, LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK, latent_rank
 from dsa_engine.kernels.launch import capability, config_for, multiprocessors
 
@@ -63,26 +64,20 @@ TILINGS = {
 }
 
 
-class Rows(NamedTuple):
-    """A pool as its kernels address it: three typed views of the same bytes, each with its elements a row."""
+def attended_format(q: torch.Tensor, pool: torch.Tensor, value_dim: int) -> LatentFormat:
+    """The format of the pool's rows, of ``q``'s width, with ``value_dim`` numbers before the rotated ones.
 
-    values: torch.Tensor  # q's dtype, or uint8 that hold e4m3
-    value_stride: int
-    scales: torch.Tensor  # float32 of an FP8 pool; else not read
-    scale_stride: int
-    rotated: torch.Tensor  # q's dtype, or bfloat16 in an FP8 pool
-    rotated_stride: int
-
-
-def check_pool(q: torch.Tensor, pool: torch.Tensor, value_dim: int) -> None:
-    """Raises ``ValueError`` unless ``q [T, heads, width]`` can attend to the pool, in q's dtype or uint8 for FP8."""
+    Raises:
+        ValueError: ``q [T, heads, width]`` cannot attend to the pool, which must be plain in q's dtype, or FP8.
+    """
     width = q.shape[-1]
     if q.dim() != 3 or pool.dim() != 3:
         raise ValueError(
             f"q must be [T, heads, width] and the pool [pages, page_size, width], not {tuple(q.shape)} and "
             f"{tuple(pool.shape)}"
         )
-    if pool.dtype == torch.uint8:
+    dtype = stored_dtype(pool)
+    if dtype == FP8:
         rank = latent_rank(pool.shape[-1], width)
         if rank != value_dim or width % 2:
             raise ValueError(
@@ -93,17 +88,7 @@ def check_pool(q: torch.Tensor, pool: torch.Tensor, value_dim: int) -> None:
         raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit pool {pool.dtype} {tuple(pool.shape)}")
     if not 0 < value_dim <= width:
         raise ValueError(f"value_dim must be 1 to {width}, the width of q, not {value_dim}")
-
-
-def rows_of(pool: torch.Tensor, value_dim: int) -> Rows:
-    flat = pool.view(-1, pool.shape[-1])
-    row = flat.shape[1]
-    if pool.dtype != torch.uint8:
-        return Rows(flat, row, flat, row, flat[:, value_dim:] if value_dim < row else flat, row)
-    first = value_dim + value_dim // 32  # byte of the first rotated number
-    scales, rotated = flat.view(torch.float32), flat.view(torch.bfloat16)
-    rotated = rotated[:, first // 2 :] if first < row else rotated
-    return Rows(flat, row, scales[:, value_dim // 4 :], row // 4, rotated, row // 2)
+    return LatentFormat(value_dim, width - value_dim, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -147,20 +132,20 @@ class Plan:
         return out, torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
-def plan_attention(q: torch.Tensor, pool: torch.Tensor, value_dim: int) -> Plan:
-    tokens, heads, width = q.shape
+def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
+    tokens, heads, _ = q.shape
+    value_dim, rotated, fp8 = row_format.rank, row_format.rope, row_format.fp8
     tilings = config_for(TILINGS, q)
-    fp8 = pool.dtype == torch.uint8
     tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
     block_heads = min(tiles.heads, max(16, triton.next_power_of_2(heads)))
     constants = {
         "HEADS": heads,
         "VALUE": value_dim,
-        "ROTATED": width - value_dim,
+        "ROTATED": rotated,
         "BLOCK_HEADS": block_heads,
         "BLOCK_ROWS": tiles.rows,
         "BLOCK_VALUE": max(LATENT_BLOCK if fp8 else 16, triton.next_power_of_2(value_dim)),
-        "BLOCK_ROTATED": max(16, triton.next_power_of_2(width - value_dim)),
+        "BLOCK_ROTATED": max(16, triton.next_power_of_2(rotated)),
         "FP8": fp8,
         "E4M3": capability(q) >= 89,  # older chips have no conversion
         "num_warps": tiles.warps,
@@ -226,12 +211,12 @@ def load_rows(
 
 @triton.jit
 def attend(
-    q_value, q_rotated, tile, ends, place, stop, partial, slots, top, total, acc, scale,
+    q_value, q_rotated, tile, ends, entry, stop, partial, slots, top, total, acc, scale,
     ROTATED: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step: the rows ``tile [BLOCK_ROWS, BLOCK_VALUE]`` and ``ends [BLOCK_ROWS, BLOCK_ROTATED]`` at the places
-    ``place``. With ``partial`` (a scalar) those from ``stop`` on are left out and, with HOLES, those where ``slots``
-    is negative. ``scale`` holds log2(e)."""
+    """One step: the rows ``tile [BLOCK_ROWS, BLOCK_VALUE]`` and ``ends [BLOCK_ROWS, BLOCK_ROTATED]``, numbered
+    ``entry [BLOCK_ROWS]`` among those that the query sees. With ``partial`` (a scalar) those from ``stop`` on are left
+    out and, with HOLES, those where ``slots`` is negative. ``scale`` holds log2(e)."""
     # Scaled before they are added: else Triton makes the sum the first product's accumulator, and see below.
     scores = tl.dot(q_value, tl.trans(tile), input_precision=PRECISION) * scale
     if ROTATED:
@@ -239,9 +224,9 @@ def attend(
     # The branch is more than a saving. Where Triton sees that one product feeds another, it puts all warps along the
     # heads, and two warpgroups with 64 heads do the same work twice; a branch between the products hides it.
     if partial:
-        kept = place < stop
+        kept = entry < stop
         if HOLES:
-            kept = tl.load(slots + place, mask=kept, other=-1) >= 0
+            kept = tl.load(slots + entry, mask=kept, other=-1) >= 0
         scores = tl.where(kept[None, :], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     shares = tl.exp2(scores - new_top[:, None])

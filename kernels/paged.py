@@ -48,17 +48,17 @@ def as_pool(out: torch.Tensor, slots: torch.Tensor | None, rows: int, width: int
 
 
 @triton.jit
-def find_places(slots, row, count, PAGE_SIZE: tl.constexpr):
-    """Where the rows numbered ``row [rows]``, int64, of ``count`` go: page, place in the page (int64), and whether they
-    go anywhere, each ``[rows, 1]``. PAGE_SIZE 0: no slots, every row is a page."""
+def page_and_offset(slots, row, count, PAGE_SIZE: tl.constexpr):
+    """Where the rows numbered ``row [rows]``, int64, of ``count`` go: page, offset in the page (in rows, int64), and
+    whether they go anywhere, each ``[rows, 1]``. PAGE_SIZE 0: no slots, every row is a page."""
     keep = row < count
     if PAGE_SIZE == 0:
-        page, place = row, row * 0
+        page, offset = row, row * 0
     else:
         # Loaded without a second dimension, along which every thread of a row would load it again.
         slot = tl.load(slots + row, mask=keep, other=-1).to(tl.int64)
-        page, place, keep = slot // PAGE_SIZE, slot % PAGE_SIZE, slot >= 0
-    return page[:, None], place[:, None], keep[:, None]
+        page, offset, keep = slot // PAGE_SIZE, slot % PAGE_SIZE, slot >= 0
+    return page[:, None], offset[:, None], keep[:, None]
 
 
 @triton.jit
@@ -75,9 +75,9 @@ def store_rows_reference(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Te
         pool[:, 0] = rows.to(pool.dtype)
         return
     kept = slots >= 0
-    places = slots[kept]
+    written = slots[kept]
     page_size = pool.shape[1]
-    pool[places // page_size, places % page_size] = rows[kept].to(pool.dtype)
+    pool[written // page_size, written % page_size] = rows[kept].to(pool.dtype)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -86,15 +86,15 @@ def store_rows_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    page, place, keep = find_places(slots, row, count, PAGE_SIZE)
-    copy_tile(rows + row[:, None] * row_stride, pool + page * page_stride + place * WIDTH, keep, WIDTH, PADDED)
+    page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
+    copy_tile(rows + row[:, None] * row_stride, pool + page * page_stride + offset * WIDTH, keep, WIDTH, PADDED)
 
 
 def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes ``rows [R, width]`` to ``slots [R]`` of the pool; rows with slot −1 are dropped.
 
     The rows may come in any order and with any row stride, so that the gathered buffer of a context-parallel step goes
-    straight to its causal places. They take the dtype of the pool. No slot may be named twice.
+    straight to its causal slots. They take the dtype of the pool. No slot may be named twice.
     """
     if rows.shape != (slots.shape[0], pool.shape[-1]):
         raise ValueError(f"{tuple(rows.shape)} rows do not fit {slots.shape[0]} slots of width {pool.shape[-1]}")
@@ -141,10 +141,10 @@ def slots_of_reference(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:
     known = positions >= 0
-    places = positions.clamp(min=0).long()
+    at = positions.clamp(min=0).long()
     first_page = sequences.long() * block_tables.shape[1]
-    pages = block_tables.flatten()[first_page.view(-1, *(1,) * (positions.dim() - 1)) + places // page_size]
-    return torch.where(known, pages * page_size + places % page_size, -1).int()
+    pages = block_tables.flatten()[first_page.view(-1, *(1,) * (positions.dim() - 1)) + at // page_size]
+    return torch.where(known, pages * page_size + at % page_size, -1).int()
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -2,8 +2,8 @@
 
     p[t, h] = softmax(scale · q[t, h] · row[slots[t]]ᵀ)      out[t, h] = p[t, h] · row[slots[t]][:value_dim]
 
-A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped,
-in any place; a query without a single slot yields zeros and a log-sum-exp of −inf.
+A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped
+wherever it stands; a query without a single slot yields zeros and a log-sum-exp of −inf.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.fp8_cache import unpack_latent_rows
+from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.launch import dot_precision, runs_triton
 from dsa_engine.kernels.merge_splits import merge_splits
 from dsa_engine.kernels.online_softmax import (
     LOG2_E,
     LOWEST,
     attend,
-    check_pool,
+    attended_format,
     load_queries,
     load_rows,
     plan_attention,
-    rows_of,
     store_nothing,
     store_results,
 )
@@ -42,7 +41,8 @@ def sparse_attention_reference(
     block_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q.shape
-    flat = pool.view(-1, pool.shape[-1])
+    row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
+    flat = pool.view(-1, row_format.columns)
     out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     block = max(1, block_bytes // (max(1, slots.shape[1]) * 4 * (width + heads)))
@@ -52,10 +52,7 @@ def sparse_attention_reference(
         skipped = chosen < 0
         if counts is not None:
             skipped |= torch.arange(slots.shape[1], device=q.device) >= counts[part, None]
-        rows = flat[chosen.masked_fill(skipped, 0)]  # [n, k, width]
-        if pool.dtype == torch.uint8:
-            rows = unpack_latent_rows(rows.flatten(0, 1), width).to(q.dtype).view(*chosen.shape, width)
-        rows = rows.float()
+        rows = row_format.unpack(flat[chosen.masked_fill(skipped, 0)]).to(q.dtype).float()  # [n, k, width]
         if bool(skipped.any()):
             rows.masked_fill_(skipped[..., None], 0.0)  # a row that was never written may hold NaN, and 0 · NaN is NaN
         scores = torch.bmm(q[part].float(), rows.transpose(1, 2)).mul_(scale)  # [n, heads, k]
@@ -69,13 +66,13 @@ def sparse_attention_reference(
 
 @triton.jit
 def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
-    """Of the entries ``first … stop-1``, at most BLOCK: the place of the first −1, the place after the last slot, and
-    the greatest slot."""
-    place = first + tl.arange(0, BLOCK)
-    inside = place < stop
-    slot = tl.load(slots + place, mask=inside, other=-1)
-    hole = tl.min(tl.where(inside & (slot < 0), place, stop), 0)
-    end = tl.max(tl.where(slot >= 0, place + 1, first), 0)
+    """Of the entries ``first … stop-1``, at most BLOCK: the first that is −1, the one after the last slot, and the
+    greatest slot."""
+    entry = first + tl.arange(0, BLOCK)
+    inside = entry < stop
+    slot = tl.load(slots + entry, mask=inside, other=-1)
+    hole = tl.min(tl.where(inside & (slot < 0), entry, stop), 0)
+    end = tl.max(tl.where(slot >= 0, entry + 1, first), 0)
     return hole, end, tl.max(slot, 0)
 
 
@@ -109,9 +106,9 @@ def sparse_attention_kernel(
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
     for start in range(first, end, BLOCK_ROWS):
-        place = start + tl.arange(0, BLOCK_ROWS)
-        # No mask: the last slot serves behind the end, and the greatest in place of -1, which as unsigned is greater.
-        slot = tl.load(chosen + tl.minimum(place, end - 1)).to(tl.uint32, bitcast=True)
+        entry = start + tl.arange(0, BLOCK_ROWS)
+        # No mask: the last slot serves behind the end, and the greatest instead of -1, which as unsigned is greater.
+        slot = tl.load(chosen + tl.minimum(entry, end - 1)).to(tl.uint32, bitcast=True)
         row = tl.minimum(slot, greatest.to(tl.uint32, bitcast=True)).to(tl.int64)
         tile, ends = load_rows(
             values, scales, rotated, row, q.dtype.element_ty,
@@ -119,23 +116,23 @@ def sparse_attention_kernel(
         )  # fmt: skip
         partial = start + BLOCK_ROWS > hole
         top, total, acc = attend(
-            q_value, q_rotated, tile, ends, place, end, partial, chosen, top, total, acc, scale,
+            q_value, q_rotated, tile, ends, entry, end, partial, chosen, top, total, acc, scale,
             ROTATED, True, PRECISION,
         )  # fmt: skip
     store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
 
 
 def _launch(
-    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int,
+    q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat, slots: torch.Tensor, counts: torch.Tensor | None,
     scale: float, workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, _ = q.shape
     k = slots.shape[1]
-    plan = plan_attention(q, pool, value_dim)
+    plan = plan_attention(q, row_format)
     splits = plan.splits(k, workspace)
     out, lse = plan.results(splits)
     if tokens and heads:
-        rows = rows_of(pool, value_dim)
+        rows = row_format.views(pool)
         sparse_attention_kernel[(plan.programs, splits)](
             q, rows.values, rows.scales, rows.rotated, slots, slots if counts is None else counts, out, lse, tokens, k,
             scale * LOG2_E, rows.value_stride, rows.scale_stride, rows.rotated_stride,
@@ -159,8 +156,8 @@ def sparse_attention(
 
     Args:
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
-        pool: latent pool ``[pages, page_size, width]``, same dtype as q; or uint8 ``[pages, page_size, row bytes]`` in
-            the format of :mod:`~dsa_engine.kernels.fp8_cache`.
+        pool: latent pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = width; or FP8
+            (:mod:`~dsa_engine.kernels.cache_format`).
         slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
         value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
         scale: softmax scale.
@@ -174,7 +171,7 @@ def sparse_attention(
     Raises:
         ValueError: shapes or dtypes that do not fit together.
     """
-    check_pool(q, pool, value_dim)
+    row_format = attended_format(q, pool, value_dim)
     if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
         raise ValueError(f"slots must be [{q.shape[0]}, k], not {tuple(slots.shape)}")
     if slots.dtype != torch.int32:
@@ -182,6 +179,6 @@ def sparse_attention(
     if counts is not None and counts.shape != (q.shape[0],):
         raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
     if runs_triton(q):
-        return _launch(q.contiguous(), pool, slots.contiguous(), counts, value_dim, scale, workspace)
+        return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
     return sparse_attention_reference(q, pool, slots, counts, value_dim, scale, block_bytes)

@@ -1,10 +1,10 @@
-"""The lightning indexer's cached key of a token, from the raw output of ``wk`` to its place in one pass.
+"""The lightning indexer's cached key of a token, from the raw output of ``wk`` to its slot in one pass.
 
     k = LayerNorm(x) · weight + bias            statistics and result in float32, rounded once
     k[:rotated] = RoPE(k[:rotated])             the first dimensions only
     k = Hadamard(k) · dim^-0.5                  in an FP8 pool, then quantised by one scale a key
 
-DeepSeek-V3.2-Exp, section 2.1; the format of an FP8 pool is in :mod:`.fp8_cache`.
+DeepSeek-V3.2-Exp, section 2.1; the formats of a pool are in :mod:`.cache_format`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.cache_format import IndexKeyFormat, stored_dtype
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.fp8_cache import index_key_views
 from dsa_engine.kernels.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.launch import runs_triton
-from dsa_engine.kernels.paged import as_pool, find_places, store_rows_reference
+from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
 from dsa_engine.kernels.quantize import quantize_rows_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
 
@@ -98,13 +99,15 @@ def store_index_keys_kernel(
     x, weight, bias, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
     DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+    FP8: tl.constexpr, SCALES_AT: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens a program. A key lies in three parts, so that its pairs meet without moving between threads."""
+    """ROWS tokens a program. A key lies in three parts, so that its pairs meet without moving between threads.
+
+    FP8: the scales of a page lie behind the values of all its keys, from the byte SCALES_AT on."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
-    page, place, keep = find_places(slots, row, count, PAGE_SIZE)
-    source, target = x + row[:, None] * x_stride, pool + page * page_stride + place * DIM
+    page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
+    source, target = x + row[:, None] * x_stride, pool + page * page_stride + offset * DIM
     a, b = load_pairs(source, keep, HALF, PADDED, INTERLEAVED)
     rest = a
     if REST_PADDED > 0:
@@ -117,9 +120,7 @@ def store_index_keys_kernel(
         key = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
         codes, scales = quantize_tile(key, POWER_OF_TWO, CONVERTS)
         tl.store(target + tl.arange(0, DIM)[None, :], codes, mask=keep)
-        # Behind the values of all keys of the page; a row without slots is a page of one key.
-        keys: tl.constexpr = PAGE_SIZE if PAGE_SIZE > 0 else 1
-        at_scale = (pool + page * page_stride + keys * DIM + place * 4).to(tl.pointer_type(tl.float32))
+        at_scale = (pool + page * page_stride + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32))
         tl.store(at_scale, scales, mask=keep)
     else:
         element: tl.constexpr = pool.dtype.element_ty
@@ -161,7 +162,8 @@ def store_index_keys(
         norm_weight, norm_bias: float32 ``[dim]``.
         cos, sin: float32 ``[T, rotated / 2]``.
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
-            width is ``dim`` of a floating dtype, or ``dim + 4`` of uint8; plain FP8 rows are the values and the scale.
+            width and dtype are those of an :class:`~.cache_format.IndexKeyFormat`; plain FP8 rows are the values and
+            the scale.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
         interleaved: see :mod:`.rope`.
         power_of_two: scales of FP8 keys are rounded up to powers of two.
@@ -176,10 +178,11 @@ def store_index_keys(
     if rotated > dim:
         raise ValueError(f"{rotated} rotated columns do not fit keys of {dim}")
     check_angles(cos, sin, tokens)
-    fp8 = out.dtype == torch.uint8
+    key_format = IndexKeyFormat(dim, stored_dtype(out))
+    fp8 = key_format.fp8
     if fp8:
         check_size(dim)
-    pool = as_pool(out, slots, tokens, dim + 4 if fp8 else dim)
+    pool = as_pool(out, slots, tokens, key_format.columns)
     if fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4 or dim % 4):
         raise ValueError(f"FP8 keys must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
     if not runs_triton(projected):
@@ -195,6 +198,6 @@ def store_index_keys(
             projected, norm_weight, norm_bias, cos, sin, pool, slots, tokens, eps,
             projected.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
             **parts(dim, rotated, 16 if fp8 else 1), PAGE_SIZE=0 if slots is None else pool.shape[1], ROWS=rows,
-            INTERLEAVED=interleaved, FP8=fp8, POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(projected),
-            num_warps=_WARPS,
+            INTERLEAVED=interleaved, FP8=fp8, SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=power_of_two,
+            CONVERTS=converts_e4m3(projected), num_warps=_WARPS,
         )  # fmt: skip

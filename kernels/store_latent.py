@@ -1,9 +1,9 @@
-"""The latent cache row of a token, from the raw output of ``kv_a_proj`` to its place in one pass.
+"""The latent cache row of a token, from the raw output of ``kv_a_proj`` to its slot in one pass.
 
     row = [RMSNorm(c[:rank]) · weight | RoPE(c[rank:])]        c = compressed, [rank + rope]
 
 Rounded as the two operations round by themselves (:mod:`.rms_norm`, :mod:`.rope`), so that it does not matter by which
-way a row came to the cache. An FP8 pool quantises the rounded row; its format is in :mod:`.fp8_cache`.
+way a row came to the cache. An FP8 pool quantises the rounded row; the formats are in :mod:`.cache_format`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
-from dsa_engine.kernels.fp8_cache import LATENT_BLOCK, latent_row_bytes, pack_latent_rows
+from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.launch import runs_triton
-from dsa_engine.kernels.paged import as_pool, find_places, store_rows_reference
+from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
 from dsa_engine.kernels.rms_norm import rms_norm_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
 
@@ -50,14 +51,14 @@ def to_bfloat16(x, CONVERTS: tl.constexpr):
 def store_latent_kernel(
     x, weight, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, ROTATED_AT: tl.constexpr, ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens a program; a row of the pool has ROW elements."""
+    """ROWS tokens a program; a row of the pool has ROW elements, the first rotated number at ROTATED_AT."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
-    page, place, keep = find_places(slots, row, count, PAGE_SIZE)
-    source, target = x + row[:, None] * x_stride, pool + page * page_stride + place * ROW
+    page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
+    source, target = x + row[:, None] * x_stride, pool + page * page_stride + offset * ROW
 
     column = tl.arange(0, RANK_PADDED)[None, :]
     values = tl.load(source + column, mask=keep & (column < RANK), other=0.0)
@@ -79,13 +80,13 @@ def store_latent_kernel(
         block = tl.arange(0, BLOCKS)[None, :]
         at_scales = (target + RANK).to(tl.pointer_type(tl.float32))
         tl.store(at_scales + block, tl.reshape(scales, (ROWS, BLOCKS)), mask=keep & (block < RANK // _SCALED))
-        at_rope = (target + RANK + RANK // _SCALED * 4).to(tl.pointer_type(tl.bfloat16))
+        at_rope = (target + ROTATED_AT).to(tl.pointer_type(tl.bfloat16))
         a, b = to_bfloat16(a, CONVERTS), to_bfloat16(b, CONVERTS)
         store_pairs(at_rope, a, b, keep, HALF, HALF_PADDED, INTERLEAVED)
     else:
         element: tl.constexpr = pool.dtype.element_ty
         tl.store(target + column, latent.to(element), mask=keep & (column < RANK))
-        store_pairs(target + RANK, a.to(element), b.to(element), keep, HALF, HALF_PADDED, INTERLEAVED)
+        store_pairs(target + ROTATED_AT, a.to(element), b.to(element), keep, HALF, HALF_PADDED, INTERLEAVED)
 
 
 def store_latent(
@@ -107,7 +108,7 @@ def store_latent(
         norm_weight: ``[rank]``.
         cos, sin: float32 ``[T, rope / 2]``.
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
-            width is ``rank + rope`` of a floating dtype, or :func:`~.fp8_cache.latent_row_bytes` of uint8.
+            width and dtype are those of a :class:`~.cache_format.LatentFormat`.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
         interleaved: see :mod:`.rope`.
         power_of_two: scales of FP8 rows are rounded up to powers of two.
@@ -122,15 +123,13 @@ def store_latent(
             "rotated columns"
         )
     check_angles(cos, sin, tokens)
-    fp8 = out.dtype == torch.uint8
-    if fp8 and rank % LATENT_BLOCK:
-        raise ValueError(f"an FP8 latent pool needs a rank that is a multiple of {LATENT_BLOCK}, not {rank}")
-    pool = as_pool(out, slots, tokens, latent_row_bytes(rank, rope) if fp8 else rank + rope)
-    if fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4):
+    row_format = LatentFormat(rank, rope, stored_dtype(out))
+    pool = as_pool(out, slots, tokens, row_format.columns)
+    if row_format.fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4):
         raise ValueError(f"FP8 rows must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
     if not runs_triton(compressed):
         rows = latent_rows_reference(compressed, norm_weight, eps, cos, sin, interleaved)
-        store_rows_reference(pool, pack_latent_rows(rows, rank, power_of_two) if fp8 else rows, slots)
+        store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
     elif tokens:
         compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
         padded = triton.next_power_of_2(rank)
@@ -139,7 +138,7 @@ def store_latent(
             compressed, norm_weight, cos, sin, pool, slots, tokens, eps,
             compressed.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
             RANK=rank, RANK_PADDED=padded, HALF=rope // 2, HALF_PADDED=triton.next_power_of_2(rope // 2),
-            PAGE_SIZE=0 if slots is None else pool.shape[1], ROW=pool.shape[2], ROWS=at_once,
-            INTERLEAVED=interleaved, FP8=fp8, POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(compressed),
-            num_warps=_WARPS,
+            PAGE_SIZE=0 if slots is None else pool.shape[1], ROW=row_format.columns,
+            ROTATED_AT=row_format.rotated_at, ROWS=at_once, INTERLEAVED=interleaved, FP8=row_format.fp8,
+            POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(compressed), num_warps=_WARPS,
         )  # fmt: skip

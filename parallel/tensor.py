@@ -7,6 +7,8 @@ the group: the largest token count among them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -39,23 +41,25 @@ def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Gro
     return group.reduce_scatter(partial)
 
 
-def head_parallel_projection(heads: torch.Tensor, weight: torch.Tensor, rows: int, group: Group) -> torch.Tensor:
+def head_parallel_projection(
+    heads: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], rows: int, group: Group
+) -> torch.Tensor:
     """Output projection sharded by heads: all-to-all from tokens to heads, product, reduce-scatter to tokens.
 
     Args:
         heads: ``[T, heads, dim]``, all heads of this rank's tokens.
-        weight: ``[hidden, heads / size · dim]``, this rank's columns.
+        project: ``[n, heads / size · dim] -> [n, hidden]``, by this rank's columns of the weight.
 
     Returns:
         ``[T, hidden]``.
     """
     if group.size == 1:
-        return F.linear(heads.flatten(1), weight)
+        return project(heads.flatten(1))
     count = heads.shape[0]
     padded = F.pad(heads, (0, 0, 0, 0, 0, rows - count))
     by_rank = padded.view(rows, group.size, -1).transpose(0, 1)  # [size, rows, heads / size · dim]
     mine = group.all_to_all(by_rank.reshape(group.size * rows, -1))  # everybody's tokens, my heads
-    return group.reduce_scatter(F.linear(mine, weight))[:count]
+    return group.reduce_scatter(project(mine))[:count]
 
 
 def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:

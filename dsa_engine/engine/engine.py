@@ -34,11 +34,12 @@ from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
 from dsa_engine.engine.weights import load_weights, refuse_extra_layers
 from dsa_engine.model.config import DTYPES, ModelConfig
-from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
 from dsa_engine.model.stages import observed
 from dsa_engine.options import EngineOptions
+from dsa_engine.quantization import Unquantized
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import parse_bytes
 from dsa_engine.tokenizer import TextStream, Tokenizer
@@ -75,15 +76,24 @@ class Engine:
         started = time.perf_counter()
         with torch.inference_mode():
             runtime = Runtime(
-                self.mesh, self.dtype, self.workspace, options.overlap_shared_expert, options.overlap_indexer
+                self.mesh,
+                self.dtype,
+                Unquantized(self.dtype, device),
+                self.workspace,
+                options.overlap_shared_expert,
+                options.overlap_indexer,
             )
             with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
                 self.model = Model(config, runtime)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
-        pages = affordable_pages(config, options, self.mesh, self.max_model_len, self.dtype, self.workspace)
+        stored = cache_format(config, self.dtype)
+        token_bytes = cache_bytes_per_token(config, stored)
+        pages = affordable_pages(
+            config, options, self.mesh, self.max_model_len, token_bytes, self.dtype, self.workspace
+        )
         with enough_memory("the caches", "lower cache_memory"):
-            self.cache = KVCache(config, pages, options.page_size, self.dtype, device)
+            self.cache = KVCache(config, stored, pages, options.page_size, device)
         self.scheduler = Scheduler(
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,

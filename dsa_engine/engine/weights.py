@@ -44,4 +44,5 @@ def load_weights(model: Model, folder: Path, options: EngineOptions, progress: C
             bar.update()
     if isinstance(reader, CheckpointReader):
         reader.close()
+    model.weights_loaded()
     return reader.bytes_read

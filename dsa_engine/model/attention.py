@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
+from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.dense_attention import dense_attention
 from dsa_engine.kernels.dense_mla import dense_mla
 from dsa_engine.kernels.paged import gather_rows, store_rows
 from dsa_engine.kernels.rms_norm import rms_norm
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.store_cache_rows import packed_width, store_cache_rows
+from dsa_engine.kernels.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.store_latent import store_latent
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -39,22 +39,24 @@ class Attention(Weighted):
         self.config = config
         prefix = f"model.layers.{layer}.self_attn"
         heads, rank = config.num_attention_heads, config.kv_lora_rank
-        self.q_a = self.weight(f"{prefix}.q_a_proj.weight", config.q_lora_rank, config.hidden_size)
+        self.q_a = self.linear(f"{prefix}.q_a_proj.weight", config.q_lora_rank, config.hidden_size)
         self.q_a_norm = self.weight(f"{prefix}.q_a_layernorm.weight", config.q_lora_rank)
-        self.q_b = self.weight(f"{prefix}.q_b_proj.weight", heads * config.qk_head_dim, config.q_lora_rank)
-        self.kv_a = self.weight(f"{prefix}.kv_a_proj_with_mqa.weight", config.latent_dim, config.hidden_size)
+        self.q_b = self.linear(f"{prefix}.q_b_proj.weight", heads * config.qk_head_dim, config.q_lora_rank)
+        self.kv_a = self.linear(f"{prefix}.kv_a_proj_with_mqa.weight", config.latent_dim, config.hidden_size)
         self.kv_a_norm = self.weight(f"{prefix}.kv_a_layernorm.weight", rank)
         per_head = config.qk_nope_head_dim + config.v_head_dim
-        self.kv_b = self.weight(f"{prefix}.kv_b_proj.weight", heads * per_head, rank)
-        up = self.kv_b.data.view(heads, per_head, rank)
-        self.w_uk = up[:, : config.qk_nope_head_dim]  # [heads, nope, rank]
-        self.w_uv = up[:, config.qk_nope_head_dim :]  # [heads, value, rank]
+        self.kv_b = self.linear(f"{prefix}.kv_b_proj.weight", heads * per_head, rank)
         first, last = shard(heads, runtime.mesh.tp, "num_attention_heads")
         width = heads * config.v_head_dim
         columns = (first * config.v_head_dim, last * config.v_head_dim)
-        self.o = self.weight(f"{prefix}.o_proj.weight", config.hidden_size, width, columns=columns)
+        self.o = self.linear(f"{prefix}.o_proj.weight", config.hidden_size, width, columns)
         selects = config.indexer_types[layer] == "full"
         self.indexer = Indexer(f"{prefix}.indexer", config, runtime) if selects else None
+
+    def weights_loaded(self) -> None:
+        nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        up = self.kv_b.dequantized().view(self.config.num_attention_heads, -1, rank)
+        self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
 
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
@@ -74,9 +76,9 @@ class Attention(Weighted):
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 
         # What others need first: it travels while q is computed.
-        gathering = self._gather_cache_rows(x, batch, key_pool) if batch.gathers else None
+        gathering = self._gather_cache_rows(x, batch, cache.format) if batch.gathers else None
         with stage("MLA prolog"):
-            q_resid = rms_norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_NORM_EPS)
+            q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
 
         def index() -> tuple[torch.Tensor, ...]:
             """The indexer's prolog: what it caches, and its queries."""
@@ -115,34 +117,34 @@ class Attention(Weighted):
         self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
     ) -> None:
         """Latent rows of the local tokens: to their slots of a pool, or row by row."""
-        compressed = F.linear(x, self.kv_a)
+        compressed = self.kv_a(x)
         interleaved = self.config.rope_interleaved
         store_latent(
             compressed, self.kv_a_norm, LATENT_NORM_EPS, batch.cos, batch.sin, into, slots, interleaved=interleaved
         )
 
     def _gather_cache_rows(
-        self, x: torch.Tensor, batch: ForwardBatch, key_pool: torch.Tensor | None
+        self, x: torch.Tensor, batch: ForwardBatch, stored: CacheFormat
     ) -> Callable[[], torch.Tensor]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
         side; the rows behind this rank's tokens hold anything, and their slots are −1."""
-        tokens, latent = x.shape[0], self.config.latent_dim
-        index_key = 0 if key_pool is None else key_pool.shape[-1]
-        rows = x.new_empty(batch.cp_rows, packed_width(latent, index_key, x.dtype))
+        tokens, latent, index_key = x.shape[0], stored.latent.columns, stored.index_key
+        width = stored.packed_width(index_key=self.indexer is not None)
+        rows = x.new_empty(batch.cp_rows, width, dtype=stored.latent.pool_dtype)
         with stage("MLA prolog"):
             self._store_latent(x, batch, rows[:tokens, :latent])
-        if self.indexer is not None:
+        if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, rows[:tokens, latent : latent + index_key])
+                self.indexer.store_keys(x, batch, rows[:tokens, latent : latent + index_key.columns])
         with stage("communication"):
             return self.runtime.mesh.cp.all_gather_async(rows)
 
     def _store_gathered(
         self, rows: torch.Tensor, latent_pool: torch.Tensor, key_pool: torch.Tensor | None, slots: torch.Tensor
     ) -> None:
-        """Gathered rows straight to their causal places."""
+        """Gathered rows straight to their causal slots."""
         if key_pool is None:
-            store_rows(latent_pool, rows[:, : self.config.latent_dim], slots)
+            store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], slots)
         else:
             store_cache_rows(latent_pool, key_pool, rows, slots)
 
@@ -151,7 +153,7 @@ class Attention(Weighted):
         ``[T - mha_rows, heads, latent_dim]``."""
         config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
-        q = F.linear(q_resid, self.q_b).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        q = self.q_b(q_resid).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         mha, others = q[:border], q[border:]
         if border:
             turned = mha[..., nope:]

@@ -22,8 +22,8 @@ class Indexer(Weighted):
         super().__init__(runtime)
         heads, dim = config.index_n_heads, config.index_head_dim
         self.config = config
-        self.wq_b = self.weight(f"{prefix}.wq_b.weight", heads * dim, config.q_lora_rank)
-        self.wk = self.weight(f"{prefix}.wk.weight", dim, config.hidden_size)
+        self.wq_b = self.linear(f"{prefix}.wq_b.weight", heads * dim, config.q_lora_rank)
+        self.wk = self.linear(f"{prefix}.wk.weight", dim, config.hidden_size)
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
         self.weights_proj = self.weight(f"{prefix}.weights_proj.weight", heads, config.hidden_size, dtype=torch.float32)
@@ -33,7 +33,7 @@ class Indexer(Weighted):
     ) -> None:
         """Index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row."""
         store_index_keys(
-            F.linear(x, self.wk),
+            self.wk(x),
             self.k_norm_weight,
             self.k_norm_bias,
             LATENT_NORM_EPS,
@@ -51,7 +51,7 @@ class Indexer(Weighted):
         ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold every scale of the score.
         """
         config, first = self.config, batch.first_sparse
-        q = F.linear(q_resid[first:], self.wq_b).unflatten(-1, (config.index_n_heads, config.index_head_dim))
+        q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         # RoPE on the first dimensions only, in place.
         turned, interleaved = q[..., : config.qk_rope_head_dim], config.index_rope_interleaved
         apply_rope(turned, batch.cos[first:], batch.sin[first:], interleaved=interleaved, out=turned)

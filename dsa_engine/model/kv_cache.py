@@ -7,48 +7,52 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.model.config import ModelConfig
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the caches of all layers: a latent row each, an index key where a layer selects.
+def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
+    """How the model's caches are stored in ``dtype``; float8_e4m3fn means FP8: 656 bytes for a latent row of 512 + 64
+    numbers, 132 for an index key of 128.
 
-    In float8_e4m3fn a latent row is its compressed part in FP8 with one float32 scale per 128 values, and its RoPE
-    part in bfloat16 (656 bytes for 512 + 64); an index key is FP8 with one float32 scale (132 bytes for 128).
+    Raises:
+        ValueError: the model's sizes have no FP8 format.
     """
-    if dtype == torch.float8_e4m3fn:
-        latent = config.kv_lora_rank + 4 * -(-config.kv_lora_rank // 128) + 2 * config.qk_rope_head_dim
-        index_key = config.index_head_dim + 4
-    else:
-        latent = config.latent_dim * dtype.itemsize
-        index_key = config.index_head_dim * dtype.itemsize
-    return config.num_hidden_layers * latent + config.indexer_types.count("full") * index_key
+    return CacheFormat.of(config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim, dtype)
+
+
+def cache_bytes_per_token(config: ModelConfig, format: CacheFormat) -> int:
+    """Bytes that one token takes in the caches of all layers: a latent row each, an index key where a layer selects."""
+    index_key = format.index_key.row_bytes if format.index_key else 0
+    return config.num_hidden_layers * format.latent.row_bytes + config.indexer_types.count("full") * index_key
 
 
 class KVCache:
     """The pools of one rank.
 
-    ``latent[layer]`` is ``[pages, page_size, latent_dim]``: the normed compressed K/V and the rotated shared key.
-    ``index_keys[layer]`` is ``[pages, page_size, index_head_dim]``, None for a layer without an indexer of its own.
+    ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
+    key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer
+    of its own.
     """
 
-    def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
+        self.format = format
         self.pages = pages
         self.page_size = page_size
-
-        def pool(width: int) -> torch.Tensor:
-            # Not cleared: no row is read before it is written, and on a CPU untouched pages take no memory.
-            return torch.empty(pages, page_size, width, dtype=dtype, device=device)
-
-        self.latent = [pool(config.latent_dim) for _ in range(config.num_hidden_layers)]
-        self.index_keys = [pool(config.index_head_dim) if t == "full" else None for t in config.indexer_types]
+        # Not cleared: no row is read before it is written.
+        layers, keys = config.indexer_types, format.index_key
+        self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]
+        self.index_keys = [
+            keys.empty_pool(pages, page_size, device) if keys and kind == "full" else None for kind in layers
+        ]
 
     def fill_random(self, pages: list[int], seed: int) -> None:
         """Standard normal rows in ``pages``, for measuring: they cost what computed rows cost."""
         device = self.latent[0].device
         numbers = torch.tensor(pages, dtype=torch.int64, device=device)
         generator = torch.Generator(device).manual_seed(seed)
-        for pool in [*self.latent, *self.index_keys]:
-            if pool is not None:
-                rows = torch.empty(len(pages), *pool.shape[1:], dtype=pool.dtype, device=device)
-                pool[numbers] = rows.normal_(generator=generator)
+        for pool in self.latent:
+            pool[numbers] = self.format.latent.random_pages(len(pages), self.page_size, generator)
+        for keys in self.index_keys:
+            if keys is not None and self.format.index_key is not None:
+                keys[numbers] = self.format.index_key.random_pages(len(pages), self.page_size, generator)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.kernels.silu_mul import silu_mul
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.streams import SideStream
+from dsa_engine.quantization import GroupedExperts, Linear, Matrix, WeightFormat, Weights
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where the model runs, in which dtype, and what it may use beside its weights and caches."""
+    """Where the model runs, in which dtype, what its weights are stored as, and what it may use beside them and its
+    caches."""
 
     mesh: Mesh
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations, and of the weights that are no format's matter
+    weights: WeightFormat
     workspace: int  # bytes for scores, gathered rows and the like
     overlap_shared_expert: bool = True  # on CUDA: see Streams
     overlap_indexer: bool = True
@@ -52,6 +55,7 @@ class Weighted(nn.Module):
         super().__init__()
         self.runtime = runtime
         self.sources: list[Source] = []
+        self.stored = nn.ParameterList()  # the tensors of linear layers and experts
 
     def weight(
         self,
@@ -67,18 +71,33 @@ class Weighted(nn.Module):
             kept[0] = rows
         if columns is not None:
             kept[1] = columns
-        parameter = self.stack(*(last - first for first, last in kept), dtype=dtype)
-        self.fill(parameter, name, shape, tuple(first for first, _ in kept))
-        return parameter
+        part = [last - first for first, last in kept]
+        values = torch.empty(part, dtype=dtype or self.runtime.dtype, device=self.runtime.device)
+        self.sources.append(Source(name, values, shape, tuple(first for first, _ in kept)))
+        return nn.Parameter(values, requires_grad=False)
 
-    def stack(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An empty weight whose parts come from several tensors; name each part with :meth:`fill`."""
-        return nn.Parameter(
-            torch.empty(shape, dtype=dtype or self.runtime.dtype, device=self.runtime.device), requires_grad=False
-        )
+    def linear(self, name: str, out: int, into: int, columns: tuple[int, int] | None = None) -> Linear:
+        """A linear layer of ``[out, into]`` in the checkpoint, of which this rank keeps ``columns`` (default: all)."""
+        return self.stacked_linear(Matrix(name, out, into, kept_columns=columns))
 
-    def fill(self, into: torch.Tensor, name: str, shape: tuple[int, ...], start: tuple[int, ...] = ()) -> None:
-        self.sources.append(Source(name, into.data, tuple(shape), start))
+    def stacked_linear(self, *parts: Matrix) -> Linear:
+        """One linear layer of several matrices of the checkpoint: the rows of one behind those of the other."""
+        linear = self.runtime.weights.linear(*parts)
+        self._own(linear)
+        return linear
+
+    def grouped_experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
+        """The experts whose names in the checkpoint begin with ``prefixes``."""
+        experts = self.runtime.weights.experts(prefixes, hidden, intermediate)
+        self._own(experts)
+        return experts
+
+    def _own(self, weights: Weights) -> None:
+        self.sources += weights.sources
+        self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
+
+    def weights_loaded(self) -> None:
+        """Called once, when the weights have been loaded: the time to derive others from them."""
 
 
 class MLP(Weighted):
@@ -86,10 +105,11 @@ class MLP(Weighted):
 
     def __init__(self, prefix: str, hidden: int, intermediate: int, runtime: Runtime):
         super().__init__(runtime)
-        self.gate_up = self.stack(2 * intermediate, hidden)
-        self.fill(self.gate_up[:intermediate], f"{prefix}.gate_proj.weight", (intermediate, hidden))
-        self.fill(self.gate_up[intermediate:], f"{prefix}.up_proj.weight", (intermediate, hidden))
-        self.down = self.weight(f"{prefix}.down_proj.weight", hidden, intermediate)
+        self.gate_up = self.stacked_linear(
+            Matrix(f"{prefix}.gate_proj.weight", intermediate, hidden),
+            Matrix(f"{prefix}.up_proj.weight", intermediate, hidden),
+        )
+        self.down = self.linear(f"{prefix}.down_proj.weight", hidden, intermediate)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(silu_mul(F.linear(x, self.gate_up)), self.down)
+        return self.down(silu_mul(self.gate_up(x)))

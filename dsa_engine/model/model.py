@@ -87,6 +87,12 @@ class Model(Weighted):
             if isinstance(module, Weighted):
                 yield from module.sources
 
+    def weights_loaded(self) -> None:
+        """To be called once, when all of :meth:`weight_sources` have been loaded."""
+        for module in self.modules():
+            if isinstance(module, Weighted) and module is not self:
+                module.weights_loaded()
+
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed."""
         with stage("embedding"):

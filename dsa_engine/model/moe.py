@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, expert_mlp
+from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -26,14 +26,8 @@ class MoE(Weighted):
         self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         self.expert_parallel = runtime.mesh.expert_parallel(experts)
-        held = self.expert_parallel.held
-        self.gate_up = self.stack(len(held), 2 * intermediate, hidden)
-        self.down = self.stack(len(held), hidden, intermediate)
-        for i, expert in enumerate(held):
-            name = f"{prefix}.experts.{expert}"
-            self.fill(self.gate_up[i, :intermediate], f"{name}.gate_proj.weight", (intermediate, hidden))
-            self.fill(self.gate_up[i, intermediate:], f"{name}.up_proj.weight", (intermediate, hidden))
-            self.fill(self.down[i], f"{name}.down_proj.weight", (hidden, intermediate))
+        held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
+        self.experts = self.grouped_experts(held, hidden, intermediate)
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -60,12 +54,10 @@ class MoE(Weighted):
         with stage("MoE experts"):
             # A padded step may be one that a CUDA graph is captured of: the host must not ask how many are served.
             uncounted = UNCOUNTED_BYTES if batch.live is None else sys.maxsize
-            sums = expert_mlp(
+            sums = self.experts(
                 here.tokens,
                 here.experts,
                 here.weights,
-                self.gate_up,
-                self.down,
                 served_fraction=here.served_fraction,
                 uncounted_bytes=uncounted,
             )

@@ -21,7 +21,7 @@ from dsa_engine.checkpoint import (
 )
 from dsa_engine.checkpoint.random_init import RESIDUAL_GAIN
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.kv_cache import cache_bytes_per_token
+from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 
 transformers = pytest.importorskip("transformers")
 
@@ -228,13 +228,17 @@ def test_parameters_of_the_released_models() -> None:
 
 
 def test_cache_bytes_per_token() -> None:
-    v32 = ModelConfig.from_dict(released_config("deepseek_v32"))
-    assert cache_bytes_per_token(v32, torch.bfloat16) == 61 * (576 + 128) * 2 == 85_888
-    assert cache_bytes_per_token(v32, torch.float8_e4m3fn) == 61 * (656 + 132)
-    assert cache_bytes_per_token(v32, torch.float32) == 2 * 85_888
-    shared = ModelConfig.from_dict(tiny("glm_moe_dsa"))  # two of three layers have index keys
-    assert cache_bytes_per_token(shared, torch.float32) == (3 * 40 + 2 * 16) * 4
-    assert cache_bytes_per_token(ModelConfig.from_dict(tiny("deepseek_v3")), torch.float32) == 3 * 40 * 4
+    def per_token(raw: dict[str, Any], dtype: torch.dtype) -> int:
+        config = ModelConfig.from_dict(raw)
+        return cache_bytes_per_token(config, cache_format(config, dtype))
+
+    v32 = released_config("deepseek_v32")
+    assert per_token(v32, torch.bfloat16) == 61 * (576 + 128) * 2 == 85_888
+    assert per_token(v32, torch.float8_e4m3fn) == 61 * (656 + 132)
+    assert per_token(v32, torch.float32) == 2 * 85_888
+    shared = tiny("glm_moe_dsa")  # two of three layers have index keys
+    assert per_token(shared, torch.float32) == (3 * 40 + 2 * 16) * 4
+    assert per_token(tiny("deepseek_v3"), torch.float32) == 3 * 40 * 4
 
 
 def test_released_configurations() -> None:

@@ -59,9 +59,9 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
         return step
 
     engine.runner.plan = noted  # type: ignore[method-assign]
-    from dsa_engine.model import moe
+    from dsa_engine.quantization import unquantized
 
-    multiply = moe.expert_mlp
+    multiply = unquantized.expert_mlp
 
     def counted(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         here = experts[experts >= 0].flatten().long()
@@ -72,14 +72,14 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     before = [group.bytes_sent for group in mesh.groups]
     for group in mesh.groups:
         group.log = log
-    moe.expert_mlp = counted
+    unquantized.expert_mlp = counted
     try:
         begin = time.perf_counter()
         params = SamplingParams(temperature=0.0, max_tokens=case["output_len"], ignore_eos=True)
         llm.generate(case["prompts"], params)
         result["seconds"] = time.perf_counter() - begin
     finally:
-        moe.expert_mlp = multiply
+        unquantized.expert_mlp = multiply
     result["bytes_sent"] = [group.bytes_sent - n for group, n in zip(mesh.groups, before, strict=True)]
     result["collectives"] = [(c.kind, c.ranks, c.index, c.sent, c.received, c.asynchronous) for c in log.collectives]
     return result

@@ -50,7 +50,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["preemptions"] = engine.scheduler.preemptions
     result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read
-    result["experts"] = [layer.moe.gate_up.shape[0] for layer in engine.model.layers if layer.moe is not None]
+    result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     result["own_pages_lost"] = engine.cache.pages - engine.scheduler.own_free_pages
     return result

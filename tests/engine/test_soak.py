@@ -16,7 +16,7 @@ import torch
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
 from dsa_engine.demo import demo_folder
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.kv_cache import cache_bytes_per_token
+from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 
 TINY = {
     "num_hidden_layers": 2,
@@ -35,7 +35,8 @@ HALF = 250  # requests
 
 @pytest.fixture(scope="module")
 def llm(demo_cache: Path) -> LLM:
-    token = cache_bytes_per_token(ModelConfig.from_pretrained(demo_folder(), TINY), torch.float32)
+    config = ModelConfig.from_pretrained(demo_folder(), TINY)
+    token = cache_bytes_per_token(config, cache_format(config, torch.float32))
     return LLM(
         demo_folder(),
         device="cpu",

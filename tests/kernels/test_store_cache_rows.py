@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.store_cache_rows import packed_width, store_cache_rows
+from dsa_engine.kernels.cache_format import FP8, CacheFormat
+from dsa_engine.kernels.store_cache_rows import store_cache_rows
 
 
 def scattered(rows: int, slots: int) -> list[int]:
@@ -30,9 +31,9 @@ def test_numbers(dtype: torch.dtype, latent: int, dim: int, rows: int, padding: 
         assert bool(flat[[slot for slot in range(140) if slot not in slots]].isnan().all())
 
 
-@pytest.mark.parametrize("latent, dim, rows", [(656, 128, 11), (164, 16, 70)])
-def test_fp8(latent: int, dim: int, rows: int, device: str) -> None:
-    width = packed_width(latent, dim + 4, torch.uint8)
+@pytest.mark.parametrize("latent, rank, rope, dim, rows", [(656, 512, 64, 128, 11), (164, 128, 16, 16, 70)])
+def test_fp8(latent: int, rank: int, rope: int, dim: int, rows: int, device: str) -> None:
+    width = CacheFormat.of(rank, rope, dim, FP8).packed_width()
     g = torch.Generator().manual_seed(0)
     buffer = torch.randint(0, 255, (rows, width), generator=g, dtype=torch.uint8).to(device)
     latents = torch.full((20, 5, latent), 255, dtype=torch.uint8, device=device)
@@ -73,9 +74,11 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
 
 
 def test_packed_rows_begin_at_16_bytes() -> None:
-    assert packed_width(576, 128, torch.bfloat16) == 704
-    assert packed_width(656, 132, torch.uint8) == 800
-    assert packed_width(40, 24, torch.float32) == 64 and packed_width(41, 24, torch.float32) == 68
+    assert CacheFormat.of(512, 64, 128, torch.bfloat16).packed_width() == 704
+    assert CacheFormat.of(512, 64, 128, FP8).packed_width() == 800
+    assert CacheFormat.of(32, 8, 24, torch.float32).packed_width() == 64
+    assert CacheFormat.of(33, 8, 24, torch.float32).packed_width() == 68
+    assert CacheFormat.of(512, 64, 128, FP8).packed_width(index_key=False) == 656
 
 
 def test_bad_arguments() -> None:

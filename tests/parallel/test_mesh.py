@@ -17,6 +17,7 @@ from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.tensor import shard
+from dsa_engine.quantization import Unquantized
 
 CPU = torch.device("cpu")
 
@@ -197,8 +198,9 @@ def test_models_that_do_not_divide(
 ) -> None:
     folder: Path = oracle("deepseek_v32").folder
     mesh = Mesh(ParallelConfig(tp_size=tp), 0, world, CPU)
+    runtime = Runtime(mesh, torch.float32, Unquantized(torch.float32, CPU), 1 << 20)
     with pytest.raises(ValueError, match=message):
-        Model(ModelConfig.from_pretrained(folder), Runtime(mesh, torch.float32, 1 << 20))
+        Model(ModelConfig.from_pretrained(folder), runtime)
 
 
 def test_shards_are_equal_and_consecutive() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.cache_format import FP8, stored_dtype
 from dsa_engine.kernels.dense_mla import dense_mla
 from dsa_engine.kernels.indexer_scores import indexer_scores, indexer_scores_reference
 from dsa_engine.kernels.segment import Segments
@@ -131,7 +132,7 @@ def _sparse(
         return sparse_attention_reference(q, pool, slots, None, RANK, SCALE, WORKSPACE)
 
     baselines = {"torch gather, bmm, softmax, bmm": reference}
-    if product and pool.dtype != torch.uint8:
+    if product and stored_dtype(pool) != FP8:
         baselines |= peer_sparse_attention(q, pool, slots, RANK, SCALE)
         if context <= 8192:
             baselines["SDPA with a mask, 1/16 of the tokens, times 16"] = _masked_sdpa(q[: tokens // 16], pool, slots)

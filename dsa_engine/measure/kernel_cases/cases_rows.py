@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.fp8 import dequantize_blocks, dequantize_blocks_reference
 from dsa_engine.kernels.hadamard import hadamard, hadamard_reference
 from dsa_engine.kernels.paged import slots_of, store_rows
@@ -13,7 +14,7 @@ from dsa_engine.kernels.quantize import quantize_rows, quantize_rows_reference
 from dsa_engine.kernels.quantize_index_queries import quantize_index_queries, quantize_index_queries_reference
 from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from dsa_engine.kernels.rope import apply_rope, apply_rope_reference
-from dsa_engine.kernels.store_cache_rows import packed_width, store_cache_rows, store_cache_rows_reference
+from dsa_engine.kernels.store_cache_rows import store_cache_rows, store_cache_rows_reference
 from dsa_engine.kernels.store_index_keys import index_keys_reference, store_index_keys
 from dsa_engine.kernels.store_latent import latent_rows_reference, store_latent
 from dsa_engine.measure.kernel_cases.bench import Call, Case
@@ -138,7 +139,7 @@ def _gathered(make: Inputs, tokens: int) -> Case:
     """With index keys as in DeepSeek-V3.2."""
     pages, slots = _destination(make, tokens)
     latents, keys = make.pool(pages, RANK + ROPE), make.pool(pages, INDEX_DIM)
-    rows = make.normal(tokens, packed_width(RANK + ROPE, INDEX_DIM, make.dtype))
+    rows = make.normal(tokens, CacheFormat.of(RANK, ROPE, INDEX_DIM, make.dtype).packed_width())
     return Case(
         "store gathered rows",
         shape=f"{tokens} tokens",

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.kernels.fp8_cache import index_key_views, latent_row_bytes, pack_latent_rows
-from dsa_engine.kernels.quantize import quantize_rows
+from dsa_engine.kernels.cache_format import FP8, IndexKeyFormat, LatentFormat, RowFormat
 from dsa_engine.kernels.segment import Segment, Segments
 
 PAGE_SIZE = 64
@@ -64,21 +63,16 @@ class Inputs:
         return self.normal(pages, PAGE_SIZE, width)
 
     def fp8_latent_pool(self, pages: int, rank: int, rope: int) -> torch.Tensor:
-        out = torch.empty(pages, PAGE_SIZE, latent_row_bytes(rank, rope), dtype=torch.uint8, device=self.device)
-        if not self.untouched:
-            for part in out.split(1024):  # bounded temporaries
-                rows = self.normal(part.shape[0] * PAGE_SIZE, rank + rope)
-                part.copy_(pack_latent_rows(rows, rank).view(part.shape))
-        return out
+        return self._random_pool(LatentFormat(rank, rope, FP8), pages)
 
     def fp8_index_pool(self, pages: int, dim: int) -> torch.Tensor:
-        out = torch.empty(pages, PAGE_SIZE, dim + 4, dtype=torch.uint8, device=self.device)
+        return self._random_pool(IndexKeyFormat(dim, FP8), pages)
+
+    def _random_pool(self, row_format: RowFormat, pages: int) -> torch.Tensor:
+        out = row_format.empty_pool(pages, PAGE_SIZE, self.device)
         if not self.untouched:
-            for part in out.split(4096):
-                values, scales = index_key_views(part)
-                quantised = quantize_rows(self.normal(part.shape[0], PAGE_SIZE, dim), dim, power_of_two=True)
-                values.copy_(quantised[0])
-                scales.copy_(quantised[1][..., 0])
+            for part in out.split(1024):  # bounded temporaries
+                part.copy_(row_format.random_pages(part.shape[0], PAGE_SIZE, self._generator))
         return out
 
     def fp8(self, *shape: int) -> torch.Tensor:

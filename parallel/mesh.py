@@ -9,88 +9,17 @@ ep            0 0 0 0 0 0 0 0      experts are divided over the world
 from __future__ import annotations
 
 import atexit
-import math
 import os
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.routing import Routing
+from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group
-
-CpLayout = Literal["head_tail", "contiguous"]
-MoeDispatch = Literal["all_to_all", "all_gather"]
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How to use the processes of a ``torchrun`` world; the defaults fit any world.
-
-    Attributes:
-        cp_size: ranks that prefill a sequence together; default: the whole world. It must divide the world size; with
-            less than the world, several groups prefill different sequences.
-        tp_size: neighbouring ranks that share embedding, output projection and LM head.
-        moe_dispatch: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every rank all
-            tokens and sums the results (static shapes). Of prefill steps.
-        decode_dispatch: the same, of decode steps. CUDA graphs need the static shapes of "all_gather".
-        cp_layout: "head_tail" balances causal work; "contiguous" is there to show what that is worth.
-        timeout: seconds after which a collective that does not complete ends the run.
-        emulate_world: runs, in one process, the work of one rank of a world of this size, to be measured: the other
-            ranks are made up, experts are chosen evenly, and the tokens that come out mean nothing.
-        emulate_rank: which rank that is.
-        expert_loads: with ``emulate_world``: the relative load of every routed expert; default: all alike.
-    """
-
-    cp_size: int | None = None
-    tp_size: int = 1
-    moe_dispatch: MoeDispatch = "all_to_all"
-    decode_dispatch: MoeDispatch = "all_gather"
-    cp_layout: CpLayout = "head_tail"
-    timeout: float = 600.0
-    emulate_world: int | None = None
-    emulate_rank: int = 0
-    expert_loads: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        sizes = (("cp_size", self.cp_size), ("tp_size", self.tp_size), ("emulate_world", self.emulate_world))
-        for name, value in sizes:
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name, chosen, allowed in (
-            ("moe_dispatch", self.moe_dispatch, get_args(MoeDispatch)),
-            ("decode_dispatch", self.decode_dispatch, get_args(MoeDispatch)),
-            ("cp_layout", self.cp_layout, get_args(CpLayout)),
-        ):
-            if chosen not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {chosen!r}")
-        timeout = self.timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
-        self._check_emulation()
-
-    def _check_emulation(self) -> None:
-        rank, world = self.emulate_rank, self.emulate_world or 1
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
-            raise ValueError(
-                f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {self.emulate_world}, "
-                f"not {rank!r}"
-            )
-        if self.expert_loads is None:
-            return
-        if world < 2:
-            raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
-        loads = self.expert_loads
-        numbers = isinstance(loads, (tuple, list)) and all(
-            isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf for x in loads
-        )
-        if not numbers or not any(loads):
-            raise ValueError(f"expert_loads must be numbers of at least 0, and one above it, not {loads!r:.80}")
-        object.__setattr__(self, "expert_loads", tuple(loads))
 
 
 class Mesh:

@@ -9,7 +9,7 @@ import argparse
 
 import numpy as np
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, reported, run
+from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, read_text, reported, run
 from dsa_engine.measure.emulation.arguments import (
     FullDepth,
     add_emulation_arguments,
@@ -19,7 +19,7 @@ from dsa_engine.measure.emulation.arguments import (
     to_json,
 )
 from dsa_engine.measure.figures import mean_stages
-from dsa_engine.measure.plots import plot_prefill
+from dsa_engine.measure.plots import check_plot, plot_prefill
 from dsa_engine.measure.prefill_benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.measure.stage_timer import chrome_trace
@@ -27,7 +27,7 @@ from dsa_engine.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
@@ -46,7 +46,8 @@ def main() -> None:
     args = parse()
     if args.repeat < 1 or args.warmup < 0:
         raise ValueError(f"--repeat must be at least 1 and --warmup at least 0, not {args.repeat} and {args.warmup}")
-    check_outputs(args.json, args.dump_logits, args.profile, plot=args.plot)
+    check_outputs(args.json, args.dump_logits, args.profile, args.plot)
+    check_plot(args.plot)
     text = read_text(args.prompt_file) if args.prompt_file else None
     llm, links = measured_llm(args)
     engine = llm.engine

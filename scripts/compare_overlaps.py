@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported, run
+from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported, run
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.prefill_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import environment, format_table, write_json
@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="context lengths, in tokens")
     parser.add_argument("--batch-size", type=int, default=1, help="requests at once, of all ranks together")
     parser.add_argument("--output-len", type=int, default=64, help="tokens per request")

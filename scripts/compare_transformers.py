@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import check_outputs, lengths, run
+from dsa_engine.arguments import argument_parser, check_outputs, lengths, run
 from dsa_engine.checkpoint import dequantize_checkpoint
 from dsa_engine.engine.memory import peak_bytes, reset_peak
 from dsa_engine.llm import resolve_model
@@ -46,7 +46,7 @@ class Side:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", default="demo", help="a Hugging Face model folder, or 'demo' (default)")
     parser.add_argument("--seq-len", type=lengths, default=[8192], help="prompt lengths for prefill")
     parser.add_argument("--context", type=lengths, default=[2048], help="context lengths for decode")

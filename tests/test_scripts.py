@@ -162,8 +162,8 @@ def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
     for off in (None, *names):
         options = [] if off is None else [f"--{off.replace('_', '-')}"]
         engine = llm_from(parser.parse_args(["--device", "cpu", "--cache-memory", "1MiB", *options])).engine
-        place = engine.model.place
-        on = (engine.options.async_scheduling, place.overlap_shared_expert, place.overlap_indexer)
+        runtime = engine.model.runtime
+        on = (engine.options.async_scheduling, runtime.overlap_shared_expert, runtime.overlap_indexer)
         found = (engine.options.enforce_eager, *(not x for x in on))
         assert found == tuple(name == off for name in names)
 

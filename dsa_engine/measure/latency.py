@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported
+from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.arguments import (
@@ -18,7 +18,7 @@ from dsa_engine.measure.emulation.arguments import (
 )
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.figures import mean_stages
-from dsa_engine.measure.plots import plot_latency
+from dsa_engine.measure.plots import check_plot, plot_latency
 from dsa_engine.measure.prefill_benchmark import LatencyResult, check_latency, measure_latency, random_prompt
 from dsa_engine.measure.report import environment, format_shares, format_table, write_json
 from dsa_engine.measure.stage_timer import chrome_trace
@@ -35,7 +35,8 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
         output_len: default number of output tokens.
     """
     args = _parse(metric, description, output_len)
-    check_outputs(args.json, args.profile, plot=args.plot)
+    check_outputs(args.json, args.profile, args.plot)
+    check_plot(args.plot)
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # all of them, before any is measured
@@ -66,7 +67,7 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
 
 
 def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
+    parser = argument_parser(description)
     parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
     parser.add_argument(
         "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 
@@ -15,6 +16,19 @@ def load_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def check_plot(path: str | None) -> None:
+    """Says before anything is measured that a plot cannot be drawn; None is no plot.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the name is not that of a PNG.
+    """
+    if path is None:
+        return
+    load_pyplot()
+    if Path(path).suffix.lower() != ".png":
+        raise ValueError(f"cannot draw {path}: plots are PNG files; give a name that ends in .png")
 
 
 def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> None:

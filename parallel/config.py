@@ -1,0 +1,92 @@
+"""The options that say how the processes of a ``torchrun`` world are used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, is_number, option
+
+CpLayout = Literal["head_tail", "contiguous"]
+MoeDispatch = Literal["all_to_all", "all_gather"]
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
+
+
+@documented
+@dataclass(frozen=True)
+class ParallelConfig(Options):
+    """How to use the processes of a ``torchrun`` world; the defaults fit any world.
+
+    Raises:
+        TypeError, ValueError: an option is not known or not possible; the text says what is.
+    """
+
+    cp_size: int | None = option(
+        POSITIVE_INT,
+        None,
+        "context parallelism: ranks that prefill a sequence together; default: the whole world. It must divide the "
+        "world size; with less than the world, several groups prefill different sequences.",
+        help="ranks that prefill a sequence together; default: all",
+    )
+    tp_size: int = option(
+        POSITIVE_INT,
+        1,
+        "neighbouring ranks that share embedding, output projection and LM head. It is not attention TP: every rank "
+        "computes all heads of its tokens.",
+        help="neighbours that share embedding, o_proj and LM head; attention heads are not divided",
+    )
+    moe_dispatch: MoeDispatch = option(
+        choice(MoeDispatch),
+        "all_to_all",
+        'of prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
+        "rank all tokens and sums the results (static shapes).",
+        help="of tokens to experts in prefill",
+    )
+    decode_dispatch: MoeDispatch = option(
+        choice(MoeDispatch),
+        "all_gather",
+        'the same, of decode steps. CUDA graphs need the static shapes of "all_gather".',
+        help="the same in decode",
+    )
+    cp_layout: CpLayout = option(
+        choice(CpLayout),
+        "head_tail",
+        '"head_tail" balances causal work over the ranks; "contiguous" is there to show what that is worth.',
+        help="which tokens of a sequence a rank prefills",
+    )
+    timeout: float = option(
+        Kind(_check_seconds, float, metavar="SECONDS"),
+        600.0,
+        "seconds after which a collective that does not complete ends the run.",
+        help="for a collective",
+    )
+    emulate_world: int | None = None
+    emulate_rank: int = 0
+    expert_loads: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.emulate_world is not None:
+            POSITIVE_INT.check("emulate_world", self.emulate_world)
+        rank, world = self.emulate_rank, self.emulate_world or 1
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
+            raise ValueError(
+                f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {self.emulate_world}, "
+                f"not {rank!r}"
+            )
+        if self.expert_loads is None:
+            return
+        if world < 2:
+            raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
+        loads = self.expert_loads
+        numbers = isinstance(loads, (tuple, list)) and all(
+            isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf for x in loads
+        )
+        if not numbers or not any(loads):
+            raise ValueError(f"expert_loads must be numbers of at least 0, and one above it, not {loads!r:.80}")
+        object.__setattr__(self, "expert_loads", tuple(loads))

@@ -10,20 +10,15 @@ import argparse
 import numpy as np
 
 from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, read_text, reported, run
-from dsa_engine.measure.emulation.arguments import (
-    FullDepth,
-    add_emulation_arguments,
-    heading,
-    measured_llm,
-    title,
-    to_json,
-)
-from dsa_engine.measure.figures import mean_stages
+from dsa_engine.measure.across_ranks import from_all_ranks
+from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
+from dsa_engine.measure.full_depth import FullDepth
 from dsa_engine.measure.plots import check_plot, plot_prefill
-from dsa_engine.measure.prefill_benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
-from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.measure.stage_timer import chrome_trace
-from dsa_engine.sizes import format_bytes
+from dsa_engine.measure.prefill_benchmark import measure_prefill
+from dsa_engine.measure.prefill_tables import print_prefill
+from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.report import environment, write_json
+from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 
 
 def parse() -> argparse.Namespace:
@@ -73,7 +68,7 @@ def main() -> None:
         results.append(result)
         listed.append(result.to_json())
         if first:
-            report(result, engine.mesh.rank)
+            print_prefill(result, engine.mesh.rank)
         if depth:
             scaled = depth.scale(result.ttft, mean_stages(result.stage_seconds))
             listed[-1] |= depth.to_json(scaled)
@@ -94,36 +89,6 @@ def main() -> None:
             np.save(file, results[-1].logits.numpy())
     if args.plot:
         plot_prefill(listed, args.plot, title(engine))
-
-
-def report(result: PrefillResult, this_rank: int) -> None:
-    """Prints one length: the figures, the ranks, the stages."""
-    j, ttft = result.to_json(), result.ttft
-    runs = f"min {min(result.seconds) * 1e3:.0f}, max {max(result.seconds) * 1e3:.0f}, {len(result.seconds)} runs"
-    if result.communication is None:
-        times = f"TTFT {j['median_ttft_ms']:.0f} ms ({runs}), {j['input_throughput']:.0f} tokens/s"
-        times += f", {j['input_throughput_per_device']:.0f} per device"
-    else:
-        times = (
-            f"computed {ttft.median * 1e3:.1f} ms ({runs}; measured), communication "
-            f"{result.communication.seconds * 1e3:.1f} ms (modelled); TTFT {ttft.not_overlapped * 1e3:.1f} ms not "
-            f"overlapped, {ttft.overlapped * 1e3:.1f} ms overlapped"
-        )
-    print(f"\n{result.input_len} tokens: {times}, attention imbalance {result.imbalance:.4f} (max/mean)\n")
-    ranks = zip(result.peak_memory_bytes, result.attention_pairs, result.bytes_sent, strict=True)
-    one = this_rank if result.communication is not None else 0  # an emulated run has this rank alone
-    rows = [
-        (one + i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)
-    ]
-    print(format_table(("rank", "peak memory", "attention pairs", "sent"), rows))
-    means = mean_stages(result.stage_seconds)
-    total = sum(means.values())
-    stages = [
-        (name, mean * 1e3, max(rank[name] for rank in result.stage_seconds) * 1e3, f"{mean / total:.1%}")
-        for name, mean in means.items()
-        if mean
-    ]
-    print("\n" + format_table(("stage", "mean ms", "slowest rank", "share"), stages))
 
 
 if __name__ == "__main__":

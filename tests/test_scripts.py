@@ -16,7 +16,7 @@ import pytest
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.cli import main as dsa_engine_command
-from dsa_engine.measure.prefill_benchmark import random_prompt
+from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 Run = Callable[..., subprocess.CompletedProcess[str]]

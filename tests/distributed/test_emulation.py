@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dsa_engine.llm import LLM
-from dsa_engine.measure.prefill_benchmark import measure_prefill, random_prompt
+from dsa_engine.measure.prefill_benchmark import measure_prefill
+from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.parallel import ParallelConfig
 
 WORLD = 4

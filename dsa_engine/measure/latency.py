@@ -71,10 +71,10 @@ class Latency:
         return result
 
     def scaled(self, stages: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
-        """Milliseconds at another depth: the median, divided over ``stages`` as they are, each times its factor.
+        """Milliseconds at another depth: each stage's part of the median times the stage's factor.
 
         Args:
-            stages: seconds in each stage, of the same work.
+            stages: seconds in each stage, of the same work; only their proportions count.
             factors: of :func:`~dsa_engine.measure.full_depth.depth_factors`; a stage without one counts once.
         """
         growth = sum(s * factors.get(name, 1.0) for name, s in stages.items()) / sum(stages.values())

@@ -7,99 +7,91 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import Field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from dsa_engine.llm import LLM
-from dsa_engine.measure.plots import load_pyplot
-from dsa_engine.options import LoadFormat
+from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.config import CpLayout, MoeDispatch
 from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and adds to the help of an option its default where it does not say it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if action.help is None or "default" in action.help:
+            return action.help
+        if any(default is nothing for nothing in (None, False, argparse.SUPPRESS)):
+            return action.help
+        words = ",".join(map(str, default)) if isinstance(default, list) else str(default)
+        return f"{action.help} (default: {words})".replace("%", "%%")
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """The parser of a script."""
+    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of :class:`dsa_engine.LLM`; :func:`llm_from` reads them."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--model", default="demo", help="a Hugging Face model folder, or 'demo' (default)")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--load-format", default="auto", choices=get_args(LoadFormat), help="dummy: random weights")
-    group.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
-    group.add_argument("--max-model-len", type=int, help="default: the model's")
-    group.add_argument("--max-num-seqs", type=int, default=64)
-    group.add_argument("--max-num-batched-tokens", type=int, default=8192, help="prefill chunk per rank")
-    group.add_argument(
-        "--max-prefill-share",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="most prefill steps while some request decodes, in (0, 1]; 1: prefill first",
-    )
-    group.add_argument("--page-size", type=int, default=64, help="tokens per cache page")
-    group.add_argument("--cache-memory", metavar="SIZE", help="of each rank's caches, e.g. 4GiB; default: what is free")
-    group.add_argument("--workspace", metavar="SIZE", help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU")
-    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs in decode")
-    group.add_argument(
-        "--no-async-scheduling", action="store_true", help="read a step's tokens before the next one is launched"
-    )
-    group.add_argument(
-        "--no-overlap-shared-expert", action="store_true", help="run the shared expert in order, not beside dispatch"
-    )
-    group.add_argument(
-        "--no-overlap-indexer", action="store_true", help="run the indexer's prolog in order, not beside MLA's"
-    )
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--no-progress", action="store_true", help="no progress bars")
-    group = parser.add_argument_group("parallel (under torchrun)")
-    group.add_argument("--cp-size", type=int, help="ranks that prefill a sequence together; default: all")
-    group.add_argument("--tp-size", type=int, default=1, help="neighbours that share embedding, o_proj and LM head")
-    group.add_argument(
-        "--moe-dispatch", default="all_to_all", choices=get_args(MoeDispatch), help="of tokens to experts in prefill"
-    )
-    group.add_argument(
-        "--decode-dispatch", default="all_gather", choices=get_args(MoeDispatch), help="the same in decode"
-    )
-    group.add_argument("--cp-layout", default="head_tail", choices=get_args(CpLayout))
-    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for a collective")
+    _add(parser.add_argument_group("engine"), EngineOptions)
+    _add(parser.add_argument_group("parallel (under torchrun)"), ParallelConfig)
 
 
 def parallel_from(args: argparse.Namespace, **changes: Any) -> ParallelConfig:
-    """The :class:`ParallelConfig` that the options describe; ``changes`` add to them."""
-    return ParallelConfig(
-        cp_size=args.cp_size,
-        tp_size=args.tp_size,
-        moe_dispatch=args.moe_dispatch,
-        decode_dispatch=args.decode_dispatch,
-        cp_layout=args.cp_layout,
-        timeout=args.timeout,
-        **changes,
-    )
+    """The :class:`ParallelConfig` that the arguments describe; ``changes`` add to them."""
+    return ParallelConfig(**(_values(args, ParallelConfig) | changes))
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of :class:`LLM` that the arguments describe."""
+    return _values(args, EngineOptions) | {"parallel": parallel_from(args)}
 
 
 def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
-    """The :class:`LLM` that the options describe; ``changes`` replace options."""
-    options = {
-        "dtype": args.dtype,
-        "device": args.device,
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-        "max_prefill_share": args.max_prefill_share,
-        "page_size": args.page_size,
-        "cache_memory": args.cache_memory,
-        "workspace": args.workspace,
-        "load_format": args.load_format,
-        "hf_overrides": json_object(args.hf_overrides, "--hf-overrides"),
-        "seed": args.seed,
-        "progress": not args.no_progress,
-        "enforce_eager": args.enforce_eager,
-        "async_scheduling": not args.no_async_scheduling,
-        "overlap_shared_expert": not args.no_overlap_shared_expert,
-        "overlap_indexer": not args.no_overlap_indexer,
-        "parallel": parallel_from(args),
-    }
-    return LLM(args.model, **(options | changes))
+    """The :class:`LLM` that the arguments describe; ``changes`` replace options."""
+    return LLM(**(engine_options(args) | changes))
+
+
+def _add(group: argparse._ArgumentGroup, options: type) -> None:
+    for f, option in options_of(options):
+        kind, flag = option.kind, _flag(f)
+        if kind is BOOL:
+            group.add_argument(flag, action="store_true", help=option.help)
+        elif kind is JSON_OBJECT:  # kept as it was written, for the report
+            group.add_argument(flag, default="{}", metavar=kind.metavar, help=option.help)
+        elif kind.parse is not None:
+            group.add_argument(
+                flag,
+                type=kind.parse,
+                default=f.default,
+                choices=kind.choices,
+                metavar=kind.metavar,
+                help=option.help,
+            )
+
+
+def _values(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """The options that :func:`_add` has added, by name."""
+    values: dict[str, Any] = {}
+    for f, option in options_of(options):
+        if option.kind.parse is None:
+            continue
+        given = getattr(args, _flag(f)[2:].replace("-", "_"))
+        if option.kind is BOOL:
+            values[f.name] = given is not f.default
+        else:
+            values[f.name] = json_object(given, _flag(f)) if option.kind is JSON_OBJECT else given
+    return values
+
+
+def _flag(f: Field[Any]) -> str:
+    """``--max-model-len``; of what is on by default, the flag that turns it off: ``--no-async-scheduling``."""
+    return ("--no-" if f.default is True else "--") + f.name.replace("_", "-")
 
 
 def reported(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,20 +132,18 @@ def read_text(path: str) -> str:
     return text
 
 
-def check_outputs(*paths: str | None, plot: str | None = None) -> None:
-    """Says before anything is measured, not after, that an output path has no folder or a plot cannot be drawn.
+def check_outputs(*paths: str | None) -> None:
+    """Says before anything is measured, not after, that an output path is a folder or has none.
 
     Raises:
-        ValueError: what is missing.
+        ValueError: what is wrong.
     """
-    if plot is not None:
-        load_pyplot()
-        if Path(plot).suffix.lower() != ".png":
-            raise ValueError(f"cannot draw {plot}: plots are PNG files; give a name that ends in .png")
-    for path in (*paths, plot):
-        if path is not None and not Path(path).absolute().parent.is_dir():
+    for path in paths:
+        if path is None:
+            continue
+        if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
-        if path is not None and Path(path).is_dir():
+        if Path(path).is_dir():
             raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
 
 

@@ -8,7 +8,15 @@ import sys
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, json_object, llm_from, read_text, run
+from dsa_engine.arguments import (
+    HelpFormatter,
+    add_engine_arguments,
+    check_outputs,
+    json_object,
+    llm_from,
+    read_text,
+    run,
+)
 from dsa_engine.checkpoint import parameter_counts
 from dsa_engine.engine.memory import available_bytes
 from dsa_engine.llm import resolve_model
@@ -31,20 +39,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dsa_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="generate from a prompt and print the text as it comes")
+    generate = commands.add_parser(
+        "generate", help="generate from a prompt and print the text as it comes", formatter_class=HelpFormatter
+    )
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the text to go on from; '-' reads it from standard input")
     prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to go on from")
     generate.add_argument("--chat", action="store_true", help="send the prompt through the model's chat template")
-    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most likely token")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens of this probability together"
+    )
+    generate.add_argument("--top-k", type=int, default=0, help="keep this many of the likeliest tokens; 0: all")
+    generate.add_argument(
+        "--min-p", type=float, default=0.0, help="keep tokens of at least this fraction of the highest probability"
+    )
     add_engine_arguments(generate)
     generate.set_defaults(command=_generate)
 
-    info = commands.add_parser("info", help="parameters, bytes per dtype, cache bytes per token, and what fits")
+    info = commands.add_parser(
+        "info",
+        help="parameters, bytes per dtype, cache bytes per token, and what fits",
+        formatter_class=HelpFormatter,
+    )
     info.add_argument("model", metavar="MODEL", help="a Hugging Face model folder (config.json is enough), or 'demo'")
     info.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
     info.add_argument("--memory", metavar="SIZE", help="of one rank, e.g. 141GB; default: what this machine has")

@@ -13,10 +13,10 @@ import torch
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.request import Request
-from dsa_engine.options import EngineOptions, LoadFormat
+from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
-from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.option_fields import takes_options_of
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import Tokenizer
 
@@ -26,29 +26,7 @@ Prompt = str | Seq[int]
 class LLM:
     """A model, ready to generate. Under ``torchrun`` every rank makes the same one and gets the same outputs.
 
-    Args:
-        model: a Hugging Face folder (config.json, safetensors, tokenizer files), or "demo": a small untrained model.
-        dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; or "float32", "bfloat16", "float16".
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        max_model_len: most tokens of prompt and output together; default: the model's.
-        max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: prefill chunk per rank; a step takes up to cp_size times as many.
-        max_prefill_share: of the steps taken while some request decodes, at most this share prefill others, in (0, 1];
-            1 puts prefill first: best for the time to first token, worst for the time per token.
-        page_size: tokens per cache page.
-        cache_memory: bytes of the caches on each rank, or a size such as "4GiB"; default: from what is free.
-        load_format: "auto" reads the checkpoint; "dummy" makes random weights of the right shape and reads only
-            config.json.
-        hf_overrides: keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.
-        parallel: how to use the ranks of a torchrun world.
-        seed: of dummy weights and of requests without a seed of their own.
-        workspace: bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.
-        enforce_eager: run decode kernel by kernel on CUDA, without CUDA graphs.
-        async_scheduling: on CUDA, schedule and launch a decode step before the tokens of the one before are read: the
-            device does not wait for the host; False shows what that gains.
-        overlap_shared_expert, overlap_indexer: run these on a stream of their own on CUDA, beside gate and dispatch and
-            beside MLA's prolog; False shows what that gains.
-        progress: show progress bars, on stderr and only on a terminal.
+    The options are those of :class:`dsa_engine.options.EngineOptions`; ``help(LLM)`` lists them.
 
     Raises:
         CheckpointError: the folder, a file or a tensor is missing, damaged, or not what config.json says.
@@ -56,51 +34,11 @@ class LLM:
         ValueError: an option, the configuration or the world size is not possible; the text says what is.
     """
 
-    def __init__(
-        self,
-        model: str | Path = "demo",
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 8192,
-        max_prefill_share: float = 0.5,
-        page_size: int = 64,
-        cache_memory: int | str | None = None,
-        load_format: LoadFormat = "auto",
-        hf_overrides: dict[str, Any] | None = None,
-        parallel: ParallelConfig | None = None,
-        seed: int = 0,
-        workspace: int | str | None = None,
-        enforce_eager: bool = False,
-        async_scheduling: bool = True,
-        overlap_shared_expert: bool = True,
-        overlap_indexer: bool = True,
-        progress: bool = True,
-    ):
+    @takes_options_of(EngineOptions)
+    def __init__(self, *args: Any, **named: Any):
         report_failures()  # before anything can fail
-        options = EngineOptions(
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_prefill_share=max_prefill_share,
-            page_size=page_size,
-            cache_memory=cache_memory,
-            workspace=workspace,
-            load_format=load_format,
-            hf_overrides=hf_overrides or {},
-            parallel=parallel or ParallelConfig(),
-            enforce_eager=enforce_eager,
-            async_scheduling=async_scheduling,
-            overlap_shared_expert=overlap_shared_expert,
-            overlap_indexer=overlap_indexer,
-            seed=seed,
-            progress=progress,
-        )
-        self.folder = resolve_model(model)
+        options = EngineOptions(*args, **named)
+        self.folder = resolve_model(options.model)
         self.engine = Engine(self.folder, options)
         self._tokenizer: Tokenizer | None = None
 

@@ -1,66 +1,158 @@
-"""The options of the engine, checked before anything is loaded."""
+"""Every option of the engine, once: type, default, meaning, and what is allowed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+import os
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from dsa_engine.model.config import DTYPES
 from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.option_fields import (
+    BOOL,
+    INT,
+    JSON_OBJECT,
+    POSITIVE_INT,
+    STR,
+    Kind,
+    Options,
+    choice,
+    documented,
+    instance_of,
+    is_number,
+    option,
+)
 from dsa_engine.sizes import parse_bytes
 
 LoadFormat = Literal["auto", "dummy"]
 
 
+def _check_model(name: str, value: Any) -> None:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a folder or 'demo', not {value!r}")
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    STR.check(name, value)
+    if value != "auto" and value not in DTYPES:
+        raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPES)}, not {value!r}")
+
+
+def _check_fraction(name: str, value: Any) -> None:
+    if not is_number(value) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}; 1 puts prefill first")
+
+
+def _check_size(name: str, value: Any) -> None:
+    parse_bytes(value, name)
+
+
+_SIZE = Kind(_check_size, metavar="SIZE")
+
+
+@documented
 @dataclass(frozen=True)
-class EngineOptions:
-    """The options of :class:`dsa_engine.LLM`, which says what they mean.
+class EngineOptions(Options):
+    """The options of :class:`dsa_engine.LLM`. Those of the scripts and of ``dsa-engine`` are made from them.
 
     Raises:
-        TypeError, ValueError: an option is not possible; the text says what is.
+        TypeError, ValueError: an option is not known or not possible; the text says what is.
     """
 
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 8192
-    max_prefill_share: float = 0.5
-    page_size: int = 64
-    cache_memory: int | str | None = None
-    workspace: int | str | None = None
-    load_format: LoadFormat = "auto"
-    hf_overrides: dict[str, Any] = field(default_factory=dict)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    enforce_eager: bool = False
-    async_scheduling: bool = True
-    overlap_shared_expert: bool = True
-    overlap_indexer: bool = True
-    seed: int = 0
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        for name, kind in (("dtype", str), ("device", str), ("hf_overrides", dict), ("parallel", ParallelConfig)):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an integer, not {self.seed!r}")
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.load_format not in get_args(LoadFormat):
-            raise ValueError(f"load_format must be one of {', '.join(get_args(LoadFormat))}, not {self.load_format!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"):
-            value = getattr(self, name)
-            if value is None and name == "max_model_len":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name in ("enforce_eager", "async_scheduling", "overlap_shared_expert", "overlap_indexer", "progress"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        share = self.max_prefill_share
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ValueError(f"max_prefill_share must be a number in (0, 1], not {share!r}; 1 puts prefill first")
-        for name in ("cache_memory", "workspace"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
+    model: str | Path = option(
+        Kind(_check_model),
+        "demo",
+        'a Hugging Face folder (config.json, safetensors, tokenizer files), or "demo": a small untrained model.',
+        help="a Hugging Face model folder, or 'demo' (default)",
+    )
+    _: KW_ONLY
+    dtype: str = option(
+        Kind(_check_dtype),
+        "auto",
+        '"auto" is the checkpoint\'s on CUDA and float32 on a CPU; or "float32", "bfloat16", "float16".',
+        help="auto, float32, bfloat16 or float16",
+    )
+    device: str = option(STR, "auto", '"auto", "cpu", "cuda" or "cuda:N".', help="auto, cpu, cuda or cuda:N")
+    load_format: LoadFormat = option(
+        choice(LoadFormat),
+        "auto",
+        '"auto" reads the checkpoint; "dummy" makes random weights of the right shape and reads only config.json.',
+        help="dummy: random weights",
+    )
+    hf_overrides: dict[str, Any] = option(
+        JSON_OBJECT,
+        dict,
+        'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.',
+        help="keys that replace those of config.json",
+    )
+    max_model_len: int | None = option(
+        POSITIVE_INT,
+        None,
+        "most tokens of prompt and output together; default: the model's.",
+        help="default: the model's",
+    )
+    max_num_seqs: int = option(POSITIVE_INT, 64, "most requests that run at once.")
+    max_num_batched_tokens: int = option(
+        POSITIVE_INT,
+        8192,
+        "prefill chunk per rank; a step takes up to cp_size times as many.",
+        help="prefill chunk per rank",
+    )
+    max_prefill_share: float = option(
+        Kind(_check_fraction, float, metavar="SHARE"),
+        0.5,
+        "of the steps taken while some request decodes, at most this fraction prefill others, in (0, 1]; 1 puts "
+        "prefill first: best for the time to first token, worst for the time per token.",
+        help="most prefill steps while some request decodes, in (0, 1]; 1: prefill first",
+    )
+    page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.")
+    cache_memory: int | str | None = option(
+        _SIZE,
+        None,
+        'bytes of the caches on each rank, or a size such as "4GiB"; default: from what is free.',
+        help="of each rank's caches, e.g. 4GiB; default: what is free",
+    )
+    workspace: int | str | None = option(
+        _SIZE,
+        None,
+        "bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.",
+        help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU",
+    )
+    enforce_eager: bool = option(
+        BOOL,
+        False,
+        "run decode kernel by kernel on CUDA, without CUDA graphs.",
+        help="no CUDA graphs in decode",
+    )
+    async_scheduling: bool = option(
+        BOOL,
+        True,
+        "on CUDA, schedule and launch a decode step before the tokens of the one before are read: the device does not "
+        "wait for the host; False shows what that gains.",
+        help="read a step's tokens before the next one is launched",
+    )
+    overlap_shared_expert: bool = option(
+        BOOL,
+        True,
+        "run the shared expert on a stream of its own on CUDA, beside gate and dispatch; False shows what that gains.",
+        help="run the shared expert in order, not beside dispatch",
+    )
+    overlap_indexer: bool = option(
+        BOOL,
+        True,
+        "run the indexer's prolog on a stream of its own on CUDA, beside MLA's; False shows what that gains.",
+        help="run the indexer's prolog in order, not beside MLA's",
+    )
+    seed: int = option(INT, 0, "of dummy weights and of requests without a seed of their own.")
+    progress: bool = option(
+        BOOL,
+        True,
+        "show progress bars, on stderr and only on a terminal.",
+        help="no progress bars",
+    )
+    parallel: ParallelConfig = option(
+        Kind(instance_of(ParallelConfig), parse=None),
+        ParallelConfig,
+        "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world.",
+    )

@@ -1,57 +1,71 @@
-"""How to divide the work over the processes of a run: what a user says."""
+"""The options that say how the processes of a ``torchrun`` world are used."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from dsa_engine.parallel.mesh import Mesh
+from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, is_number, option
 
 CpLayout = Literal["head_tail", "contiguous"]
 MoeDispatch = Literal["all_to_all", "all_gather"]
 
 
+def _check_seconds(name: str, value: Any) -> None:
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
+
+
+@documented
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Options):
     """How to use the processes of a ``torchrun`` world; the defaults fit any world.
 
-    Attributes:
-        cp_size: ranks that prefill a sequence together; default: the whole world. It must divide the world size; with
-            less than the world, several groups prefill different sequences.
-        tp_size: neighbouring ranks that share embedding, output projection and LM head. It is no tensor parallelism of
-            attention: every rank computes all heads of its own tokens.
-        moe_dispatch: of prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather"
-            gives every rank all tokens and sums the results (static shapes).
-        decode_dispatch: the same, of decode steps. CUDA graphs need the static shapes of "all_gather".
-        cp_layout: "head_tail" balances causal work; "contiguous" is there to show what that is worth.
-        timeout: seconds after which a collective that does not complete ends the run.
-
     Raises:
-        ValueError: a value is not possible; the text says what is.
+        TypeError, ValueError: an option is not known or not possible; the text says what is.
     """
 
-    cp_size: int | None = None
-    tp_size: int = 1
-    moe_dispatch: MoeDispatch = "all_to_all"
-    decode_dispatch: MoeDispatch = "all_gather"
-    cp_layout: CpLayout = "head_tail"
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("cp_size", self.cp_size), ("tp_size", self.tp_size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name, chosen, allowed in (
-            ("moe_dispatch", self.moe_dispatch, get_args(MoeDispatch)),
-            ("decode_dispatch", self.decode_dispatch, get_args(MoeDispatch)),
-            ("cp_layout", self.cp_layout, get_args(CpLayout)),
-        ):
-            if chosen not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {chosen!r}")
-        timeout = self.timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
+    cp_size: int | None = option(
+        POSITIVE_INT,
+        None,
+        "context parallelism: ranks that prefill a sequence together; default: the whole world. It must divide the "
+        "world size; with less than the world, several groups prefill different sequences.",
+        help="ranks that prefill a sequence together; default: all",
+    )
+    tp_size: int = option(
+        POSITIVE_INT,
+        1,
+        "neighbouring ranks that share embedding, output projection and LM head. It is not attention TP: every rank "
+        "computes all heads of its tokens.",
+        help="neighbours that share embedding, o_proj and LM head; attention heads are not divided",
+    )
+    moe_dispatch: MoeDispatch = option(
+        choice(MoeDispatch),
+        "all_to_all",
+        'of prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
+        "rank all tokens and sums the results (static shapes).",
+        help="of tokens to experts in prefill",
+    )
+    decode_dispatch: MoeDispatch = option(
+        choice(MoeDispatch),
+        "all_gather",
+        'the same, of decode steps. CUDA graphs need the static shapes of "all_gather".',
+        help="the same in decode",
+    )
+    cp_layout: CpLayout = option(
+        choice(CpLayout),
+        "head_tail",
+        '"head_tail" balances causal work over the ranks; "contiguous" is there to show what that is worth.',
+        help="which tokens of a sequence a rank prefills",
+    )
+    timeout: float = option(
+        Kind(_check_seconds, float, metavar="SECONDS"),
+        600.0,
+        "seconds after which a collective that does not complete ends the run.",
+        help="for a collective",
+    )
 
     def create_mesh(self, device: str = "auto") -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make one of another kind."""

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from dsa_engine.arguments import check_outputs, run
+from dsa_engine.arguments import argument_parser, check_outputs, run
 from dsa_engine.measure.kernel_cases.bench import Ceilings, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
@@ -16,13 +16,14 @@ from dsa_engine.model.config import DTYPES
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"), help="where they run")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="of activations and caches")
     parser.add_argument("--small", action="store_true", help="small sizes, to try the script on a CPU")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no further case after this long")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
     parser.add_argument("--json", metavar="PATH", help="write the result here")
     return parser.parse_args()
 

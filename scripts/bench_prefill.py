@@ -9,26 +9,21 @@ import argparse
 
 import numpy as np
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, read_text, reported, run
-from dsa_engine.measure.emulation.arguments import (
-    FullDepth,
-    add_emulation_arguments,
-    heading,
-    measured_llm,
-    title,
-    to_json,
-)
+from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, read_text, reported, run
+from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
+from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
-from dsa_engine.measure.figures import mean_stages
-from dsa_engine.measure.plots import plot_prefill
-from dsa_engine.measure.prefill_benchmark import PrefillResult, from_all_ranks, measure_prefill, random_prompt
-from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.measure.stage_timer import chrome_trace
-from dsa_engine.sizes import format_bytes
+from dsa_engine.measure.full_depth import FullDepth
+from dsa_engine.measure.plots import check_plot, plot_prefill
+from dsa_engine.measure.prefill_benchmark import measure_prefill
+from dsa_engine.measure.prefill_tables import print_prefill
+from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.report import environment, write_json
+from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
@@ -47,7 +42,8 @@ def main() -> None:
     args = parse()
     if args.repeat < 1 or args.warmup < 0:
         raise ValueError(f"--repeat must be at least 1 and --warmup at least 0, not {args.repeat} and {args.warmup}")
-    check_outputs(args.json, args.dump_logits, args.profile, plot=args.plot)
+    check_outputs(args.json, args.dump_logits, args.profile, args.plot)
+    check_plot(args.plot)
     text = read_text(args.prompt_file) if args.prompt_file else None
     llm, links = measured_llm(args)
     engine = llm.engine
@@ -73,7 +69,7 @@ def main() -> None:
         results.append(result)
         listed.append(result.to_json())
         if first:
-            report(result, engine.mesh.rank)
+            print_prefill(result, engine.mesh.rank)
         if depth:
             scaled = depth.scale(result.ttft, mean_stages(result.stage_seconds))
             listed[-1] |= depth.to_json(scaled)
@@ -85,9 +81,7 @@ def main() -> None:
     if not first:
         return
     if args.json:
-        where = environment(
-            engine.mesh.device, engine.dtype, 1 if isinstance(engine.mesh, EmulatedMesh) else engine.mesh.world_size
-        )
+        where = environment(engine.mesh.device, engine.dtype, num_processes(engine))
         where |= to_json(engine, links)
         loaded = {"load_seconds": [rank[0] for rank in load], "weight_bytes_read": [int(rank[1]) for rank in load]}
         write_json(args.json, {**where, "options": reported(args), **loaded, "results": listed})
@@ -96,36 +90,6 @@ def main() -> None:
             np.save(file, results[-1].logits.numpy())
     if args.plot:
         plot_prefill(listed, args.plot, title(engine))
-
-
-def report(result: PrefillResult, this_rank: int) -> None:
-    """Prints one length: the figures, the ranks, the stages."""
-    j, ttft = result.to_json(), result.ttft
-    runs = f"min {min(result.seconds) * 1e3:.0f}, max {max(result.seconds) * 1e3:.0f}, {len(result.seconds)} runs"
-    if result.communication is None:
-        times = f"TTFT {j['median_ttft_ms']:.0f} ms ({runs}), {j['input_throughput']:.0f} tokens/s"
-        times += f", {j['input_throughput_per_device']:.0f} per device"
-    else:
-        times = (
-            f"computed {ttft.median * 1e3:.1f} ms ({runs}; measured), communication "
-            f"{result.communication.seconds * 1e3:.1f} ms (modelled); TTFT {ttft.not_overlapped * 1e3:.1f} ms not "
-            f"overlapped, {ttft.overlapped * 1e3:.1f} ms overlapped"
-        )
-    print(f"\n{result.input_len} tokens: {times}, attention imbalance {result.imbalance:.4f} (max/mean)\n")
-    ranks = zip(result.peak_memory_bytes, result.attention_pairs, result.bytes_sent, strict=True)
-    one = this_rank if result.communication is not None else 0  # an emulated run has this rank alone
-    rows = [
-        (one + i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)
-    ]
-    print(format_table(("rank", "peak memory", "attention pairs", "sent"), rows))
-    means = mean_stages(result.stage_seconds)
-    total = sum(means.values())
-    stages = [
-        (name, mean * 1e3, max(rank[name] for rank in result.stage_seconds) * 1e3, f"{mean / total:.1%}")
-        for name, mean in means.items()
-        if mean
-    ]
-    print("\n" + format_table(("stage", "mean ms", "slowest rank", "share"), stages))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported, run
+from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported, run
+from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
-from dsa_engine.measure.prefill_benchmark import check_latency, measure_latency
+from dsa_engine.measure.latency_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import environment, format_table, write_json
 
 # What is turned off, and the options that do it.
@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="context lengths, in tokens")
     parser.add_argument("--batch-size", type=int, default=1, help="requests at once, of all ranks together")
     parser.add_argument("--output-len", type=int, default=64, help="tokens per request")
@@ -55,7 +55,7 @@ def main() -> None:
             setattr(chosen, option, True)
         llm, links = measured_llm(chosen)
         engine, mesh = llm.engine, llm.engine.mesh
-        where = environment(mesh.device, engine.dtype, 1 if isinstance(mesh, EmulatedMesh) else mesh.world_size)
+        where = environment(mesh.device, engine.dtype, num_processes(engine))
         about, above = to_json(engine, links), heading(engine, links)
         for input_len in args.input_len:  # all of them, before any is measured
             check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)

@@ -11,14 +11,14 @@ import signal
 import sys
 from pathlib import Path
 
-from dsa_engine.arguments import run
+from dsa_engine.arguments import argument_parser, run
 from dsa_engine.checkpoint import dequantize_checkpoint
 from dsa_engine.measure.report import write_json
 from dsa_engine.model.config import DTYPES
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the FP8 checkpoint")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
     parser.add_argument(

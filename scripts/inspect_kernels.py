@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from dsa_engine.arguments import check_outputs, run
+from dsa_engine.arguments import argument_parser, check_outputs, run
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.measure.report import environment, format_table, write_json
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--target", type=int, nargs="+", default=[90], choices=sorted(SHARED_LIMIT), help="compute capabilities"
     )

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.arguments import json_object, run
+from dsa_engine.arguments import argument_parser, json_object, run
 from dsa_engine.checkpoint import RELEASED_CONFIGS, released_config, write_random_checkpoint
 from dsa_engine.demo import demo_config, demo_files
 from dsa_engine.errors import CheckpointError
@@ -23,7 +23,7 @@ from dsa_engine.model.config_overrides import merge_overrides
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     names = ", ".join(["demo", *RELEASED_CONFIGS])
     parser.add_argument(
         "--config", required=True, metavar="PATH|NAME", help=f"a config.json, its folder, or one of: {names}"

@@ -236,6 +236,9 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         ({"hf_overrides": '{"a": 1}'}, "hf_overrides must be a dict, not"),
         ({"seed": "x"}, "seed must be an integer, not 'x'"),
         ({"dtype": [1]}, r"dtype must be a str, not \[1\]"),
+        ({"enforce_eager": 1}, "enforce_eager must be True or False, not 1"),
+        ({"max_num_seq": 8}, "^there is no option 'max_num_seq'; did you mean 'max_num_seqs'\\?$"),
+        ({"x": 8}, "^there is no option 'x'; options are model, dtype, device, .*, progress, parallel$"),
     ],
 )
 def test_options_of_the_wrong_type(demo_cache: Path, options: dict[str, Any], message: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.cli import main as dsa_engine_command
-from dsa_engine.measure.prefill_benchmark import random_prompt
+from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -180,8 +180,8 @@ def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
     for off in (None, *names):
         options = [] if off is None else [f"--{off.replace('_', '-')}"]
         engine = llm_from(parser.parse_args(["--device", "cpu", "--cache-memory", "1MiB", *options])).engine
-        place = engine.model.place
-        on = (engine.options.async_scheduling, place.overlap_shared_expert, place.overlap_indexer)
+        runtime = engine.model.runtime
+        on = (engine.options.async_scheduling, runtime.overlap_shared_expert, runtime.overlap_indexer)
         found = (engine.options.enforce_eager, *(not x for x in on))
         assert found == tuple(name == off for name in names)
 

@@ -1,176 +1,90 @@
-"""What ``scripts/measure_ttft.py`` and ``scripts/measure_tpot.py`` share: they differ in the figure that they show."""
+"""A measured latency, what an emulated rank's communication adds to it, and its value at another depth."""
 
 from __future__ import annotations
 
-import argparse
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, reported
-from dsa_engine.engine.engine import Engine
-from dsa_engine.llm import LLM
-from dsa_engine.measure.emulation.arguments import (
-    FullDepth,
-    add_emulation_arguments,
-    heading,
-    measured_llm,
-    title,
-    to_json,
-)
-from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
-from dsa_engine.measure.figures import mean_stages
-from dsa_engine.measure.plots import plot_latency
-from dsa_engine.measure.prefill_benchmark import LatencyResult, check_latency, measure_latency, random_prompt
-from dsa_engine.measure.report import environment, format_shares, format_table, write_json
-from dsa_engine.measure.stage_timer import chrome_trace
-from dsa_engine.measure.timed_generation import generate_batch
-from dsa_engine.sizes import format_bytes
+from dsa_engine.measure.emulation.overlap_model import Communication
+from dsa_engine.measure.percentiles import percentiles
 
 
-def measure_and_report(metric: str, description: str, output_len: int) -> None:
-    """Parses the command line, measures every length and batch size, and reports ``metric`` ("ttft" or "tpot").
+@dataclass(frozen=True)
+class Latency:
+    """A time such as TTFT or TPOT, measured several times.
 
-    Args:
-        metric: which time the table and the plot show; the JSON holds both.
-        description: of the script, for ``--help``.
-        output_len: default number of output tokens.
+    Measured times and what is modelled (the communication of an emulated rank) have keys of their own in every result.
+
+    Attributes:
+        name: "ttft", "tpot", "itl".
+        seconds: the samples; of an emulated rank, its computation alone.
+        tokens: that all ranks together process in this time, for the rate.
+        ranks: of the run, emulated or not.
+        communication: modelled, of an emulated rank; None where nothing is emulated.
     """
-    args = _parse(metric, description, output_len)
-    check_outputs(args.json, args.profile, plot=args.plot)
-    llm, links = measured_llm(args)
-    engine = llm.engine
-    for input_len in args.input_len:  # all of them, before any is measured
-        for batch_size in args.batch_size:
-            check_latency(engine, input_len, args.output_len, batch_size, _fills(args))
-    depth = FullDepth.of(llm)
-    results = [
-        _measure(llm, args, metric, input_len, batch_size, links)
-        for input_len in args.input_len
-        for batch_size in args.batch_size
-    ]
-    if args.profile:
-        _profile(engine, args)
-    if not engine.mesh.reports:
-        return
-    scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
-    _print(metric, results, heading(engine, links))
-    for result, times in zip(results, scaled, strict=True):
-        if depth:
-            print(depth.line(_name(result), metric, times))
-    listed = [r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)]
-    if args.json:
-        where = environment(
-            engine.mesh.device, engine.dtype, 1 if isinstance(engine.mesh, EmulatedMesh) else engine.mesh.world_size
-        )
-        where |= {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-        write_json(args.json, {**where, **to_json(engine, links), "options": reported(args), "results": listed})
-    if args.plot:
-        plot_latency(listed, metric, args.plot, title(engine))
 
+    name: str
+    seconds: list[float]
+    tokens: int
+    ranks: int
+    communication: Communication | None = None
 
-def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
-    parser.add_argument(
-        "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
-    )
-    parser.add_argument(
-        "--output-len", type=int, default=output_len, help=f"tokens per request (default: {output_len})"
-    )
-    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
-    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
-    parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
-    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
-    if metric == "tpot":
-        parser.add_argument(
-            "--fill-cache",
-            choices=("random",),
-            help="fill the caches with random rows instead of computing the prompts",
-        )
-    add_engine_arguments(parser)
-    add_emulation_arguments(parser)
-    args = parser.parse_args()
-    fewest = 2 if metric == "tpot" else 1
-    if args.output_len < fewest or args.repeat < 1 or args.warmup < 0:
-        raise ValueError(
-            f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
-            f"not {args.output_len}, {args.repeat} and {args.warmup}"
-        )
-    return args
+    @property
+    def median(self) -> float:
+        """Seconds; of an emulated rank, measured computation."""
+        return statistics.median(self.seconds)
 
+    @property
+    def not_overlapped(self) -> float:
+        """Median seconds with all communication added."""
+        return self.median + (self.communication.seconds if self.communication else 0.0)
 
-def _measure(
-    llm: LLM, args: argparse.Namespace, metric: str, input_len: int, batch_size: int, links: Links
-) -> LatencyResult:
-    return measure_latency(
-        llm,
-        input_len,
-        args.output_len,
-        batch_size=batch_size,
-        warmup=args.warmup,
-        repeat=args.repeat,
-        seed=args.seed,
-        links=links,
-        fill_cache=_fills(args),
-    )
+    @property
+    def overlapped(self) -> float:
+        """Median seconds with the communication added that does not hide (:func:`~.emulation.overlap_model.replay`)."""
+        return self.median + (self.communication.stalled_seconds if self.communication else 0.0)
 
+    def to_json(self, rate: str | None = None) -> dict[str, Any]:
+        """As JSON; with ``rate``, such as "input_throughput", tokens/s too, in all and for each device.
 
-def _profile(engine: Engine, args: argparse.Namespace) -> None:
-    """One more run of the last length and batch size; the other ranks run along."""
-    input_len, batch_size = args.input_len[-1], args.batch_size[-1]
-    prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
-    with chrome_trace(args.profile if engine.mesh.reports else None):
-        generate_batch(engine, prompts, args.output_len, fill_cache=_fills(args))
-
-
-def _fills(args: argparse.Namespace) -> bool:
-    return getattr(args, "fill_cache", None) is not None
-
-
-def _scaled(result: LatencyResult, depth: FullDepth) -> dict[str, float]:
-    """Milliseconds of TTFT and TPOT at full depth."""
-    scaled = depth.scale(result.ttft, mean_stages(result.prefill_stages)) if result.ttft else {}
-    if result.tpot:
-        scaled |= depth.scale(result.tpot, mean_stages(result.decode_stages))
-    return scaled
-
-
-def _name(result: LatencyResult) -> str:
-    return f"{result.input_len:,} × {result.batch_size}"
-
-
-def _print(metric: str, results: list[LatencyResult], above: str) -> None:
-    """The figures of every length and batch size, then what each stage takes of them."""
-    if above:
-        print(above + "\n")
-    shown = [(r, r.ttft if metric == "ttft" else r.tpot) for r in results]
-    rate = "input_throughput" if metric == "ttft" else "output_throughput"
-    unit = "input tokens/s" if metric == "ttft" else "output tokens/s"
-    rows: list[tuple[Any, ...]] = []
-    for r, figure in shown:
-        if figure is None:  # the cache had no room for the whole batch to decode at once
-            rows.append((f"{r.input_len:,}", r.batch_size, r.output_len, *["-"] * 6))
-            continue
-        j, peak = r.to_json(), format_bytes(max(r.peak_memory_bytes))
-        if above:
-            communication = figure.not_overlapped - figure.median
-            times = tuple(s * 1e3 for s in (figure.median, communication, figure.not_overlapped, figure.overlapped))
-            speed = [j[f"{rate}_per_device_overlapped"]]
+        Of an emulated rank the percentiles are called "computed_…", and ``"<name>_ms"`` holds what is modelled.
+        """
+        if self.communication is None:
+            result: dict[str, Any] = dict(percentiles(self.name, self.seconds))
+            rates = {"": self.median}
         else:
-            times = tuple(j[f"{share}_{metric}_ms"] for share in ("median", "p90", "p99"))
-            speed = [j[rate], j[f"{rate}_per_device"]]
-        rows.append((f"{r.input_len:,}", r.batch_size, r.output_len, *times, *speed, peak))
-    name = metric.upper()
-    if above:
-        columns = [f"computed {name} ms", "communication ms", "sum ms", "overlapped ms"]
-        columns += [f"{unit} per device"]
-    else:
-        columns = [*(f"{share} {name} ms" for share in ("median", "p90", "p99")), unit, "per device"]
-    print(format_table(("input", "batch", "output", *columns, "peak memory"), rows))
-    for phase in ("prefill", "decode"):
-        ranks = [(r, r.prefill_stages if phase == "prefill" else r.decode_stages) for r in results]
-        shares = {_name(r): mean_stages(stages) for r, stages in ranks if stages}
-        if shares:
-            print("\n" + format_shares(f"{phase} stage", shares))
-    print()
+            result = dict(percentiles(f"computed_{self.name}", self.seconds))
+            result[f"{self.name}_ms"] = {
+                "computed": self.median * 1e3,
+                "communication": self.communication.seconds * 1e3,
+                "not_overlapped": self.not_overlapped * 1e3,
+                "overlapped": self.overlapped * 1e3,
+                "communication_by_stage": {name: s * 1e3 for name, s in self.communication.total.items()},
+            }
+            rates = {"_not_overlapped": self.not_overlapped, "_overlapped": self.overlapped}
+        if rate:
+            for suffix, seconds in rates.items():
+                result[rate + suffix] = self.tokens / seconds
+                result[f"{rate}_per_device{suffix}"] = self.tokens / seconds / self.ranks
+        return result
+
+    def scaled(self, stages: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+        """Milliseconds at another depth: each stage's part of the median times the stage's factor.
+
+        Args:
+            stages: seconds in each stage, of the same work; only their proportions count.
+            factors: of :func:`~dsa_engine.measure.full_depth.depth_factors`; a stage without one counts once.
+        """
+        growth = sum(s * factors.get(name, 1.0) for name, s in stages.items()) / sum(stages.values())
+        computed = self.median * growth
+        if self.communication is None:
+            return {f"{self.name}_ms": computed * 1e3}
+        total = sum(s * factors.get(name, 1.0) for name, s in self.communication.total.items())
+        stalls = sum(s * factors.get(name, 1.0) for name, s in self.communication.stalls.items())
+        return {
+            f"{self.name}_ms_computed": computed * 1e3,
+            f"{self.name}_ms_not_overlapped": (computed + total) * 1e3,
+            f"{self.name}_ms_overlapped": (computed + stalls) * 1e3,
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 
@@ -15,6 +16,19 @@ def load_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def check_plot(path: str | None) -> None:
+    """Says before anything is measured that a plot cannot be drawn; None is no plot.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the name is not that of a PNG.
+    """
+    if path is None:
+        return
+    load_pyplot()
+    if Path(path).suffix.lower() != ".png":
+        raise ValueError(f"cannot draw {path}: plots are PNG files; give a name that ends in .png")
 
 
 def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> None:
@@ -34,7 +48,7 @@ def plot_latency(results: list[dict[str, Any]], metric: str, path: str, title: s
     """``metric`` ("ttft" or "tpot") against the prompt's length, and the stages of that phase as a stacked bar.
 
     Args:
-        results: of :meth:`dsa_engine.measure.prefill_benchmark.LatencyResult.to_json`.
+        results: of :meth:`dsa_engine.measure.latency_benchmark.LatencyResult.to_json`.
         path: of the PNG.
         title: stands above both, such as what is emulated.
     """

@@ -45,14 +45,15 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     return "\n".join(lines)
 
 
-def format_shares(title: str, columns: Mapping[str, Mapping[str, float]]) -> str:
-    """A table of shares: a row for each name that has any time, a column for each of ``columns`` (seconds by name)."""
+def format_percentages(title: str, columns: Mapping[str, Mapping[str, float]]) -> str:
+    """A table of seconds by name in percent of their sum: a row for each name that has any, a column for each of
+    ``columns``."""
     names = list(dict.fromkeys(name for seconds in columns.values() for name in seconds))
     rows = []
     for name in names:
-        shares = [seconds.get(name, 0.0) / (sum(seconds.values()) or 1.0) for seconds in columns.values()]
-        if any(shares):
-            rows.append((name, *(f"{share:.1%}" for share in shares)))
+        fractions = [seconds.get(name, 0.0) / (sum(seconds.values()) or 1.0) for seconds in columns.values()]
+        if any(fractions):
+            rows.append((name, *(f"{fraction:.1%}" for fraction in fractions)))
     return format_table((title, *columns), rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,3 +115,13 @@ class StageTimer:
             if name:
                 total[name] = total.get(name, 0.0) + self.clock.seconds(begin, end)
         return total
+
+
+def mean_stages(several: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds in each stage, averaged over ranks or repeats."""
+    return {name: statistics.fmean(stages[name] for stages in several) for name in several[0]}
+
+
+def milliseconds(stages: dict[str, float]) -> dict[str, float]:
+    """The seconds in each stage, as reports have them."""
+    return {name: s * 1e3 for name, s in stages.items()}

@@ -13,62 +13,72 @@ from dsa_engine.measure.emulation.overlap_model import Pass, watched
 from dsa_engine.sampling_params import SamplingParams
 
 
-class Generation:
-    """One run, from the moment at which its requests arrive; what :func:`generate_batch` has found out."""
+class TimedGeneration:
+    """A batch of requests and the times of its steps, counted from when the requests arrive.
+
+    Attributes:
+        requests: in the order of their prompts.
+        step_end_times: seconds, of the steps that brought tokens; of every step, if steps are watched.
+        passes: of every step, if steps are watched.
+        first_token_steps: of every request, the step of its first token; empty where caches are filled.
+        decode_steps: those in which the whole batch decodes; empty where there are none.
+        decoded_tokens: that a request got in these, on average.
+    """
 
     def __init__(self, engine: Engine, watch: bool):
         self.engine = engine
-        self.sequences: list[Request] = []
-        self.ends: list[float] = []  # of steps that brought tokens, in seconds from the arrival; of all, if watched
-        self.passes: list[Pass] = []  # of every step, where they are watched
-        self.first: list[int] = []  # of every request, the step of its first token
-        self.decode: tuple[int, int] | None = None  # steps in which the whole batch decodes: from, up to
-        self.decoded = 0.0  # tokens that a request got in these
+        self.requests: list[Request] = []
+        self.step_end_times: list[float] = []
+        self.passes: list[Pass] = []
+        self.first_token_steps: list[int] = []
+        self.decode_steps = range(0)
+        self.decoded_tokens = 0.0
         self._watch = watch
-        self._begin = time.perf_counter()
+        self._arrival = time.perf_counter()
 
     def step(self) -> None:
+        """Runs one step of the engine."""
         if self._watch:
             with watched(self.engine) as one:
                 self.engine.step()
             self.passes.append(one)
         elif not self.engine.step():
             return  # no token: a part of a prompt, or a step that is read by the next call
-        self.ends.append(time.perf_counter() - self._begin)
+        self.step_end_times.append(time.perf_counter() - self._arrival)
 
     @cached_property
     def ttft(self) -> list[float]:
         """Seconds to the first token, of every request."""
-        return [self.ends[step] for step in self.first]
+        return [self.step_end_times[step] for step in self.first_token_steps]
 
     @cached_property
     def itl(self) -> list[float]:
         """Seconds of every step in which the whole batch decodes."""
-        return [] if self.decode is None else [self.ends[i] - self.ends[i - 1] for i in range(*self.decode)]
+        return [self.step_end_times[i] - self.step_end_times[i - 1] for i in self.decode_steps]
 
 
-def _prefill(run: Generation, prompts: list[list[int]], params: SamplingParams) -> None:
+def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
     """Brings requests to the state in which they decode, by computing their prompts: each has its first token."""
     for prompt in prompts:
-        run.sequences.append(run.engine.add(prompt, params))
+        generation.requests.append(generation.engine.add(prompt, params))
     first: dict[int, int] = {}
     while len(first) < len(prompts):
-        run.step()
-        for i, request in enumerate(run.sequences):
+        generation.step()
+        for i, request in enumerate(generation.requests):
             if request.output:
-                first.setdefault(i, len(run.ends) - 1)
+                first.setdefault(i, len(generation.step_end_times) - 1)
             elif request.finish_reason is not None:
                 raise RuntimeError(f"a request ended without a token: {request.error or request.finish_reason}")
-    run.first = [first[i] for i in range(len(prompts))]
+    generation.first_token_steps = [first[i] for i in range(len(prompts))]
 
 
-def _fill(run: Generation, prompts: list[list[int]], params: SamplingParams) -> None:
+def _fill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
     """Brings requests to the state in which they decode without computing their prompts: their caches are random. One
     step is run, in which graphs are captured; there is no first token whose time could be taken."""
     for prompt in prompts:
-        run.sequences.append(run.engine.add_filled(len(prompt), params))
-    while not run.ends:
-        run.step()
+        generation.requests.append(generation.engine.add_filled(len(prompt), params))
+    while not generation.step_end_times:
+        generation.step()
 
 
 def generate_batch(
@@ -78,7 +88,7 @@ def generate_batch(
     *,
     watch: bool = False,
     fill_cache: bool = False,
-) -> Generation:
+) -> TimedGeneration:
     """Generates ``output_len`` tokens with the whole batch; a request that is ready first may get more meanwhile.
 
     With ``fill_cache`` the prompts are not computed: caches are filled with random rows. ``watch`` keeps what each step
@@ -88,20 +98,22 @@ def generate_batch(
     """
     most = most_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
     params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
-    run = Generation(engine, watch)
+    generation = TimedGeneration(engine, watch)
     try:
-        (_fill if fill_cache else _prefill)(run, prompts, params)
-        before, begin = [len(s.output) for s in run.sequences], len(run.ends)
-        while run.decoded < output_len - 1 and all(s.finish_reason is None for s in run.sequences):
-            run.step()
-            run.decoded = statistics.fmean(len(s.output) - n for s, n in zip(run.sequences, before, strict=True))
-        if run.decoded:
-            run.decode = (begin, len(run.ends))
+        (_fill if fill_cache else _prefill)(generation, prompts, params)
+        requests = generation.requests
+        before, begin = [len(r.output) for r in requests], len(generation.step_end_times)
+        while generation.decoded_tokens < output_len - 1 and all(r.finish_reason is None for r in requests):
+            generation.step()
+            new = [len(r.output) - n for r, n in zip(requests, before, strict=True)]
+            generation.decoded_tokens = statistics.fmean(new)
+        if generation.decoded_tokens:
+            generation.decode_steps = range(begin, len(generation.step_end_times))
     finally:
-        for request in run.sequences:
+        for request in generation.requests:
             if request.finish_reason is None:
                 engine.finish(request, "abort")
-    return run
+    return generation
 
 
 def most_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> int:

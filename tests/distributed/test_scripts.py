@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dsa_engine import LLM
-from dsa_engine.measure.prefill_benchmark import random_prompt
+from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

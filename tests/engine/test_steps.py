@@ -246,8 +246,8 @@ def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monk
 def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
     """One time for each token, though the first call of a step brings none."""
     run = generate_batch(llm.engine, [[5] * 40] * 2, 6, fill_cache=fill_cache)
-    assert run.decoded == len(run.itl) == 5 and min(run.itl) > 0
-    assert run.first == ([] if fill_cache else [0, 0])
+    assert run.decoded_tokens == len(run.itl) == 5 and min(run.itl) > 0
+    assert run.first_token_steps == ([] if fill_cache else [0, 0])
 
 
 def test_tokens_that_are_not_read_have_placeholders() -> None:

@@ -1,4 +1,4 @@
-"""One rank of many in one process: what is refused, what its groups return, and how its figures are put together.
+"""One rank of many in one process: what is refused, what its groups return, and what is measured of it.
 
 Against a true run: distributed/test_emulation.py.
 """
@@ -10,22 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.demo import demo_config
-from dsa_engine.measure.emulation.arguments import FullDepth
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, replay, watched
-from dsa_engine.measure.figures import Figure, depth_factors, percentiles
-from dsa_engine.measure.prefill_benchmark import measure_latency, measure_prefill, random_prompt
+from dsa_engine.measure.latency_benchmark import measure_latency
+from dsa_engine.measure.prefill_benchmark import measure_prefill
+from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.stage_timer import DeviceClock
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog
 
@@ -204,55 +201,6 @@ def test_communication_adds_up_by_stage() -> None:
     assert both == one
 
 
-def test_figures_keep_measured_and_modelled_apart() -> None:
-    measured = Figure("ttft", [0.2, 0.1, 0.3], tokens=100, ranks=4)
-    result = measured.to_json("input_throughput")
-    assert result["median_ttft_ms"] == pytest.approx(200) and result["p99_ttft_ms"] == pytest.approx(298)
-    assert result["input_throughput"] == pytest.approx(500)
-    assert result["input_throughput_per_device"] == pytest.approx(125)
-    modelled = Communication({"MoE dispatch": 0.2, "communication": 0.1}, {"MoE dispatch": 0.2, "communication": 0.0})
-    result = Figure("ttft", [0.2, 0.1, 0.3], 100, 4, modelled).to_json("input_throughput")
-    assert "median_ttft_ms" not in result, "the name stands for what was measured"
-    assert result["median_computed_ttft_ms"] == pytest.approx(200)
-    assert {k: v for k, v in result["ttft_ms"].items() if k != "communication_by_stage"} == pytest.approx(
-        {"computed": 200, "communication": 300, "not_overlapped": 500, "overlapped": 400}
-    )
-    assert result["input_throughput_per_device_overlapped"] == pytest.approx(100 / 0.4 / 4)
-
-
-def test_other_depths() -> None:
-    raw = demo_config()
-    whole = ModelConfig.from_dict(raw | {"num_hidden_layers": 61, "first_k_dense_replace": 3})
-    few = ModelConfig.from_dict(raw | {"num_hidden_layers": 5, "first_k_dense_replace": 3})
-    factors = depth_factors(few, whole)
-    assert factors["MLA prolog"] == factors["lightning indexer"] == 61 / 5
-    assert factors["dense MLP"] == 1 and factors["MoE experts"] == 29 and "LM head" not in factors
-    stages = {"MLA prolog": 1.0, "dense MLP": 1.0, "MoE experts": 1.0, "LM head": 0.5, "other": 0.5}
-    figure = Figure("ttft", [8.0], 1, 1)  # twice what the stages of the watched run add up to: only shares count
-    grown = 2 * (61 / 5 + 1 + 29 + 1)
-    assert figure.scaled(stages, factors) == {"ttft_ms": pytest.approx(grown * 1e3)}
-    modelled = Communication({"MoE dispatch": 1.0, "other": 1.0}, {"MoE dispatch": 0.5, "other": 1.0})
-    scaled = Figure("ttft", [8.0], 1, 1, modelled).scaled(stages, factors)
-    assert scaled == pytest.approx(
-        {
-            "ttft_ms_computed": grown * 1e3,
-            "ttft_ms_not_overlapped": (grown + 29 + 1) * 1e3,
-            "ttft_ms_overlapped": (grown + 29 / 2 + 1) * 1e3,
-        }
-    )
-    with pytest.raises(ValueError, match="no MoE layer was measured and the whole model has 58; measure more layers"):
-        depth_factors(ModelConfig.from_dict(raw | {"num_hidden_layers": 2, "first_k_dense_replace": 3}), whole)
-
-
-def test_full_depth_is_that_of_the_file(demo_cache: Path) -> None:
-    llm = LLM("demo", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640})
-    depth = FullDepth.of(llm)
-    assert depth is not None and (depth.measured, depth.layers) == (2, 4)
-    assert depth.factors["MoE experts"] == 3 and depth.factors["dense MLP"] == 1
-    assert "SCALED, not measured" in depth.line("x", "ttft", {"ttft_ms": 5.0})
-    assert FullDepth.of(LLM("demo", device="cpu")) is None
-
-
 @pytest.fixture(scope="module")
 def emulated(demo_cache: Path) -> LLM:
     parallel = EmulatedConfig(emulate_world=8, emulate_rank=2, tp_size=2)
@@ -322,12 +270,3 @@ def test_wrong_number_of_loads_is_said_at_the_first_layer(demo_cache: Path) -> N
     llm = LLM("demo", device="cpu", parallel=parallel)
     with pytest.raises(ValueError, match="there are 2 expert loads, the model has 24 routed experts"):
         llm.engine.prefill([5, 6, 7])
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 6, 100])
-def test_percentiles(count: int) -> None:
-    seconds = [((37 * i) % 101) / 1e3 for i in range(count)]
-    found, ms = percentiles("x", seconds), np.array(seconds) * 1e3
-    assert (found["p90_x_ms"], found["p99_x_ms"]) == pytest.approx(np.percentile(ms, [90, 99]))
-    expected = (ms.mean(), np.median(ms), ms.min(), ms.max())
-    assert tuple(found[f"{name}_x_ms"] for name in ("mean", "median", "min", "max")) == pytest.approx(expected)

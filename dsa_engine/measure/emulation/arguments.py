@@ -15,14 +15,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.emulation.routing import check_loads
-from dsa_engine.measure.figures import Figure, depth_factors
 from dsa_engine.model.config import ModelConfig
-
-# Keys of config.json that say which layers there are: overrides of these are for the run, not for the whole model.
-_LAYER_KEYS = {
-    *("num_hidden_layers", "first_k_dense_replace", "mlp_layer_types"),
-    *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
-}
 
 
 def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,43 +100,3 @@ def to_json(engine: Engine, links: Links) -> dict[str, Any]:
     loads = mesh.config.expert_loads
     about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": list(loads) if loads else "balanced"}
     return {"emulated": {**about, "links": links.to_json()}}
-
-
-class FullDepth:
-    """The whole model, where a run has fewer layers: figures with all of them, scaled from the run's, not measured."""
-
-    def __init__(self, measured: ModelConfig, full: ModelConfig):
-        self.measured = measured.num_hidden_layers
-        self.layers = full.num_hidden_layers
-        self.factors = depth_factors(measured, full)
-
-    @classmethod
-    def of(cls, llm: LLM) -> FullDepth | None:
-        """None where the run has as many layers as config.json says.
-
-        Raises:
-            ValueError: a kind of layer is missing in the run.
-        """
-        engine = llm.engine
-        overrides = {key: v for key, v in engine.options.hf_overrides.items() if key not in _LAYER_KEYS}
-        full = ModelConfig.from_pretrained(llm.folder, overrides)
-        same = full.num_hidden_layers == engine.config.num_hidden_layers
-        return None if same else cls(engine.config, full)
-
-    def scale(self, figure: Figure, stages: dict[str, float]) -> dict[str, float]:
-        """Milliseconds of a figure at full depth; see :meth:`dsa_engine.measure.figures.Figure.scaled`."""
-        return figure.scaled(stages, self.factors)
-
-    def to_json(self, scaled: dict[str, float]) -> dict[str, Any]:
-        about = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
-        return {"scaled_to_full_depth": {**about, **scaled}}
-
-    def line(self, what: str, metric: str, scaled: dict[str, float]) -> str:
-        """The scaled times of ``metric``, for people."""
-        times = ", ".join(
-            f"{key.removeprefix(metric + '_ms').replace('_', ' ').strip()} {ms:,.1f} ms".strip()
-            for key, ms in scaled.items()
-            if key.startswith(metric)
-        )
-        depth = f"with all {self.layers} layers instead of {self.measured}"
-        return f"SCALED, not measured: {what} {depth}: {metric.upper()} {times}"

@@ -1,0 +1,137 @@
+"""The engine and ``transformers`` doing the same work in turn, in one process on the CPU."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_engine.checkpoint import dequantize_checkpoint
+from dsa_engine.engine.memory import peak_bytes, reset_peak
+from dsa_engine.llm import LLM
+from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.sampling_params import SamplingParams
+
+
+@dataclass
+class Side:
+    """One of the two: what it took, run by run."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0  # most memory above what the process held before the run
+
+    def measure(self, work: Callable[[], float]) -> None:
+        """Runs ``work``, which returns the seconds that count."""
+        cpu = torch.device("cpu")
+        reset_peak(cpu)
+        before = peak_bytes(cpu)
+        self.seconds.append(work())
+        self.peak_bytes = max(self.peak_bytes, peak_bytes(cpu) - before)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@contextmanager
+def float32_checkpoint(folder: Path) -> Iterator[Path]:
+    """The folder, or its float32 copy where it is FP8, which ``transformers`` does not read on a CPU."""
+    if ModelConfig.from_pretrained(folder).weight_block_size is None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        yield dequantize_checkpoint(folder, Path(temporary, "float32"), dtype=torch.float32).folder
+
+
+def load_transformers(folder: Path) -> Any:
+    """The model in ``transformers``, in float32 on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it lists the MTP module's tensors, which it does not use
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int) -> dict[str, Any]:
+    """Prefill of one prompt, to the logits of its last token."""
+    prompt = random_prompt(llm.engine, length)
+    ids = torch.tensor([prompt])
+    logits: dict[str, torch.Tensor] = {}
+
+    def engine() -> float:
+        begin = time.perf_counter()
+        logits["engine"] = llm.engine.prefill(prompt)
+        return time.perf_counter() - begin
+
+    def transformers() -> float:
+        begin = time.perf_counter()
+        logits["transformers"] = theirs(ids, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+        return time.perf_counter() - begin
+
+    a, b = _in_turn(engine, transformers, repeat)
+    error = (logits["engine"] - logits["transformers"]).norm() / logits["transformers"].norm()
+    return _result(f"prefill of {length:,}", "tokens/s", length, a, b) | {"relative_error": error.item()}
+
+
+@torch.inference_mode()
+def compare_decode(llm: LLM, theirs: Any, context: int, batch: int, count: int, repeat: int) -> dict[str, Any]:
+    """Decode of ``count`` tokens, greedy, after ``context`` tokens; only the tokens after the first are timed."""
+    prompts = [random_prompt(llm.engine, context, seed=i) for i in range(batch)]
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    tokens: dict[str, list[list[int]]] = {}
+
+    def engine() -> float:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens["engine"] = [o.token_ids for o in outputs]
+        # Those that were prefilled before others have also waited for these; the quickest has only decoded.
+        return min(o.metrics.tpot_s or 0.0 for o in outputs) * (count - 1)
+
+    def transformers() -> float:
+        out = theirs(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        chosen = [out.logits[:, -1].argmax(-1, keepdim=True)]
+        begin = time.perf_counter()
+        for _ in range(count - 1):
+            out = theirs(chosen[-1], past_key_values=out.past_key_values, use_cache=True)
+            chosen.append(out.logits[:, -1].argmax(-1, keepdim=True))
+        seconds = time.perf_counter() - begin
+        tokens["transformers"] = torch.cat(chosen, dim=1).tolist()
+        return seconds
+
+    a, b = _in_turn(engine, transformers, repeat)
+    pairs = zip(tokens["engine"], tokens["transformers"], strict=True)
+    same = sum(x == y for mine, other in pairs for x, y in zip(mine, other, strict=True))
+    name = f"decode at {context:,}, batch {batch}"
+    return _result(name, "tokens/s", batch * (count - 1), a, b) | {"equal_tokens": same, "tokens": batch * count}
+
+
+def _in_turn(engine: Callable[[], float], transformers: Callable[[], float], repeat: int) -> tuple[Side, Side]:
+    """Alternating runs, so that a drift of the machine's speed meets both."""
+    a, b = Side(), Side()
+    for _ in range(repeat):
+        a.measure(engine)
+        b.measure(transformers)
+    return a, b
+
+
+def _result(name: str, unit: str, amount: int, a: Side, b: Side) -> dict[str, Any]:
+    return {
+        "name": name,
+        "unit": unit,
+        "engine": amount / a.median,
+        "transformers": amount / b.median,
+        "ratio": b.median / a.median,
+        "engine_seconds": a.seconds,
+        "transformers_seconds": b.seconds,
+        "engine_peak_bytes": a.peak_bytes,
+        "transformers_peak_bytes": b.peak_bytes,
+    }

@@ -18,9 +18,10 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 LAYERS = (
     ("cli",),
     ("measure",),
+    ("arguments",),
     ("llm",),
     ("engine.engine",),
-    ("engine.steps", "engine.scheduler", "engine.runner"),
+    ("engine.scheduler", "engine.runner"),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine",),
     ("model.model",),

@@ -34,7 +34,7 @@ from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
 from dsa_engine.engine.weights import load_weights, refuse_extra_layers
 from dsa_engine.model.config import DTYPES, ModelConfig
-from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
 from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
 from dsa_engine.model.stages import observed
@@ -83,7 +83,10 @@ class Engine:
                 self.model = Model(config, runtime)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
-        pages = affordable_pages(config, options, self.mesh, self.max_model_len, self.dtype, self.workspace)
+        token_bytes = cache_bytes_per_token(config, self.dtype)
+        pages = affordable_pages(
+            config, options, self.mesh, self.max_model_len, token_bytes, self.dtype, self.workspace
+        )
         with enough_memory("the caches", "lower cache_memory"):
             self.cache = KVCache(config, pages, options.page_size, self.dtype, device)
         self.scheduler = Scheduler(

@@ -13,7 +13,6 @@ import torch
 from dsa_engine.engine.pages import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.kv_cache import cache_bytes_per_token
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.sizes import format_bytes, parse_bytes
@@ -62,15 +61,27 @@ def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: tor
 
 
 def affordable_pages(
-    config: ModelConfig, options: EngineOptions, mesh: Mesh, max_model_len: int, dtype: torch.dtype, workspace: int
+    config: ModelConfig,
+    options: EngineOptions,
+    mesh: Mesh,
+    max_model_len: int,
+    token_bytes: int,
+    dtype: torch.dtype,
+    workspace: int,
 ) -> int:
     """Pages of the cache: the same on all ranks, so what the poorest of them affords, and no more than are of use.
+
+    Args:
+        config, options, mesh, max_model_len: of the engine.
+        token_bytes: what the caches of all layers hold of a token.
+        dtype: of activations.
+        workspace: bytes set apart for score tiles.
 
     Raises:
         CapacityError: not even one.
     """
     page_size = options.page_size
-    one = page_size * cache_bytes_per_token(config, dtype)
+    one = page_size * token_bytes
     if options.cache_memory is None:
         tokens, device = options.max_num_batched_tokens, mesh.device
         # all_gather brings every rank's tokens; all_to_all as many as this rank has, twice that where it is skewed.

@@ -94,9 +94,8 @@ class ModelRunner:
         plan = self.plan([chunk])
         hidden = self._forward(plan)
         positions = [share.positions() for share in plan.ranks]
-        most = max(share.rows for share in plan.ranks)
-        step = max(1, min(most, block // len(plan.ranks)))  # no more padding than the ranks' shares differ by
-        for first in range(0, most, step):
+        step = max(1, block // len(plan.ranks))
+        for first in range(0, max(share.rows for share in plan.ranks), step):
             mine = hidden[first : first + step]
             gathered = self._mesh.ep.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
             logits = self._model.logits(gathered).cpu()

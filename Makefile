@@ -21,8 +21,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # The pytest command, not `python -m pytest`: that would put this folder, and with it a top-level `kernels`, on sys.path.
 PYTEST := $(BIN)/pytest
-# Tests of one group stay on one process (tests/conftest.py); a part (ARGS) runs in a single one.
-PARALLEL := $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+# A file's tests stay on one process (more in tests/conftest.py); a part (ARGS) runs in a single one.
+PARALLEL := $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 INTERPRETED := tests/kernels tests/engine/test_decode_graphs.py
 
 .PHONY: help venv test test-kernels test-slow lint demo clean

@@ -4,11 +4,11 @@
 * :mod:`~dsa_engine.parallel.mesh`: which ranks form which group, and on which machines they stand
 * :mod:`~dsa_engine.parallel.group`: a process group and its collectives
 * :mod:`~dsa_engine.parallel.collective_log`: collectives written down, for whoever measures
-* :mod:`~dsa_engine.parallel.context`: context parallelism, the split of a sequence and the gather of its cache rows
-* :mod:`~dsa_engine.parallel.expert`: expert parallelism, two dispatches
+* :mod:`~dsa_engine.parallel.context_parallel`: context parallelism, the split of a sequence
+* :mod:`~dsa_engine.parallel.expert_parallel`: expert parallelism, two dispatches
 * :mod:`~dsa_engine.parallel.placement`: which expert lies on which rank
-* :mod:`~dsa_engine.parallel.tensor`: local tensor parallelism of embedding, output projection and LM head
-* :mod:`~dsa_engine.parallel.streams`: work on a side stream
+* :mod:`~dsa_engine.parallel.tensor_parallel`: local tensor parallelism of embedding, output projection and LM head
+* :mod:`~dsa_engine.parallel.side_stream`: work on a side stream
 * :mod:`~dsa_engine.parallel.failure`: how a run of several processes ends when one of them fails
 """
 

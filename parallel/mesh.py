@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dsa_engine.parallel.expert import ExpertParallel
+from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement

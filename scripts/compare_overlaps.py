@@ -16,7 +16,7 @@ import torch
 from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported, run
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
-from dsa_engine.measure.latency_benchmark import check_latency, measure_latency
+from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import environment, format_table, write_json
 
 # What is turned off, and the options that do it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsa_engine.arguments import run
-from dsa_engine.measure.latency_script import measure_and_report
+from dsa_engine.measure.latency_command import measure_and_report
 
 
 def main() -> None:

@@ -27,10 +27,16 @@ LAYERS = (
     ("model.model",),
     ("model.attention", "model.indexer", "model.moe"),
     ("model.layers",),
+    ("model.runtime",),
     ("model",),
     ("quantization",),
     ("checkpoint", "demo", "options", "outputs", "sampling_params", "tokenizer"),
-    ("model.config", "model.rope", "model.config_keys", "model.config_overrides"),  # what a model is, not how it runs
+    (
+        "model.config",
+        "model.rope_config",
+        "model.config_keys",
+        "model.config_overrides",
+    ),  # what a model is, not how it runs
     ("errors", "sizes", "version"),
     ("parallel",),
     ("kernels",),

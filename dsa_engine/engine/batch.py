@@ -23,7 +23,7 @@ from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch, MHASegments
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.context import split_sequence
+from dsa_engine.parallel.context_parallel import split_sequence
 from dsa_engine.parallel.group import Group
 
 
@@ -151,7 +151,7 @@ class StepPlan:
         for chunk in chunks:
             count = len(chunk.ranks)
             for i, pieces in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
-                # Turned by the request, or the odd tokens of many short prompts would all fall to the first ranks.
+                # Rotated by request: else the leftover tokens of short prompts would all fall to the first ranks.
                 plan = plans[chunk.ranks[(i + chunk.request.id) % count]]
                 plan.chunks.append(chunk)
                 for start, length in pieces:
@@ -179,7 +179,7 @@ class StepPlan:
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
         requests = next_power_of_2(max(len(plan.chunks) for plan in self.ranks))
         rows_per_request = max(chunk.length for chunk in chunks)
-        # The rows of a request that has fewer are taken to go on where it ends.
+        # A request with fewer rows is padded: its missing rows are counted as following its last one.
         longest = max(chunk.start for chunk in chunks) + rows_per_request
         bucket = Bucket(requests, rows_per_request, next_power_of_2(max(longest, fewest_tokens)))
         plans = [plan.padded(bucket, config.has_indexer) for plan in self.ranks]

@@ -24,7 +24,7 @@ from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.model.stages import observed
+from dsa_engine.model.profile_stages import observed
 from dsa_engine.parallel import Mesh
 
 
@@ -43,7 +43,7 @@ class DecodeGraphs:
     Args:
         model, cache, config, mesh: of the engine.
         capture: replay CUDA graphs; False runs the same padded steps kernel by kernel.
-        fewest_tokens: of a context bucket: shorter contexts gain nothing from graphs of their own.
+        fewest_tokens: the smallest context bucket; shorter contexts gain nothing from graphs of their own.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ Under ``torchrun`` every rank makes the same engine and calls the same methods w
 The device must not wait for the host between two decode steps. So with ``async_scheduling`` the next one is scheduled
 and launched before the tokens of the one before are read: where a request's last token is not known yet, a placeholder
 stands for it (``request.py``), and while the device computes, the host reads the token, makes text of it and looks
-whether the request ends. Launched ahead are decode steps whose launch waits for nothing; before a prefill, and before a
-graph is captured, what is in flight is read, so that no token waits behind them.
+whether the request ends. Only decode steps that need nothing from the host are launched ahead; before a prefill, and
+before a graph is captured, what is in flight is read, so that no token waits behind them.
 
 A request that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
 pages may go to another one at once: the device works in order, and a row is written by its new owner before it is read.
@@ -27,17 +27,17 @@ from tqdm import tqdm
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.interrupts import uninterrupted
+from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.engine.weights import load_weights, refuse_extra_layers
 from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
-from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
-from dsa_engine.model.stages import observed
+from dsa_engine.model.profile_stages import observed
+from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.quantization import Unquantized
 from dsa_engine.sampling_params import SamplingParams
@@ -170,7 +170,7 @@ class Engine:
         requests, and the next call goes on from there. What goes wrong in the sampling or the text of one request ends
         that one only, with ``finish_reason`` "error".
         """
-        # A step that is watched is read at once, or its time would be another's.
+        # While stages are timed, each step is read at once: its time must be its own.
         keep = 1 if self.async_scheduling and not observed() else 0
         sampled = self._read(keep)  # one too many is in flight where an interrupt has come between
         chunks = [chunk for chunk in self._scheduled if _is_due(chunk)]

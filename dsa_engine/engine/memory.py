@@ -17,8 +17,6 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.sizes import format_bytes, parse_bytes
 
-_CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: forgets the peak of the resident set
-
 # A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
 _CPU_DEFAULT_CACHE = 4 << 30
 
@@ -69,7 +67,7 @@ def affordable_pages(
     dtype: torch.dtype,
     workspace: int,
 ) -> int:
-    """Pages of the cache: the same on all ranks, so what the poorest of them affords, and no more than are of use.
+    """Pages of the cache: what fits on every rank (the minimum over the ranks), and no more than can be used.
 
     Args:
         config, options, mesh: of the engine.
@@ -122,22 +120,3 @@ def available_bytes() -> int:
     if info.exists():
         return int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]) * 1024  # type: ignore[index]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def reset_peak(device: torch.device) -> None:
-    """Makes :func:`peak_bytes` count from now on; without effect on a CPU that is not Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text("5")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Most memory that this process has held: device memory on CUDA, resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if _CLEAR_REFS.exists():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

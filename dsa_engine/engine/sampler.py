@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import RankPlan, StepPlan
 from dsa_engine.engine.request import Request, SampledToken
-from dsa_engine.engine.sampling import log_probabilities, sample
+from dsa_engine.engine.sample_logits import log_probabilities, sample
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel import Mesh
@@ -37,7 +37,7 @@ class Samples:
     """What a step samples, the same on every rank, on its way to the host."""
 
     indices: dict[Request, range]  # where each request's tokens lie in ``tokens``
-    tokens: torch.Tensor  # int64 [ranks · most rows of a rank], on the device; codes of errors in place of some
+    tokens: torch.Tensor  # int64 [ranks · largest row count of a rank], on the device; codes of errors in place of some
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
 

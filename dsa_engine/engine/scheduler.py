@@ -11,7 +11,7 @@ and output so far.
 
 Every request ends. The oldest is never preempted: it would have to be the only one with pages on its owner, and then it
 has as many as it can ever need (``check``). While it waits it stands first in the queue, and nobody enters before it;
-those that run end, or come back behind it, so that it finds the cache empty at the latest. Once it runs it is first in
+those that run end, or come back behind it: at worst it waits until the cache is empty. Once it runs it is first in
 every prefill step and part of every decode step, and neither kind waits for ever for the other. When it ends, the next
 one is the oldest.
 """
@@ -33,7 +33,7 @@ class _Load(NamedTuple):
 
     tokens: list[int]  # tokens that they attend to
     future_pages: list[int]  # pages that they may still ask for
-    reserved_pages: list[int]  # one for each that may need another, or who enters would soon be preempted
+    reserved_pages: list[int]  # a spare one for each that may still grow: admitting another must not preempt at once
 
 
 class Scheduler:

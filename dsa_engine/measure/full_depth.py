@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsa_engine.llm import LLM
-from dsa_engine.measure.latency import Latency
+from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.model.config import ModelConfig
 
 # The stages that a decoder layer of each kind goes through; all others are outside the layers.
@@ -63,7 +63,7 @@ class FullDepth:
         return None if same else cls(engine.config, full)
 
     def scale(self, latency: Latency, stages: dict[str, float]) -> dict[str, float]:
-        """Milliseconds at full depth; see :meth:`dsa_engine.measure.latency.Latency.scaled`."""
+        """Milliseconds at full depth; see :meth:`dsa_engine.measure.reported_latency.Latency.scaled`."""
         return latency.scaled(stages, self.factors)
 
     def to_json(self, scaled: dict[str, float]) -> dict[str, Any]:

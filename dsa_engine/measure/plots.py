@@ -48,7 +48,7 @@ def plot_latency(results: list[dict[str, Any]], metric: str, path: str, title: s
     """``metric`` ("ttft" or "tpot") against the prompt's length, and the stages of that phase as a stacked bar.
 
     Args:
-        results: of :meth:`dsa_engine.measure.latency_benchmark.LatencyResult.to_json`.
+        results: of :meth:`dsa_engine.measure.generation_benchmark.LatencyResult.to_json`.
         path: of the PNG.
         title: stands above both, such as what is emulated.
     """

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.memory import peak_bytes, reset_peak
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, Pass, watched
-from dsa_engine.measure.latency import Latency
+from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
+from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import mean_stages, milliseconds
 
 

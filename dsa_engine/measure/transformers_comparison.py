@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint import dequantize_checkpoint
-from dsa_engine.engine.memory import peak_bytes, reset_peak
 from dsa_engine.llm import LLM
+from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.sampling_params import SamplingParams

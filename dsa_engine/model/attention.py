@@ -24,9 +24,10 @@ from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.model.layers import Runtime, Streams, Weighted
-from dsa_engine.model.stages import stage
-from dsa_engine.parallel.tensor import head_parallel_projection, shard
+from dsa_engine.model.layers import Weighted
+from dsa_engine.model.profile_stages import stage
+from dsa_engine.model.runtime import Runtime, Streams
+from dsa_engine.parallel.tensor_parallel import head_parallel_projection, shard
 
 
 class Attention(Weighted):
@@ -67,7 +68,7 @@ class Attention(Weighted):
             x: ``[T, hidden]``, normed.
             batch: what the rows are.
             cache: this step's latent rows and index keys are written to it first.
-            topk_slots: slots ``[sparse rows, index_topk]`` that the last selecting layer chose, for one that shares.
+            topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without.
 
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
@@ -75,7 +76,7 @@ class Attention(Weighted):
         indexer = self.indexer
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 
-        # What others need first: it travels while q is computed.
+        # The gather is started first, so that it overlaps with the computation of q.
         gathering = self._gather_cache_rows(x, batch, cache.format) if batch.gathers else None
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)

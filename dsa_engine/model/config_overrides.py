@@ -15,7 +15,7 @@ def merge_overrides(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str
     return merged
 
 
-# The same thing under several names: an override of one takes the others' place, also where they would go before it.
+# The same thing under several names: an override of one drops the others, also those that would be read first.
 _ALIASES: tuple[set[str], ...] = (
     {"dtype", "torch_dtype"},
     {"mlp_layer_types", "first_k_dense_replace"},

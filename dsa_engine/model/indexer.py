@@ -11,8 +11,9 @@ from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.store_index_keys import store_index_keys
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import Runtime, Weighted
-from dsa_engine.model.stages import stage
+from dsa_engine.model.layers import Weighted
+from dsa_engine.model.profile_stages import stage
+from dsa_engine.model.runtime import Runtime
 
 
 class Indexer(Weighted):
@@ -61,7 +62,7 @@ class Indexer(Weighted):
     def select(self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Slots ``[sparse rows, index_topk]`` int32 of the tokens that the sparse rows attend to."""
         with stage("lightning indexer"):
-            positions = lightning_indexer(
+            topk_indices = lightning_indexer(
                 q,
                 weights,
                 pool,
@@ -70,4 +71,4 @@ class Indexer(Weighted):
                 self.config.index_topk,
                 workspace=self.runtime.workspace,
             )
-            return slots_of(positions, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])
+            return slots_of(topk_indices, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])

@@ -1,50 +1,16 @@
-"""What the model's parts share: weights that know where they come from, the feed-forward layer, the placement."""
+"""What the layers are made of: weights that know where they come from, and the feed-forward layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.kernels.silu_mul import silu_mul
-from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.streams import SideStream
-from dsa_engine.quantization import GroupedExperts, Linear, Matrix, WeightFormat, Weights
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Where the model runs, in which dtype, what its weights are stored as, and what it may use beside them and its
-    caches."""
-
-    mesh: Mesh
-    dtype: torch.dtype  # of activations, and of the weights that are no format's matter
-    weights: WeightFormat
-    workspace: int  # bytes for scores, gathered rows and the like
-    overlap_shared_expert: bool = True  # on CUDA: see Streams
-    overlap_indexer: bool = True
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-
-class Streams(NamedTuple):
-    """What may run beside the main stream; on a CPU all of it runs in order."""
-
-    shared_expert: SideStream  # under gate and dispatch
-    indexer: SideStream  # its prolog, beside MLA's
-
-    @classmethod
-    def of(cls, runtime: Runtime) -> Streams:
-        return cls(
-            SideStream(runtime.device, enabled=runtime.overlap_shared_expert),
-            SideStream(runtime.device, enabled=runtime.overlap_indexer),
-        )
+from dsa_engine.model.runtime import Runtime
+from dsa_engine.quantization import GroupedExperts, Linear, Matrix, Weights
 
 
 class Weighted(nn.Module):

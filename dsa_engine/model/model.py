@@ -14,14 +14,15 @@ from dsa_engine.model.attention import Attention
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
+from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
-from dsa_engine.model.stages import stage
-from dsa_engine.parallel.tensor import shard, vocab_parallel_embedding, vocab_parallel_logits
+from dsa_engine.model.profile_stages import stage
+from dsa_engine.model.runtime import Runtime, Streams
+from dsa_engine.parallel.tensor_parallel import shard, vocab_parallel_embedding, vocab_parallel_logits
 
 
 class DecoderLayer(Weighted):
-    """Pre-norm layer. What it adds travels beside the residual: the next norm adds and normalises in one pass."""
+    """Pre-norm layer. The residual addition is fused into the next norm, so what a layer adds is passed beside it."""
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)

@@ -11,8 +11,9 @@ from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import MLP, Runtime, Streams, Weighted
-from dsa_engine.model.stages import stage
+from dsa_engine.model.layers import MLP, Weighted
+from dsa_engine.model.profile_stages import stage
+from dsa_engine.model.runtime import Runtime, Streams
 
 
 class MoE(Weighted):
@@ -52,7 +53,7 @@ class MoE(Weighted):
             method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
             here = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows)
         with stage("MoE experts"):
-            # A padded step may be one that a CUDA graph is captured of: the host must not ask how many are served.
+            # A padded step may be captured in a CUDA graph: no device synchronisation, so nothing is counted.
             uncounted = UNCOUNTED_BYTES if batch.live is None else sys.maxsize
             sums = self.experts(
                 here.tokens,

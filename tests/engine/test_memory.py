@@ -9,6 +9,7 @@ from dsa_engine.checkpoint import released_config
 from dsa_engine.engine import memory
 from dsa_engine.engine.memory import default_cache_memory, enough_memory
 from dsa_engine.errors import CapacityError
+from dsa_engine.measure.peak_memory import peak_bytes
 from dsa_engine.model.config import ModelConfig
 
 
@@ -43,10 +44,10 @@ def test_activations_grow_with_tokens_and_width() -> None:
 
 def test_host_memory() -> None:
     assert 1 << 20 < memory.available_bytes() < 1 << 50
-    held = memory.peak_bytes(torch.device("cpu"))
+    held = peak_bytes(torch.device("cpu"))
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])
-    assert (64 << 20) * 0.5 < memory.peak_bytes(torch.device("cpu")) < 1 << 50 and held > 0
+    assert (64 << 20) * 0.5 < peak_bytes(torch.device("cpu")) < 1 << 50 and held > 0
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsa_engine.engine.sample_logits import log_probabilities, sample
 from dsa_engine.engine.sampler import _mixed
-from dsa_engine.engine.sampling import log_probabilities, sample
 from dsa_engine.sampling_params import SamplingParams
 
 

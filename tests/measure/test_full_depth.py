@@ -10,7 +10,7 @@ from dsa_engine import LLM
 from dsa_engine.demo import demo_config
 from dsa_engine.measure.emulation.overlap_model import Communication
 from dsa_engine.measure.full_depth import FullDepth, depth_factors
-from dsa_engine.measure.latency import Latency
+from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.model.config import ModelConfig
 
 

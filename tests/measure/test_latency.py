@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dsa_engine.measure.emulation.overlap_model import Communication
-from dsa_engine.measure.latency import Latency
 from dsa_engine.measure.percentiles import percentiles
+from dsa_engine.measure.reported_latency import Latency
 
 
 def test_results_keep_measured_and_modelled_apart() -> None:

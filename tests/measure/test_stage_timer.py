@@ -10,7 +10,7 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
-from dsa_engine.model.stages import STAGES, stage
+from dsa_engine.model.profile_stages import STAGES, stage
 
 CPU = torch.device("cpu")
 

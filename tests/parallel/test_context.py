@@ -14,7 +14,7 @@ from dsa_engine.demo import demo_folder
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.parallel.context import split_sequence
+from dsa_engine.parallel.context_parallel import split_sequence
 from dsa_engine.parallel.group import Group
 
 LAYOUTS = ["head_tail", "contiguous"]

@@ -11,12 +11,12 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.layers import Runtime
 from dsa_engine.model.model import Model
+from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.tensor import shard
+from dsa_engine.parallel.tensor_parallel import shard
 from dsa_engine.quantization import Unquantized
 
 CPU = torch.device("cpu")

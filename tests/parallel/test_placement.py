@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.parallel.expert import ExpertParallel
+from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 

@@ -6,9 +6,9 @@ import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.stage_timer import EMULATION
-from dsa_engine.model.stages import stage
+from dsa_engine.model.profile_stages import stage
 from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.expert import Dispatched, ExpertParallel
+from dsa_engine.parallel.expert_parallel import Dispatched, ExpertParallel
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 

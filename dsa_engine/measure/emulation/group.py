@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dsa_engine.measure.stage_timer import EMULATION
-from dsa_engine.model.stages import stage
+from dsa_engine.model.profile_stages import stage
 from dsa_engine.parallel.group import Group
 
 # Types whose copies can be told apart by a factor.

@@ -12,7 +12,7 @@ from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.expert import ExpertParallel
+from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dsa_engine.kernels.sparse_attention import sparse_attention, sparse_attenti
 from dsa_engine.kernels.topk import select_topk
 from dsa_engine.measure.kernel_cases.bench import Call, Case
 from dsa_engine.measure.kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
-from dsa_engine.measure.kernel_cases.peers import peer_indexer_scores, peer_sparse_attention
+from dsa_engine.measure.kernel_cases.other_libraries import peer_indexer_scores, peer_sparse_attention
 
 RANK, ROPE, INDEX_DIM, TOPK = 512, 64, 128, 2048
 LATENT = RANK + ROPE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsa_engine.measure.latency_benchmark import LatencyResult
+from dsa_engine.measure.generation_benchmark import LatencyResult
 from dsa_engine.measure.report import format_percentages, format_table
 from dsa_engine.measure.stage_timer import mean_stages
 from dsa_engine.sizes import format_bytes

@@ -75,7 +75,9 @@ class ExpertParallel:
             return Dispatched(tokens, experts, weights, lambda sums: sums, 1.0)
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, most_tokens)
-        return self._all_to_all(tokens, experts, weights)
+        if method == "all_to_all":
+            return self._all_to_all(tokens, experts, weights)
+        raise ValueError(f"there is no dispatch {method!r}")
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.memory import peak_bytes, reset_peak
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication
-from dsa_engine.measure.latency import Latency
+from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
+from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds
 from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, most_tokens
 

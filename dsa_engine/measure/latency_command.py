@@ -11,8 +11,8 @@ from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.full_depth import FullDepth
-from dsa_engine.measure.latency_benchmark import LatencyResult, check_latency, measure_latency
-from dsa_engine.measure.latency_tables import print_latencies, size_of
+from dsa_engine.measure.generation_benchmark import LatencyResult, check_latency, measure_latency
+from dsa_engine.measure.generation_tables import print_latencies, size_of
 from dsa_engine.measure.plots import check_plot, plot_latency
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import environment, write_json

@@ -36,7 +36,7 @@ LAYERS = (
         "model.rope_config",
         "model.config_keys",
         "model.config_overrides",
-    ),  # what a model is, not how it runs
+    ),  # what a model is
     ("errors", "sizes", "version"),
     ("parallel",),
     ("kernels",),

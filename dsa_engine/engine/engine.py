@@ -109,8 +109,7 @@ class Engine:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
         self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
         self.async_scheduling = device.type == "cuda" and options.async_scheduling and self.mesh.static_decode
-        self.launched_ahead = 0
-        self._next_id = 0
+        self.launched_ahead = self._next_id = 0
         self._scheduled: list[Chunk] = []  # the next step, until it has been launched
         self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
 

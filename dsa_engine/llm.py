@@ -154,7 +154,7 @@ class LLM:
                 raise ValueError(
                     f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings"
                 )
-            self._tokenizer = Tokenizer(self.folder)
+            self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
         return self._tokenizer
 
     def _abort(self, requests: list[Request]) -> None:

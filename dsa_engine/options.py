@@ -86,6 +86,12 @@ class EngineOptions(Options):
         'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.',
         help="keys that replace those of config.json",
     )
+    trust_remote_code: bool = option(
+        BOOL,
+        False,
+        "let the model folder's tokenizer run Python code of its own, as in vLLM; read that code first.",
+        help="let the model folder's tokenizer run Python code of its own",
+    )
     max_model_len: int | None = option(
         POSITIVE_INT,
         None,

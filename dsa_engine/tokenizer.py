@@ -7,13 +7,29 @@ from typing import Any
 
 
 class Tokenizer:
-    """The tokenizer of a model folder."""
+    """The tokenizer of a model folder.
 
-    def __init__(self, folder: Path):
+    Args:
+        folder: of the model.
+        trust_remote_code: let the folder run Python of its own, if its tokenizer wants to.
+
+    Raises:
+        ValueError: the folder wants to run code of its own and is not trusted, or its tokenizer cannot be read.
+    """
+
+    def __init__(self, folder: Path, trust_remote_code: bool = False):
         from transformers import AutoTokenizer
 
         self._folder = folder
-        self._hf: Any = AutoTokenizer.from_pretrained(str(folder))
+        try:
+            # Said in every case: left out, transformers asks on stdin, where a prompt may come down a pipe.
+            self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            advice = ""
+            if "trust_remote_code" in str(error) and not trust_remote_code:
+                advice = "; it wants to run Python code of that folder: if you trust it, give trust_remote_code=True"
+            raise ValueError(f"the tokenizer in {folder} cannot be read: {reason}{advice}") from error
 
     @staticmethod
     def lies_in(folder: Path) -> bool:
@@ -37,6 +53,10 @@ class Tokenizer:
             raise ValueError(f"{self._folder} has no chat template; use generate() with a prompt of your own making")
         text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self._hf.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+
+
+# Tokens whose text is held back because they may still become a character.
+_MOST_PENDING = 12
 
 
 class TextStream:
@@ -63,11 +83,14 @@ class TextStream:
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._window : self._settled])
         after = self._tokenizer.decode(self._tokens[self._window :])
-        if after.endswith("\ufffd"):
-            return  # an unfinished character
+        settled = len(self._tokens)
+        if after.endswith("\ufffd"):  # an unfinished character
+            if settled - self._settled < _MOST_PENDING:
+                return
+            settled, after = self._whole_characters()
         first = max(self._searched, len(self._text) - max((len(s) for s in self._stop), default=0))
         self._text += after[len(before) :]
-        self._window, self._settled = self._settled, len(self._tokens)
+        self._window, self._settled = self._settled, settled
         if len(self._tokens) <= self._min_tokens:
             self._searched = len(self._text)
             return
@@ -75,6 +98,19 @@ class TextStream:
         if places:
             self._text = self._text[: min(places)]
             self.stopped = True
+
+    def _whole_characters(self) -> tuple[int, str]:
+        """Up to where tokens that never complete a character can be settled, and the text up to there.
+
+        A character has at most 4 bytes, and a token at least one: what has not become a character 4 tokens later never
+        will. Without this, every further token would decode all of them again.
+        """
+        last = len(self._tokens) - 4
+        for end in range(len(self._tokens) - 1, self._settled, -1):
+            text = self._tokenizer.decode(self._tokens[self._window : end])
+            if not text.endswith("\ufffd"):
+                return end, text
+        return last, self._tokenizer.decode(self._tokens[self._window : last])
 
     def finish(self) -> str:
         """The whole text, no token being to come; an unfinished character at the end is decoded as it stands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,22 @@ def test_any_bytes(tokens: list[int], stop: tuple[str, ...]) -> None:
         assert not any(s in whole for s in stop) or whole.endswith("\ufffd")
 
 
+@pytest.mark.parametrize("byte", [0x80, 0xE2, 0xFF])
+def test_tokens_that_never_complete_a_character(byte: int) -> None:
+    """The work for a token does not grow with those before it, and what can no longer change is given."""
+    decoded: list[int] = []
+
+    class Counted(Bytes):
+        def decode(self, ids: list[int]) -> str:
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    tokens = [*b"text ", *[byte] * 500, *"€".encode()]
+    pieces, whole, _ = run(Counted(), tokens, ())
+    assert whole == bytes(tokens).decode("utf-8", errors="replace") == "".join(pieces)
+    assert max(decoded) < 40 and sum(len(piece) for piece in pieces[:400]) > 350
+
+
 @pytest.fixture(scope="module")
 def demo_tokenizer(demo_cache: Path) -> Tokenizer:
     return Tokenizer(demo_folder())
@@ -142,3 +159,24 @@ def test_where_a_tokenizer_lies(tmp_path: Path) -> None:
     assert not Tokenizer.lies_in(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert Tokenizer.lies_in(tmp_path)
+
+
+def test_a_folder_may_not_run_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anybody asked: on stdin a "y" might come down a pipe with the prompt."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\nclass Own:\n    pass\n")
+    with pytest.raises(
+        ValueError, match="cannot be read: .*wants to run Python code of that folder.*trust_remote_code"
+    ):
+        Tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with pytest.raises(ValueError, match=r"^the tokenizer in .* cannot be read: [^\n]*$"):
+        Tokenizer(tmp_path)

@@ -33,7 +33,9 @@ def main() -> None:
     run = Run(material.config, material.documents, recipe.PHASES, folder)
     (folder / "tokenizer.json").write_text(material.tokenizer_json, encoding="utf-8")
     (folder / "run.json").write_text(json.dumps({"corpus": material.corpus.digest(), "seed": recipe.SEED}) + "\n")
-    print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters; at step {run.step} of {run.steps}", flush=True)
+    print(
+        f"{sum(p.numel() for p in run.model.parameters()):,} parameters; at step {run.step} of {run.steps}", flush=True
+    )
     for figures in run.train(args.until):
         if figures["step"] % 10 == 0:
             show(figures, run.steps)

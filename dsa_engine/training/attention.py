@@ -109,6 +109,22 @@ def attend(
     return torch.cat(parts, dim=2), torch.stack(losses).sum() / (q.shape[0] * length)
 
 
+def guide_loss(q: torch.Tensor, k: torch.Tensor, scale: float, targets: dict[int, torch.Tensor]) -> torch.Tensor:
+    """How far some heads are from attending to one given token each: the mean of ``-log attention[t, target[t]]``.
+
+    Args:
+        q, k: ``[B, heads, L, dim]``.
+        scale: of the softmax.
+        targets: for a head, the token ``[B, L]`` that each query should attend to, not after the query; -1: any.
+    """
+    heads, wanted = list(targets), torch.stack(list(targets.values()), dim=1)
+    length = q.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool).triu_(1)
+    logits = torch.matmul(q[:, heads] * scale, k[:, heads].transpose(2, 3)).masked_fill(future, float("-inf"))
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=-1)
+
+
 def index_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Equation 1: ``I[t, s] = sum over heads h of w[t, h] relu(q[t, h] . k[s])``, ``[B, queries, keys]``."""
     batch, queries, heads, dim = q.shape

@@ -11,7 +11,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-# Source files beside the language reference; all lie in the standard library's top folder.
 HELD_OUT_SHARE = 16  # one file in so many
 
 
@@ -37,7 +36,8 @@ def standard_library() -> Corpus:
     texts = {f"topics/{name}": text for name, text in topics.items()}
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
-    train, held_out = {}, {}
+    train: dict[str, str] = {}
+    held_out: dict[str, str] = {}
     for name, text in sorted(texts.items()):
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
         (held_out if number % HELD_OUT_SHARE == 0 else train)[name] = text.replace("\t", "    ")

@@ -19,7 +19,7 @@ import numpy as np
 from dsa_engine.training.vocabulary import ASSISTANT, BOS, EOS, USER
 
 # Weights of the loss. What nobody can know (digits of a new fact, what is asked) is not learned.
-TEXT, KNOWN, UNKNOWN, ANSWER = 0.5, 0.2, 0.0, 4.0
+TEXT, KNOWN, UNKNOWN, COPY, ANSWER = 0.5, 0.2, 0.0, 1.0, 4.0
 
 WORDS = ("key", " key", " keys", " is", " and", "What", "Continue")
 LONGEST_JUMP = 100_000  # positions that a training document leaves out, to show the model distances it will meet later
@@ -49,14 +49,19 @@ class Library:
 
 @dataclass
 class Row:
-    """A document as it grows: tokens, weights of the loss of *each as a target*, and the answers' places."""
+    """A document as it grows: tokens, weights of the loss of *each as a target*, and where a token was said before
+    that is said again in an answer (-1: nowhere)."""
 
     tokens: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
 
-    def add(self, tokens: list[int] | np.ndarray, weight: float | list[float]) -> None:
+    def add(
+        self, tokens: list[int] | np.ndarray, weight: float | list[float], sources: list[int] | None = None
+    ) -> None:
         self.tokens += [int(token) for token in tokens]
         self.weights += list(weight) if isinstance(weight, list) else [weight] * len(tokens)
+        self.sources += sources or [-1] * len(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,11 +69,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """``tokens``, ``positions`` int64 and ``weights`` float32 ``[B, L]``: of each token as a target of the loss."""
+    """``tokens``, ``positions`` int64 and ``weights`` float32 ``[B, L]``: of each token as a target of the loss.
+
+    ``sources`` int64 ``[B, L]``: where what is said at a place was said before, or -1; ``asked`` bool: it is a value.
+    """
 
     tokens: np.ndarray
     positions: np.ndarray
     weights: np.ndarray
+    sources: np.ndarray
+    asked: np.ndarray
 
 
 class Writer:
@@ -133,17 +143,33 @@ class Documents:
     def __init__(self, library: Library, writer: Writer, seed: int):
         self.library, self.writer, self.seed = library, writer, seed
 
-    def batch(self, step: int, rows: int, length: int, plain: float, restate: float) -> Batch:
-        """The batch of a step. A share ``plain`` of its rows is text only."""
+    def batch(
+        self,
+        step: int,
+        rows: int,
+        length: int,
+        plain: float = 0.25,
+        restate: float = 0.2,
+        spacing: tuple[float, float] = (14.0, 200.0),
+        jumps: bool = True,
+        echo: float = 0.0,
+    ) -> Batch:
+        """The batch of a step; what the shares and switches mean says :class:`dsa_engine.training.recipe.Phase`."""
         rng = np.random.default_rng([self.seed, step])
-        drawn = [
-            self.plain(rng, length) if rng.random() < plain else self.retrieval(rng, length, restate)
-            for _ in range(rows)
-        ]
+        drawn: list[Row] = []
+        for _ in range(rows):
+            if rng.random() < plain:
+                drawn.append(self.plain(rng, length))
+            elif rng.random() < echo:
+                drawn.append(self.echo(rng, length))
+            else:
+                drawn.append(self.retrieval(rng, length, restate, spacing))
         tokens = np.stack([np.array(row.tokens[:length]) for row in drawn])
         weights = np.stack([np.array(row.weights[:length], dtype=np.float32) for row in drawn])
-        positions = np.stack([jump(rng, length) for _ in range(rows)])
-        return Batch(tokens, positions, weights)
+        sources = np.stack([np.array(row.sources[:length]) for row in drawn])
+        ends = tokens == self.writer.newline
+        positions = np.stack([jump(rng, row) if jumps else np.arange(length) for row in ends])
+        return Batch(tokens, positions, weights, sources, weights == ANSWER)
 
     def plain(self, rng: np.random.Generator, length: int) -> Row:
         row = Row()
@@ -153,25 +179,38 @@ class Documents:
                 row.add(line, TEXT)
         return row
 
-    def retrieval(self, rng: np.random.Generator, length: int, restate: float) -> Row:
+    def echo(self, rng: np.random.Generator, length: int) -> Row:
+        """Random numbers, said again and again from the beginning: what copying a token means, at every place."""
+        row = Row()
+        row.add([self.writer.bos, self.writer.user], UNKNOWN)
+        period = int(rng.integers(length // 8, length // 2))
+        numbers = rng.choice(np.array(self.writer.first + self.writer.second), size=period)
+        row.add(numbers, UNKNOWN)
+        while len(row) < length:
+            row.add(numbers, COPY, list(range(len(row) - period, len(row))))
+        return row
+
+    def retrieval(self, rng: np.random.Generator, length: int, restate: float, spacing: tuple[float, float]) -> Row:
         """Half the tokens or more are text and facts, the others are questions; long documents ask at most 60 times."""
         writer, row = self.writer, Row()
         row.add([writer.bos, writer.user], UNKNOWN)
         conversation = min(int(length * rng.uniform(0.3, 0.6)), 800)
         body = length - conversation
-        facts = draw_facts(rng, max(3, int(body * np.exp(rng.uniform(np.log(1 / 200), np.log(1 / 14))))))
+        facts = draw_facts(rng, max(3, int(body / np.exp(rng.uniform(*np.log(spacing))))))
         room = max(0, body - 6 * len(facts) - 2)
-        passages: list[list[np.ndarray]] = []
-        gap = max(8, room / (len(facts) + 1))
+        passages: list[tuple[int, list[np.ndarray]]] = []
+        gap = room / (len(facts) + 1)
         told: list[tuple[int, int]] = []
+        places: dict[int, int] = {}  # of the values
         for key, value in facts:
             if len(row) >= body:
                 break
-            if rng.random() < 0.9 and room:
+            if gap > 4:
                 passage = self.library.passage(rng, int(rng.exponential(gap)))
-                passages.append(passage)
+                passages.append((len(row), passage))
                 for line in passage:
-                    row.add(line[:64], TEXT)
+                    row.add(line, TEXT)
+            places[key] = len(row) + 4
             row.add(*writer.fact(key, value))
             told.append((key, value))
         while len(row) < body:
@@ -182,13 +221,14 @@ class Documents:
         while len(row) < length:
             asked = asked or [int(i) for i in rng.permutation(len(told))]
             if restates:
-                tokens, weights = writer.fact(*told[asked.pop()])
-                row.add(tokens, [*weights[:4], ANSWER, weights[5]])
+                key, value = told[asked.pop()]
+                tokens, weights = writer.fact(key, value)
+                row.add(tokens, [*weights[:4], ANSWER, weights[5]], [-1, -1, -1, -1, places[key], -1])
                 continue
             if not opened:  # the first question stands in the message that is open already
                 row.add([writer.user], UNKNOWN)
             opened = False
-            self._turn(rng, row, told, passages, asked)
+            self._turn(rng, row, told, places, passages, asked)
         return row
 
     def _turn(
@@ -196,32 +236,40 @@ class Documents:
         rng: np.random.Generator,
         row: Row,
         told: list[tuple[int, int]],
-        passages: list[list[np.ndarray]],
+        places: dict[int, int],
+        passages: list[tuple[int, list[np.ndarray]]],
         asked: list[int],
     ) -> None:
         writer = self.writer
-        long = [p for p in passages if len(p) >= 2 and len(p[0]) >= 7]
+        long = [p for p in passages if len(p[1]) >= 2 and len(p[1][0]) >= 7]
         if long and rng.random() < 0.2:
-            passage = long[int(rng.integers(len(long)))]
-            row.add([writer.continue_, writer.colon, *passage[0][:64], writer.assistant], UNKNOWN)
-            rest = np.concatenate([line[:64] for line in passage[1:4]])[:24]
-            row.add([*rest, writer.eos], 0.5)
+            first, passage = long[int(rng.integers(len(long)))]
+            row.add([writer.continue_, writer.colon, *passage[0], writer.assistant], UNKNOWN)
+            rest = np.concatenate(passage[1:4])[:24]
+            second = first + len(passage[0])
+            row.add([*rest, writer.eos], COPY, [*range(second, second + len(rest)), -1])
             return
         count = 1 if rng.random() < 0.85 else int(rng.integers(2, 4))
         facts = [told[i] for i in asked[:count]]
         del asked[:count]
+        question = len(row)
         row.add([*writer.question([key for key, _ in facts]), writer.assistant], UNKNOWN)
-        answer = writer.answer(facts)
-        is_value = [False] + [token == writer.is_ for token in answer[:-1]]
-        row.add(answer, [ANSWER if value else 0.5 for value in is_value])
+        weights, sources = [], []
+        for i, (key, _) in enumerate(facts):
+            # "key" or ", key"; the two halves, which the question has at 3 + 4 i; "is"; the value
+            weights += [COPY] * (i > 0) + [COPY, COPY, COPY, COPY, ANSWER]
+            asked_at = question + 3 + 4 * i
+            sources += [-1] * (i > 0) + [-1, asked_at, asked_at + 1, -1, places[key]]
+        row.add(writer.answer(facts), [*weights, COPY], [*sources, -1])
 
 
-def jump(rng: np.random.Generator, length: int) -> np.ndarray:
-    """Positions ``[length]``: consecutive but for up to 6 gaps, in two documents of three (PoSE, arXiv 2309.10400)."""
-    steps = np.ones(length, dtype=np.int64)
+def jump(rng: np.random.Generator, ends: np.ndarray) -> np.ndarray:
+    """Positions ``[length]`` of a document whose lines end where ``ends``: consecutive, but for up to 6 gaps between
+    lines in two documents of three (PoSE, arXiv 2309.10400)."""
+    steps = np.ones(len(ends), dtype=np.int64)
     steps[0] = 0
-    if rng.random() < 2 / 3:
-        for place in rng.integers(1, length, size=int(rng.integers(1, 7))):
+    places = np.flatnonzero(ends[:-1]) + 1
+    if len(places) and rng.random() < 2 / 3:
+        for place in rng.choice(places, size=int(rng.integers(1, 7))):
             steps[place] += int(np.exp(rng.uniform(0, np.log(LONGEST_JUMP / 6))))
     return np.cumsum(steps)
-

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from dsa_engine.config import ModelConfig
 from dsa_engine.training import recipe
 from dsa_engine.training.attention import Mode
-from dsa_engine.training.data import ANSWER, TEXT, Batch, Documents
+from dsa_engine.training.data import TEXT, Batch, Documents
+from dsa_engine.training.guides import guides_of
 from dsa_engine.training.model import TrainingModel
 from dsa_engine.training.optimiser import Optimiser
 from dsa_engine.training.recipe import Phase
@@ -36,6 +37,7 @@ class Losses:
     main: torch.Tensor
     mtp: torch.Tensor | None
     index: list[torch.Tensor]
+    guide: list[torch.Tensor]
     text: float  # of text tokens, nats
     values: float | None  # share of the asked values that the model knew, given the tokens before; None: none was asked
     mtp_right: float  # share of second next tokens, among those that can be known, that the module knew
@@ -43,14 +45,15 @@ class Losses:
     def figures(self) -> dict[str, Any]:
         index = [round(loss.item(), 5) for loss in self.index]
         mtp = None if self.mtp is None else round(self.mtp.item(), 5)
-        figures = {"loss": round(self.main.item(), 5), "mtp_loss": mtp, "index_losses": index}
+        guide = [round(loss.item(), 5) for loss in self.guide]
+        figures = {"loss": round(self.main.item(), 5), "mtp_loss": mtp, "index_losses": index, "guide_losses": guide}
         shares = {"text": self.text, "values": self.values, "mtp_right": self.mtp_right}
         return figures | {name: None if value is None else round(value, 5) for name, value in shares.items()}
 
 
-def losses(model: TrainingModel, batch: Batch, mode: Mode, mtp: bool, bfloat16: bool) -> Losses:
+def losses(model: TrainingModel, batch: Batch, mode: Mode, mtp: bool, guide: float, bfloat16: bool) -> Losses:
     """Cross-entropy of the next token and, by the MTP module, of the one after it (equations 24 and 25), both weighed,
-    and the indexers' KL divergences."""
+    the indexers' KL divergences and, weighed by ``guide``, the losses of guided heads."""
     tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
     weights = torch.from_numpy(batch.weights)
 
@@ -63,20 +66,20 @@ def losses(model: TrainingModel, batch: Batch, mode: Mode, mtp: bool, bfloat16: 
         right = logits.detach().argmax(dim=-1) == targets
         return (each * weight).sum() / weight.sum(), each.detach(), right
 
+    guides = guides_of(batch, model.config.num_hidden_layers if mtp else None) if guide else None
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-        outputs = model(tokens, positions, mode, mtp)
+        outputs = model(tokens, positions, mode, mtp, guides)
     main, each, right = weighed(outputs.hidden, 1)
     total, second, mtp_right = main, None, 0.0
     if outputs.mtp_hidden is not None:
         second, _, second_right = weighed(outputs.mtp_hidden, 2)
         total = total + recipe.MTP_WEIGHT * second
         mtp_right = second_right[weights[:, 2:] > 0].float().mean().item()
-    for loss in outputs.index_losses:
-        total = total + loss
+    total = total + sum(outputs.index_losses) + guide * sum(outputs.guide_losses)
     text = each[weights[:, 1:] == TEXT].mean().item()
-    asked = right[weights[:, 1:] == ANSWER].float()
+    asked = right[torch.from_numpy(batch.asked)[:, 1:]].float()
     known = asked.mean().item() if asked.numel() else None
-    return Losses(total, main, second, outputs.index_losses, text, known, mtp_right)
+    return Losses(total, main, second, outputs.index_losses, outputs.guide_losses, text, known, mtp_right)
 
 
 class Run:
@@ -102,7 +105,7 @@ class Run:
         self._resume()
 
     def train(self, until: int | None = None, save_every: float = 120.0) -> Iterator[dict[str, Any]]:
-        """Trains to step ``until`` (default: to the end), yields each step's figures and saves every so many seconds."""
+        """Trains to step ``until`` (default: to the end), yields the figures of each step and saves at times."""
         saved = time.monotonic()
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             while self.step < min(self.steps if until is None else until, self.steps):
@@ -119,16 +122,18 @@ class Run:
         start = time.monotonic()
         phase, done = self._phase()
         share = done / max(phase.steps - 1, 1)
-        rate, index_rate = (a + (b - a) * share for a, b in (phase.rate, phase.index_rate))
+        rate, index_rate, guide = (a + (b - a) * share for a, b in (phase.rate, phase.index_rate, phase.guide))
         rate *= min(1.0, (self.step + 1) / recipe.WARMUP_STEPS)
         index_rate *= min(1.0, (self.optimiser.steps["index"] + 1) / recipe.WARMUP_STEPS)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_((index_rate if ".indexer." in name else rate) > 0)
             parameter.grad = None
-        batch = self.documents.batch(self.step, phase.batch, phase.length, phase.plain, phase.restate)
+        batch = self.documents.batch(
+            self.step, phase.batch, phase.length, phase.plain, phase.restate, phase.spacing, phase.jumps, phase.echo
+        )
         mode = Mode(phase.kind, phase.topk, recompute=phase.length > KEEP_BLOCKS)
-        result = losses(self.model, batch, mode, phase.mtp, self.bfloat16)
-        result.total.backward()  # type: ignore[no-untyped-call]
+        result = losses(self.model, batch, mode, phase.mtp, guide, self.bfloat16)
+        result.total.backward()
         self.optimiser.step(rate, index_rate)
         learns = recipe.BALANCE_SPEED if rate else 0.0
         imbalance = [round(gate.balance(learns), 3) for gate in self.model.gates()]
@@ -177,4 +182,4 @@ class Run:
 
 
 def _tuples(phase: Phase) -> dict[str, Any]:
-    return {"rate": phase.rate, "index_rate": phase.index_rate}
+    return {"rate": phase.rate, "index_rate": phase.index_rate, "guide": phase.guide, "spacing": phase.spacing}

@@ -6,6 +6,7 @@ routed experts are stacked. MLA and the mixture of experts: DeepSeek-V3 report, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,17 +14,33 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.config import LATENT_NORM_EPS, ModelConfig
-from dsa_engine.training.attention import Indexer, Mode, attend, rotate_pairs
+from dsa_engine.training.attention import Indexer, Mode, attend, guide_loss, rotate_pairs
+
+COMMON_STD = 0.7  # of the part of the first embeddings that all tokens share; of the rest it is 1
+Guides = Mapping[int, dict[int, torch.Tensor]]  # layer, head: the tokens that it is taught to attend to
 
 
 @dataclass
 class Outputs:
     """What a forward pass gives: hidden states after the final norm ``[B, L, hidden]``, those of the MTP module after
-    its norm ``[B, L - 1, hidden]``, and the indexers' losses, one per layer that has one."""
+    its norm ``[B, L - 1, hidden]``, the indexers' losses and those of guided heads, one per layer that has any."""
 
     hidden: torch.Tensor
     mtp_hidden: torch.Tensor | None
     index_losses: list[torch.Tensor]
+    guide_losses: list[torch.Tensor]
+
+
+@dataclass
+class Extra:
+    """What travels beside the hidden states: tables of RoPE ``[B, L, 1, rope / 2]``, the mode, guides, and losses."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    mode: Mode
+    guides: dict[int, torch.Tensor] | None = None
+    index_loss: torch.Tensor | None = None
+    guide_loss: torch.Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -56,11 +73,9 @@ class Attention(nn.Module):
         self.o_proj = linear(heads * config.v_head_dim, config.hidden_size)
         self.indexer = Indexer(config)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: Mode
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``x [B, L, hidden]`` to the same, and the indexer's loss where the mode has one."""
-        config = self.config
+    def forward(self, x: torch.Tensor, extra: Extra) -> torch.Tensor:
+        """``x [B, L, hidden]`` to the same; the losses go to ``extra``."""
+        config, cos, sin = self.config, extra.cos, extra.sin
         heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
         q_resid = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(q_resid).unflatten(-1, (heads, config.qk_head_dim))
@@ -70,10 +85,11 @@ class Attention(nn.Module):
         turned = rotate_pairs(k_rope[:, :, None], cos, sin).expand(-1, -1, heads, -1)
         k = torch.cat((k_nope, turned.to(k_nope.dtype)), dim=-1)
         q = torch.cat((q[..., :nope], rotate_pairs(q[..., nope:], cos, sin).to(q.dtype)), dim=-1)
-        index = self.indexer(x.detach(), q_resid.detach(), cos, sin) if mode.uses_indexer else None
+        index = self.indexer(x.detach(), q_resid.detach(), cos, sin) if extra.mode.uses_indexer else None
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, L, dim]
-        out, loss = attend(q, k, v, config.softmax_scale, index, mode)
-        return self.o_proj(out.transpose(1, 2).flatten(-2)), loss
+        out, extra.index_loss = attend(q, k, v, config.softmax_scale, index, extra.mode)
+        extra.guide_loss = guide_loss(q, k, config.softmax_scale, extra.guides) if extra.guides else None
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -112,7 +128,7 @@ class Gate(nn.Module):
         if config.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if self.training:
-            self.load += torch.bincount(experts.flatten(), minlength=config.n_routed_experts)
+            self.load.add_(torch.bincount(experts.flatten(), minlength=config.n_routed_experts))
         return experts, weights * config.routed_scaling_factor
 
     @torch.no_grad()
@@ -172,12 +188,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MoE(config) if sparse else MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: Mode
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        attended, loss = self.self_attn(self.input_layernorm(x), cos, sin, mode)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), loss
+    def forward(self, x: torch.Tensor, extra: Extra) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), extra)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class MTPLayer(DecoderLayer):
@@ -194,11 +207,10 @@ class MTPLayer(DecoderLayer):
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = linear(2 * config.hidden_size, config.hidden_size)
-        self.shared_head = nn.Module()
-        self.shared_head.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def combine(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens i + 1 and hidden states of tokens i, ``[B, L - 1, hidden]`` each, to the layer's input."""
+        """Embeddings of tokens i + 1 and hidden states of tokens i, ``[B, L - 1, hidden]``, to the layer's input."""
         joined = torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1)
         return self.eh_proj(joined).to(hidden.dtype)
 
@@ -230,27 +242,39 @@ class TrainingModel(nn.Module):
             else:
                 std = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
                 nn.init.normal_(parameter, std=std, generator=generator)
+        # What all tokens have in common lets a head ask for a position from the first step on: there are no biases.
+        # And the head starts from the embedding, so that copying a token is one map for all tokens.
+        embedding = self.model.embed_tokens.weight.data
+        self.lm_head.weight.data.copy_(embedding / 64)
+        embedding += torch.randn(config.hidden_size, generator=generator) * COMMON_STD
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mode: Mode, mtp: bool = True) -> Outputs:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mode: Mode,
+        mtp: bool = True,
+        guides: Guides | None = None,
+    ) -> Outputs:
         """``tokens`` and ``positions`` are ``[B, L]``; positions rise along a row and may leave gaps."""
         config, depth = self.config, self.config.num_hidden_layers
         cos, sin = config.rope.cos_sin(positions.flatten())  # [B * L, rope / 2]
         cos, sin = (t.view(*positions.shape, 1, -1).to(self.model.norm.weight.dtype) for t in (cos, sin))
         embedded = self.model.embed_tokens(tokens)
-        x, losses = embedded, []
-        for layer in self.model.layers[:depth]:
-            x, loss = layer(x, cos, sin, mode)
-            losses.append(loss)
+        x, extras = embedded, []
+        for i, layer in enumerate(list(self.model.layers)[:depth]):
+            extras.append(Extra(cos, sin, mode, (guides or {}).get(i)))
+            x = layer(x, extras[-1])
         hidden = self.model.norm(x)
         mtp_hidden = None
         if mtp and config.num_nextn_predict_layers:
             module = self.model.layers[depth]
             assert isinstance(module, MTPLayer)
             joined = module.combine(embedded[:, 1:], hidden[:, :-1])
-            x, loss = module(joined, cos[:, :-1], sin[:, :-1], mode)
-            losses.append(loss)
-            mtp_hidden = module.shared_head.norm(x)
-        return Outputs(hidden, mtp_hidden, [loss for loss in losses if loss is not None])
+            extras.append(Extra(cos[:, :-1], sin[:, :-1], mode, (guides or {}).get(depth)))
+            mtp_hidden = module.shared_head["norm"](module(joined, extras[-1]))
+        index_losses = [extra.index_loss for extra in extras if extra.index_loss is not None]
+        return Outputs(hidden, mtp_hidden, index_losses, [e.guide_loss for e in extras if e.guide_loss is not None])
 
     def gates(self) -> list[Gate]:
         return [module for module in self.modules() if isinstance(module, Gate)]

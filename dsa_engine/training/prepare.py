@@ -13,7 +13,7 @@ from dsa_engine.training.vocabulary import train_tokenizer
 
 @dataclass(frozen=True)
 class Material:
-    """``tokenizer_json`` is the tokenizer's file; ``documents`` train, ``held_out`` hold text that is never trained on."""
+    """``tokenizer_json`` is the tokenizer's file; the text of ``held_out`` is never trained on."""
 
     config: ModelConfig
     corpus: Corpus

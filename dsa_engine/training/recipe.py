@@ -80,8 +80,12 @@ class Phase:
         topk: tokens that a query attends to in a sparse phase.
         rate: learning rate of the main model as a share of the highest, at the phase's start and at its end.
         index_rate: the same of the indexers.
+        guide: weight of the guided heads' loss (:mod:`dsa_engine.training.guides`), at the start and at the end.
         plain: share of documents that are text only.
         restate: share of the other documents that state facts a second time instead of asking for them.
+        spacing: tokens of text and facts per fact: the least and the most.
+        jumps: whether positions have gaps, so that short documents show long distances.
+        echo: share of the documents, text aside, that only say random numbers again and again.
         mtp: whether the MTP module learns too.
     """
 
@@ -93,21 +97,27 @@ class Phase:
     topk: int = 0
     rate: tuple[float, float] = (1.0, 1.0)
     index_rate: tuple[float, float] = (0.0, 0.0)
+    guide: tuple[float, float] = (0.0, 0.0)
     plain: float = 0.25
     restate: float = 0.2
+    spacing: tuple[float, float] = (14.0, 200.0)
+    jumps: bool = True
+    echo: float = 0.0
     mtp: bool = True
 
 
 # Documents of 64 tokens first: there the circuit that finds a fact forms within a few hundred steps. Then longer ones,
 # the indexers' warm-up, and sparse attention, first with as hard a choice at a short length, then with the model's own.
+FACTS: dict[str, Any] = {"echo": 0.4, "plain": 0.0, "restate": 0.5, "spacing": (6.5, 9.0), "jumps": False, "mtp": False}
+SHORT: dict[str, Any] = {"echo": 0.1, "plain": 0.2, "spacing": (8.0, 30.0), "jumps": False}
 PHASES = (
-    Phase("facts", "dense", 240, 64, 64, plain=0.1, restate=0.8, mtp=False),
-    Phase("short", "dense", 320, 32, 128, restate=0.3),
-    Phase("middle", "dense", 440, 8, 512, rate=(1.0, 0.6)),
-    Phase("warm-up", "warmup", 60, 4, 1024, rate=(0.0, 0.0), index_rate=(1.0, 1.0)),
-    Phase("sparse", "sparse", 170, 4, 1024, 64, rate=(0.6, 0.3), index_rate=(1.0, 0.5)),
-    Phase("long", "sparse", 65, 1, 4096, 256, rate=(0.3, 0.1), index_rate=(0.5, 0.2)),
-    Phase("longest", "sparse", 8, 1, 8192, 256, rate=(0.1, 0.02), index_rate=(0.2, 0.05)),
+    Phase("facts", "dense", 240, 32, 64, guide=(1.0, 1.0), **FACTS),
+    Phase("short", "dense", 200, 32, 128, guide=(1.0, 0.0), **SHORT),
+    Phase("middle", "dense", 250, 8, 512, rate=(1.0, 0.6)),
+    Phase("warm-up", "warmup", 40, 4, 1024, rate=(0.0, 0.0), index_rate=(1.0, 1.0)),
+    Phase("sparse", "sparse", 100, 4, 1024, 64, rate=(0.6, 0.3), index_rate=(1.0, 0.5)),
+    Phase("long", "sparse", 45, 1, 4096, 256, rate=(0.3, 0.1), index_rate=(0.5, 0.2)),
+    Phase("longest", "sparse", 5, 1, 8192, 256, rate=(0.1, 0.02), index_rate=(0.2, 0.05)),
 )
 
 

@@ -1,7 +1,7 @@
 """The tokenizer: byte-level BPE that sees a number as groups of two digits, and a line as a unit of its own.
 
-``key 4821 is 97`` is always ``key``, `` 48``, ``21``, `` is``, `` 97``: a fact is five tokens, and its key two. A line break
-is one token that merges with nothing, so that the tokens of a text are the tokens of its lines, put together.
+``key 4821 is 97`` is always ``key``, `` 48``, ``21``, `` is``, `` 97``: a fact is five tokens, and its key two. A line
+break is one token that merges with nothing, so that the tokens of a text are the tokens of its lines, put together.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def train_tokenizer(texts: Iterable[str], words: Iterable[str], vocab_size: int 
     for word in words:
         _add_word(word.replace(" ", SPACE), vocabulary, merges)
     for left, right in json.loads(learned.to_str())["model"]["merges"]:
-        if len(vocabulary) < vocab_size and left in vocabulary and right in vocabulary:
-            if left + right not in vocabulary:
-                vocabulary.append(left + right)
-                merges.append((left, right))
+        known = left in vocabulary and right in vocabulary and left + right not in vocabulary
+        if known and len(vocabulary) < vocab_size:
+            vocabulary.append(left + right)
+            merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges))
     tokenizer.pre_tokenizer = split()
     tokenizer.decoder = decoders.ByteLevel()

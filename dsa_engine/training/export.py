@@ -1,0 +1,70 @@
+"""Writes a trained model as a checkpoint in the released layout, and reads one back for evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_engine.checkpoint import SafetensorsWriter, WrittenCheckpoint, released_tensors
+from dsa_engine.config import ModelConfig
+from dsa_engine.kernels.fp8 import quantize_blocks
+from dsa_engine.training.model import TrainingModel
+
+
+def released_weights(model: TrainingModel) -> dict[str, torch.Tensor]:
+    """Float32 tensors under their released names; the MTP module gets its copies of the embedding and the head."""
+    weights: dict[str, torch.Tensor] = {}
+    state = {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up"):
+            for i, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                prefix = f"{name.removesuffix('gate_up')}{i}."
+                weights |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        elif name.endswith("experts.down"):
+            weights |= {f"{name.removesuffix('down')}{i}.down_proj.weight": down for i, down in enumerate(tensor)}
+        else:
+            weights[name] = tensor
+    config = model.config
+    for i in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
+        weights[f"model.layers.{i}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+        weights[f"model.layers.{i}.shared_head.head.weight"] = weights["lm_head.weight"]
+    return weights
+
+
+def write_checkpoint(
+    model: TrainingModel, raw_config: dict[str, Any], folder: str | Path, extra_files: Mapping[str, str | bytes]
+) -> WrittenCheckpoint:
+    """Writes the released layout: FP8 blocks where ``raw_config`` names a ``quantization_config``, else its dtype.
+
+    Args:
+        model: its weights.
+        raw_config: the keys of ``config.json``.
+        folder: to make; it must not exist, or be empty.
+        extra_files: small files beside the weights, name to content.
+    """
+    config = ModelConfig.from_dict(raw_config)
+    weights = released_weights(model)
+    power_of_two = (raw_config.get("quantization_config") or {}).get("scale_fmt") == "ue8m0"
+    specs = list(released_tensors(config, fp8=config.weight_block_size is not None))
+    with SafetensorsWriter(folder, specs) as writer:
+        remaining = iter(specs)
+        for spec in remaining:
+            values = weights.pop(spec.name)
+            if not spec.quantized:
+                writer.write(spec.name, values.to(spec.dtype))
+                continue
+            assert config.weight_block_size is not None
+            weight, scale_inv = quantize_blocks(values, config.weight_block_size, power_of_two)
+            writer.write(spec.name, weight)
+            writer.write(next(remaining).name, scale_inv)  # a quantised weight is followed by its scales
+        if weights:
+            raise ValueError(f"the layout has no place for {', '.join(sorted(weights))}")
+        writer.add_file("config.json", json.dumps(raw_config, indent=2) + "\n")
+        for name, content in extra_files.items():
+            writer.add_file(name, content)
+    return writer.written

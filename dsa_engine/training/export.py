@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.checkpoint import SafetensorsWriter, WrittenCheckpoint, released_tensors
+from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, Source, WrittenCheckpoint, released_tensors
 from dsa_engine.config import ModelConfig
 from dsa_engine.kernels.fp8 import quantize_blocks
 from dsa_engine.training.model import TrainingModel
@@ -34,6 +34,30 @@ def released_weights(model: TrainingModel) -> dict[str, torch.Tensor]:
         weights[f"model.layers.{i}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
         weights[f"model.layers.{i}.shared_head.head.weight"] = weights["lm_head.weight"]
     return weights
+
+
+def load_checkpoint(folder: str | Path) -> TrainingModel:
+    """The model of a checkpoint folder, in float32; FP8 blocks are expanded."""
+    config = ModelConfig.from_pretrained(folder)
+    model = TrainingModel(config, seed=0)
+    found: dict[str, torch.Tensor] = {}
+    with CheckpointReader(folder, config.weight_block_size) as reader:
+        for spec in released_tensors(config, fp8=False):
+            found[spec.name] = torch.empty(spec.shape)
+            reader.load(Source(spec.name, into=found[spec.name], shape=spec.shape))
+    state: dict[str, torch.Tensor] = {}
+    for name in model.state_dict():
+        prefix = name.removesuffix("gate_up").removesuffix("down")
+        experts = range(config.n_routed_experts)
+        if name.endswith("experts.gate_up"):
+            pairs = ((found[f"{prefix}{i}.gate_proj.weight"], found[f"{prefix}{i}.up_proj.weight"]) for i in experts)
+            state[name] = torch.stack([torch.cat(pair) for pair in pairs])
+        elif name.endswith("experts.down"):
+            state[name] = torch.stack([found[f"{prefix}{i}.down_proj.weight"] for i in experts])
+        else:
+            state[name] = found[name]
+    model.load_state_dict(state)
+    return model
 
 
 def write_checkpoint(

@@ -146,12 +146,13 @@ class Run:
 
     def _phase(self) -> tuple[Phase, int]:
         """The phase of the next step, and how many of its steps are done."""
-        first = 0
-        for phase in self.phases:
+        for phase, first in zip(self.phases, self._first_steps()):
             if self.step < first + phase.steps:
                 return phase, self.step - first
-            first += phase.steps
         raise ValueError(f"step {self.step} is beyond the last phase")
+
+    def _first_steps(self) -> list[int]:
+        return [sum(phase.steps for phase in self.phases[:i]) for i in range(len(self.phases))]
 
     def save(self) -> None:
         """Writes ``state.pt``; a run that is killed meanwhile leaves the one before."""
@@ -172,14 +173,11 @@ class Run:
             log.write_text("", encoding="utf-8")
             return
         state = torch.load(path, weights_only=True)
-        if state["phases"] != [json.loads(json.dumps(asdict(p))) | _tuples(p) for p in self.phases]:
+        begun = [asdict(phase) for phase, first in zip(self.phases, self._first_steps()) if first < state["step"]]
+        if state["phases"][: len(begun)] != begun:  # what has not begun may still change
             raise ValueError(f"{self.folder} holds a run of other phases; give another folder, or remove it")
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)[: self.step]  # what came after is done again
         log.write_text("".join(lines), encoding="utf-8")
-
-
-def _tuples(phase: Phase) -> dict[str, Any]:
-    return {"rate": phase.rate, "index_rate": phase.index_rate, "guide": phase.guide, "spacing": phase.spacing}

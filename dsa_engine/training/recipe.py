@@ -110,14 +110,18 @@ class Phase:
 # the indexers' warm-up, and sparse attention, first with as hard a choice at a short length, then with the model's own.
 FACTS: dict[str, Any] = {"echo": 0.4, "plain": 0.0, "restate": 0.5, "spacing": (6.5, 9.0), "jumps": False, "mtp": False}
 SHORT: dict[str, Any] = {"echo": 0.1, "plain": 0.2, "spacing": (8.0, 30.0), "jumps": False}
+CROWDED: dict[str, Any] = {"plain": 0.15, "restate": 0.1, "spacing": (8.0, 60.0)}  # as many facts as 16K tokens have
 PHASES = (
     Phase("facts", "dense", 240, 32, 64, guide=(1.0, 1.0), **FACTS),
     Phase("short", "dense", 200, 32, 128, guide=(1.0, 0.0), **SHORT),
     Phase("middle", "dense", 250, 8, 512, rate=(1.0, 0.6)),
     Phase("warm-up", "warmup", 40, 4, 1024, rate=(0.0, 0.0), index_rate=(1.0, 1.0)),
     Phase("sparse", "sparse", 100, 4, 1024, 64, rate=(0.6, 0.3), index_rate=(1.0, 0.5)),
-    Phase("long", "sparse", 45, 1, 4096, 256, rate=(0.3, 0.1), index_rate=(0.5, 0.2)),
-    Phase("longest", "sparse", 5, 1, 8192, 256, rate=(0.1, 0.02), index_rate=(0.2, 0.05)),
+    Phase("crowded", "sparse", 90, 2, 2048, 128, rate=(0.5, 0.3), index_rate=(0.6, 0.4), **CROWDED),
+    Phase("long", "sparse", 25, 1, 4096, 256, rate=(0.3, 0.12), index_rate=(0.4, 0.2), **CROWDED),
+    Phase(
+        "longest", "sparse", 4, 1, 8192, 256, rate=(0.1, 0.02), index_rate=(0.2, 0.05), plain=0.0, spacing=(14.0, 60.0)
+    ),
 )
 
 

@@ -134,7 +134,8 @@ def _ask_passage(
     said: dict[bytes, int] = {}
     for _, line in passages:
         said[line.tobytes()] = said.get(line.tobytes(), 0) + 1
-    usable = [(at, line) for at, line in passages if len(line) >= 7 and said[line.tobytes()] == 1]
+    fits = [(at, line) for at, line in passages if at + len(line) + PASSAGE <= made.length]
+    usable = [(at, line) for at, line in fits if len(line) >= 7 and said[line.tobytes()] == 1]
     inside = [p for p in usable if low <= p[0] / made.length < high] or usable
     at, line = inside[int(rng.integers(len(inside)))]
     made.tokens += [writer.continue_, writer.colon, *map(int, line), writer.assistant]

@@ -108,7 +108,9 @@ def test_attention_and_indexer_gradients(mode: Mode) -> None:
     index = (random(1, 9, 12, 4), random(1, 9, 4), random(1, 9, 12))
     assert torch.autograd.gradcheck(lambda *t: attend(*t, 0.5, index, mode)[0], (q, k, v), fast_mode=True)
     # The loss reaches the indexer only; towards the attention it is a constant.
-    assert torch.autograd.gradcheck(lambda *i: attend(q.detach(), k.detach(), v, 0.5, i, mode)[1], index, fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *i: attend(q.detach(), k.detach(), v, 0.5, i, mode)[1], index, fast_mode=True
+    )
     loss = attend(q, k, v, 0.5, index, mode)[1]
     assert loss is not None
     gradients = torch.autograd.grad(loss, (q, k, v), allow_unused=True, retain_graph=True)
@@ -172,7 +174,7 @@ def test_the_router_chooses_by_bias_and_balances() -> None:
     torch.nn.init.normal_(gate.weight, generator=torch.Generator().manual_seed(5))
     x = torch.randn(400, TINY["hidden_size"], generator=torch.Generator().manual_seed(6)) + 0.5
     first = 0.0
-    for i in range(200):
+    for _ in range(200):
         gate(x)
         imbalance = gate.balance(0.01)
         first = first or imbalance

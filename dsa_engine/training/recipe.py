@@ -118,17 +118,9 @@ PHASES = (
     Phase("warm-up", "warmup", 40, 4, 1024, rate=(0.0, 0.0), index_rate=(1.0, 1.0)),
     Phase("sparse", "sparse", 100, 4, 1024, 64, rate=(0.6, 0.3), index_rate=(1.0, 0.5)),
     Phase("crowded", "sparse", 90, 2, 2048, 128, rate=(0.5, 0.3), index_rate=(0.6, 0.4), **CROWDED),
-    Phase("long", "sparse", 25, 1, 4096, 256, rate=(0.3, 0.12), index_rate=(0.4, 0.2), **CROWDED),
+    Phase("finer", "sparse", 80, 2, 2048, 256, rate=(0.3, 0.1), index_rate=(0.4, 0.2), **CROWDED),
+    Phase("long", "sparse", 20, 1, 4096, 256, rate=(0.1, 0.05), index_rate=(0.2, 0.1), **CROWDED),
     Phase(
-        "longest", "sparse", 4, 1, 8192, 256, rate=(0.1, 0.02), index_rate=(0.2, 0.05), plain=0.0, spacing=(14.0, 60.0)
+        "longest", "sparse", 4, 1, 8192, 256, rate=(0.05, 0.01), index_rate=(0.1, 0.05), plain=0.0, spacing=(14.0, 60.0)
     ),
 )
-
-
-def tiny_phases(steps: int = 4) -> tuple[Phase, ...]:
-    """Three phases of some steps, one of each kind, that take a second each: for tests."""
-    return (
-        Phase("dense", "dense", steps, 2, 48, plain=0.5),
-        Phase("warm-up", "warmup", steps, 2, 48, rate=(0.0, 0.0), index_rate=(1.0, 1.0)),
-        Phase("sparse", "sparse", steps, 2, 48, 16, rate=(0.5, 0.1), index_rate=(0.5, 0.1)),
-    )

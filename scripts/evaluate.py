@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, llm_from, reported, run
-from dsa_engine.report import environment, format_table, write_json
+from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.training.cases import KINDS
 from dsa_engine.training.evaluate import held_out, perplexity, retrieval, second_next, summary
 from dsa_engine.training.export import load_checkpoint

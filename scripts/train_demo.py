@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import check_outputs, run
-from dsa_engine.report import environment
+from dsa_engine.measure.report import environment
 from dsa_engine.training import recipe
 from dsa_engine.training.loop import Run
 from dsa_engine.training.pictures import plot_losses

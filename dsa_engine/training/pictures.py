@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsa_engine.plots import load_pyplot
+from dsa_engine.measure.plots import load_pyplot
 
 
 def plot_losses(log: list[dict[str, Any]], path: str) -> None:

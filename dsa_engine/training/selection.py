@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine import indexer as indexer_module
+from dsa_engine.model import indexer as indexer_module
 
 SELECTIONS = ("trained", "random", "recent")
 ROWS = 256  # queries whose random choice is drawn at once

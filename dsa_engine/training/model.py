@@ -140,7 +140,7 @@ class Gate(nn.Module):
         """
         mean = self.load.mean()
         imbalance = (self.load.max() / mean.clamp_min(1)).item()
-        self.e_score_correction_bias += speed * torch.sign(mean - self.load)
+        self.e_score_correction_bias.add_(torch.sign(mean - self.load), alpha=speed)
         self.load.zero_()
         return imbalance
 

@@ -62,7 +62,7 @@ def test_bench_prefill_reports_every_length(run: Run, tmp_path: Path) -> None:
 def test_bench_prefill_takes_a_text_and_a_model_of_configuration_only(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("word " * 100)
-    done = run("bench_prefill.py", "--prompt-file", text, "--warmup", 0, "--repeat", 1)
+    done = run("bench_prefill.py", "--model", "demo-random", "--prompt-file", text, "--warmup", 0, "--repeat", 1)
     assert done.returncode == 0, done.stderr
     assert "501 tokens: TTFT" in done.stdout  # bytes, and the beginning of the sentence
     folder = tmp_path / "model"
@@ -292,7 +292,7 @@ def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "info.json"
-    dsa_engine_command(["info", "demo", "--memory", "1GB", "--ranks", "2", "--json", str(report)])
+    dsa_engine_command(["info", "demo-random", "--memory", "1GB", "--ranks", "2", "--json", str(report)])
     text = capsys.readouterr().out
     info = json.loads(report.read_text())
     assert f"{info['parameters']:,} parameters" in text and "cache per token" in text
@@ -301,5 +301,5 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
     assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
     with pytest.raises(SystemExit, match="2"):
-        dsa_engine_command(["info", "demo", "--ranks", "7"])
+        dsa_engine_command(["info", "demo-random", "--ranks", "7"])
     assert "error: --ranks 7 does not divide the 24 routed experts" in capsys.readouterr().err

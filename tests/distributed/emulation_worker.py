@@ -27,7 +27,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     emulation: dict[str, Any] = {}
     if emulate_rank is not None:
         emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank, "expert_loads": loads}
-    llm = LLM("demo", parallel=ParallelConfig(**case["parallel"], **emulation), **case["options"])
+    llm = LLM("demo-random", parallel=ParallelConfig(**case["parallel"], **emulation), **case["options"])
     engine, mesh = llm.engine, llm.engine.mesh
     if not mesh.emulated:
         mesh.ep.routing = Routing(mesh.world_size, mesh.rank, loads)

@@ -69,7 +69,7 @@ def test_configurations_that_cannot_be(keys: dict[str, Any], message: str) -> No
 )
 def test_worlds_that_do_not_divide(keys: dict[str, Any], message: str, demo_cache: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM("demo", device="cpu", parallel=ParallelConfig(**keys))
+        LLM("demo-random", device="cpu", parallel=ParallelConfig(**keys))
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "WORLD_SIZE"])
@@ -207,18 +207,18 @@ def test_other_depths() -> None:
 
 
 def test_full_depth_is_that_of_the_file(demo_cache: Path) -> None:
-    llm = LLM("demo", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640})
+    llm = LLM("demo-random", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640})
     depth = FullDepth.of(llm)
     assert depth is not None and (depth.measured, depth.layers) == (2, 4)
     assert depth.factors["MoE experts"] == 3 and depth.factors["dense MLP"] == 1
     assert "SCALED, not measured" in depth.line("x", "ttft", {"ttft_ms": 5.0})
-    assert FullDepth.of(LLM("demo", device="cpu")) is None
+    assert FullDepth.of(LLM("demo-random", device="cpu")) is None
 
 
 @pytest.fixture(scope="module")
 def emulated(demo_cache: Path) -> LLM:
     parallel = ParallelConfig(emulate_world=8, emulate_rank=2, tp_size=2)
-    return LLM("demo", device="cpu", max_model_len=1024, parallel=parallel, progress=False)
+    return LLM("demo-random", device="cpu", max_model_len=1024, parallel=parallel, progress=False)
 
 
 def test_the_rank_holds_its_part(emulated: LLM) -> None:
@@ -279,7 +279,7 @@ def test_decode_of_an_emulated_rank(emulated: LLM) -> None:
 
 def test_wrong_number_of_loads_is_said_at_the_first_layer(demo_cache: Path) -> None:
     parallel = ParallelConfig(emulate_world=2, expert_loads=(1.0, 2.0))
-    llm = LLM("demo", device="cpu", parallel=parallel)
+    llm = LLM("demo-random", device="cpu", parallel=parallel)
     with pytest.raises(ValueError, match="there are 2 expert loads, the model has 24 routed experts"):
         llm.engine.prefill([5, 6, 7])
 

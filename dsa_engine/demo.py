@@ -1,8 +1,8 @@
-"""The built-in model ``"demo"``: DeepSeek-V3.2's architecture at a size that runs on one CPU core, untrained.
+"""The built-in models: ``"demo"``, small and trained, and ``"demo-random"``, of the same architecture and untrained.
 
-It exists so that every program runs without a download: all parts are there (latent attention, indexer, FP8 blocks,
-routed experts, the MTP module, YaRN to 163,840 positions) with random weights, and the text it makes means nothing.
-The checkpoint is written on first use to the user's cache folder.
+The trained one is part of the package: `scripts/train_demo.py` made it, docs/TRAINING.md describes it. The random one
+has other shapes (more heads, more experts, small index keys, FP8 blocks with partial edges) and serves where only
+shapes and arithmetic matter; it is written on first use to the user's cache folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 
 README = """\
-# dsa_engine demo model
+# dsa_engine random demo model
 
 Random weights, never trained: the text that this model makes means nothing. It has the architecture of DeepSeek-V3.2
 at a small size, and serves to run dsa_engine without a download. The folder is made by `dsa_engine.demo`, may be
@@ -39,8 +39,13 @@ deleted at any time, and is made again when needed.
 """
 
 
+def trained_folder() -> Path:
+    """The folder of the trained model, inside the package."""
+    return Path(__file__).with_name("demo_model")
+
+
 def demo_config() -> dict[str, Any]:
-    """The demo model's ``config.json``, with the keys of a released one; a new dictionary every time."""
+    """The random model's ``config.json``, with the keys of a released one; a new dictionary every time."""
     released = released_config("deepseek_v32")
     return {
         "description": "untrained random weights, for trying out dsa_engine without a download",
@@ -90,7 +95,7 @@ def demo_config() -> dict[str, Any]:
 
 
 def demo_folder() -> Path:
-    """The folder of the demo checkpoint, written on first use (10 MB, well under a second).
+    """The folder of the random model, written on first use (10 MB, well under a second).
 
     It lies in ``$DSA_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``. Any number of
     processes may call this at once: each writes its own temporary folder, the first to finish gives it its name, and
@@ -110,7 +115,7 @@ def demo_folder() -> Path:
         if not _is_whole(folder):  # otherwise another process was first, with the same content
             raise
     except OSError as error:
-        cause = f"cannot write the demo model to {folder.parent}: {error}"
+        cause = f"cannot write the random demo model to {folder.parent}: {error}"
         raise CheckpointError(f"{cause}; set DSA_ENGINE_CACHE to a folder of yours") from error
     return folder
 

@@ -199,12 +199,12 @@ class LLM:
 
 
 def resolve_model(model: str | Path) -> Path:
-    """The folder of a model; "demo" is made on first use."""
-    if str(model) != "demo":
+    """The folder of a model; "demo" comes with the package, "demo-random" is made on first use."""
+    if str(model) not in ("demo", "demo-random"):
         return Path(model)
-    from dsa_engine.demo import demo_folder  # only who asks for the demo pays for making it
+    from dsa_engine.demo import demo_folder, trained_folder  # only who asks for a demo model pays for making it
 
-    return demo_folder()
+    return trained_folder() if str(model) == "demo" else demo_folder()
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

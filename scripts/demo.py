@@ -1,12 +1,14 @@
-"""The demo: prefills a real long document with context parallelism, compares with one process, generates from it.
+"""The demo: facts are scattered in a long document, and the model is asked for one of them.
 
-Start it plainly: it makes the document, runs one process for the reference, and then starts torchrun on itself.
+Two processes prefill the document, context parallel, and answer; what they compute is compared with one process. Start
+it plainly: it makes the document, runs one process for the reference, and then starts torchrun on itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import subprocess
 import sys
 import sysconfig
@@ -27,8 +29,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc-per-node", type=int, default=2, help="processes")
     parser.add_argument("--prompt-file", metavar="PATH", help="a text; default: sources of Python's standard library")
-    parser.add_argument("--tokens", type=int, default=16384, help="use this many tokens of the document")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--tokens", type=int, default=8192, help="most tokens of the document with its facts")
+    parser.add_argument("--depth", type=float, default=0.3, help="which fact is asked for: 0 the first, 1 the last")
+    parser.add_argument("--max-tokens", type=int, default=16, help="most tokens of the answer")
     parser.add_argument("--json", metavar="PATH", help="write the result here")
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
     return parser.parse_args()
@@ -40,6 +43,8 @@ def main() -> None:
         raise ValueError(
             f"--nproc-per-node and --tokens must be at least 1, not {args.nproc_per_node} and {args.tokens}"
         )
+    if not 0 <= args.depth <= 1:
+        raise ValueError(f"--depth must be between 0 and 1, not {args.depth}")
     check_outputs(args.json)
     if "RANK" in os.environ:
         parallel(args)
@@ -70,8 +75,8 @@ def start(args: argparse.Namespace) -> None:
 def single(args: argparse.Namespace) -> None:
     """The reference: the same prefill in one process."""
     llm = load(args)
-    prompt = document(llm, args)
-    print(f"document: {len(prompt):,} tokens; reference prefill in one process …", flush=True)
+    prompt, facts, _ = question(llm, args)
+    print(f"document: {len(prompt):,} tokens, {len(facts)} facts in it; reference prefill in one process …", flush=True)
     np.save(args.reference, llm.engine.prefill(prompt).numpy())
 
 
@@ -79,9 +84,9 @@ def parallel(args: argparse.Namespace) -> None:
     """Under torchrun: prefill, compare, generate, report."""
     llm = load(args)
     engine = llm.engine
-    prompt = document(llm, args)
+    prompt, facts, asked = question(llm, args)
     result = measure_prefill(engine, prompt, warmup=0, repeat=1)
-    (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True))
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
     if engine.mesh.rank != 0:
         return
     reference = torch.from_numpy(np.load(args.reference))
@@ -111,10 +116,14 @@ def parallel(args: argparse.Namespace) -> None:
     if output.metrics.tpot_s is not None:
         summary.append(("time per output token", f"{output.metrics.tpot_s * 1e3:.1f} ms"))
     print("\n" + format_table(("", "value"), summary))
-    print(f"\nthe text (the demo model is untrained, so it is noise): {output.text!r}")
+    right = output.text.strip() == facts[asked]
+    print(f"\nquestion: {asked_for(facts[asked])}\nanswer:   {output.text.strip()}")
+    print(f"after line {(asked + 1) * EVERY} of the text stands: {facts[asked]}")
+    print("found, and right" if right else "the answer is WRONG")
     if args.json:
         where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
         figures = {"largest_difference": difference, "relative_difference": relative, "output_ids": output.token_ids}
+        figures |= {"answer": output.text, "fact": facts[asked], "right": right}
         write_json(args.json, {**where, **result.to_json(), **figures})
     # Rounding alone gives 1e-6. It may also break a near tie in the selection the other way: one token of 256.
     if not relative <= 0.05:
@@ -127,17 +136,46 @@ def load(args: argparse.Namespace) -> LLM:
     return LLM("demo", dtype="float32", device="cuda" if enough else "cpu")
 
 
-def document(llm: LLM, args: argparse.Namespace) -> list[int]:
-    """The first tokens of ``--prompt-file``, or of the standard library's sources in order of their names."""
+EVERY = 8  # lines of text between two facts
+
+
+def question(llm: LLM, args: argparse.Namespace) -> tuple[list[int], list[str], int]:
+    """The prompt, the facts in it, and which one it asks for.
+
+    The document is the beginning of ``--prompt-file``, or of the standard library's sources in order of their names,
+    with a fact after every few lines.
+    """
+    keys = random.Random(0).sample(range(10_000), k=10_000)
+    values = random.Random(1)
+    lines: list[str] = []
+    facts: list[str] = []
+    room = args.tokens - 16  # for the question
+    for i, line in enumerate(text(args).splitlines(), 1):
+        added = [line]
+        if i % EVERY == 0:
+            added.append(f"key {keys[len(facts)]:04} is {values.randrange(100):02}")
+        room -= sum(len(llm.tokenizer.encode(line)) for line in added)  # the first token of each counts as its end
+        if room < 0:
+            break
+        lines += added
+        facts += added[1:]
+    if not facts:
+        raise ValueError(f"a document of {len(lines)} lines has no facts; give a longer one, or more --tokens")
+    asked = round(args.depth * (len(facts) - 1))
+    content = "\n".join([*lines, asked_for(facts[asked])])
+    return llm.tokenizer.chat([{"role": "user", "content": content}]), facts, asked
+
+
+def asked_for(fact: str) -> str:
+    """``What is key 4821?`` for ``key 4821 is 97``."""
+    return f"What is {fact.partition(' is ')[0]}?"
+
+
+def text(args: argparse.Namespace) -> str:
     if args.prompt_file:
-        text = read_text(args.prompt_file)
-    else:
-        text = ""
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-            text += path.read_text(encoding="utf-8", errors="replace")
-            if len(text) >= args.tokens:
-                break
-    return llm.tokenizer.encode(text[: 8 * args.tokens])[: args.tokens]
+        return read_text(args.prompt_file)
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths[:40])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dsa_engine import LLM, CapacityError, CheckpointError, ParallelConfig, Samp
 from dsa_engine.demo import demo_folder
 
 
-def load(model: Any = "demo", **options: Any) -> LLM:
+def load(model: Any = "demo-random", **options: Any) -> LLM:
     return LLM(model, device="cpu", **{"max_model_len": 100, "cache_memory": "8MiB", "progress": False} | options)
 
 
@@ -126,7 +126,7 @@ def test_cache_too_small_for_anything(demo_cache: Path) -> None:
 )
 def test_options(demo_cache: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM("demo", **{"device": "cpu", "cache_memory": "8MiB", "progress": False} | options)
+        LLM("demo-random", **{"device": "cpu", "cache_memory": "8MiB", "progress": False} | options)
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 )
 def test_options_of_the_wrong_type(demo_cache: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        LLM("demo", **options)
+        LLM("demo-random", **options)
 
 
 def test_parameters_of_the_wrong_type(demo_cache: Path) -> None:
-    llm = LLM("demo", device="cpu")
+    llm = LLM("demo-random", device="cpu")
     for wrong in ({"temperature": 0}, [{"temperature": 0}]):
         with pytest.raises(TypeError, match="must be a SamplingParams"):
             llm.generate("a", wrong)  # type: ignore[arg-type]

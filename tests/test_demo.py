@@ -82,7 +82,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CheckpointError, match="cannot write the demo model to .*set DSA_ENGINE_CACHE"):
+    with pytest.raises(CheckpointError, match="cannot write the random demo model to .*set DSA_ENGINE_CACHE"):
         demo.demo_folder()
 
 

@@ -18,7 +18,7 @@ TEXT = "def selection(tokens):\n    return sorted(tokens)[:256]\n" * 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def load(model: str | Path = "demo", **options: Any) -> LLM:
+def load(model: str | Path = "demo-random", **options: Any) -> LLM:
     return LLM(model, device="cpu", **{"max_model_len": 2048, "cache_memory": "32MiB", "progress": False} | options)
 
 

@@ -65,7 +65,7 @@ def test_bench_prefill_reports_every_length(run: Run, tmp_path: Path) -> None:
         assert all(stages[name] > 0 for name in ("MLA prolog", "lightning indexer", "MLA epilog", "MoE experts"))
         # Stages are exclusive and averaged over the runs, so together they are the average time.
         assert sum(stages.values()) == pytest.approx(r["mean_ttft_ms"], rel=0.05)
-    llm = LLM("demo", device="cpu")
+    llm = LLM("demo-random", device="cpu")
     expected = llm.engine.prefill(random_prompt(llm.engine, 700))
     assert np.load(outputs["npy"]) == pytest.approx(expected.numpy(), abs=1e-4)
     assert outputs["png"].read_bytes().startswith(b"\x89PNG")
@@ -77,7 +77,7 @@ def test_bench_prefill_reports_every_length(run: Run, tmp_path: Path) -> None:
 def test_bench_prefill_takes_a_text_and_a_model_of_configuration_only(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("word " * 100)
-    done = run("bench_prefill.py", "--prompt-file", text, "--warmup", 0, "--repeat", 1)
+    done = run("bench_prefill.py", "--model", "demo-random", "--prompt-file", text, "--warmup", 0, "--repeat", 1)
     assert done.returncode == 0, done.stderr
     assert "501 tokens: TTFT" in done.stdout  # bytes, and the beginning of the sentence
     folder = tmp_path / "model"
@@ -298,7 +298,7 @@ def test_bad_files_of_an_emulated_run(
 def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dsa_engine_command(["generate", "--prompt", "def f():", "--max-tokens", "5", "--device", "cpu"])
     text = capsys.readouterr().out
-    llm = LLM("demo", device="cpu")
+    llm = LLM("demo-random", device="cpu")
     from dsa_engine import SamplingParams
 
     assert text == llm.generate("def f():", SamplingParams(temperature=0.0, max_tokens=5))[0].text + "\n"
@@ -312,7 +312,7 @@ def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "info.json"
-    dsa_engine_command(["info", "demo", "--memory", "1GB", "--ranks", "2", "--json", str(report)])
+    dsa_engine_command(["info", "demo-random", "--memory", "1GB", "--ranks", "2", "--json", str(report)])
     text = capsys.readouterr().out
     info = json.loads(report.read_text())
     assert f"{info['parameters']:,} parameters" in text and "cache per token" in text
@@ -321,5 +321,5 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
     assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
     with pytest.raises(SystemExit, match="2"):
-        dsa_engine_command(["info", "demo", "--ranks", "25"])
+        dsa_engine_command(["info", "demo-random", "--ranks", "25"])
     assert "error: --ranks 25 is more than the 24 routed experts" in capsys.readouterr().err

@@ -32,7 +32,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     if emulate_rank is not None:
         emulation = {"emulate_world": case["world_size"], "emulate_rank": emulate_rank, "expert_loads": loads}
         parallel = EmulatedConfig(**case["parallel"], **emulation)
-    llm = LLM("demo", parallel=parallel, **case["options"])
+    llm = LLM("demo-random", parallel=parallel, **case["options"])
     engine, mesh = llm.engine, llm.engine.mesh
     if emulate_rank is None:
         assign_experts(engine, loads)

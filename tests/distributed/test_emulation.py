@@ -97,7 +97,7 @@ def test_prefill_of_a_true_run(
     (true,) = result["results"]
     for rank in (0, 3):
         parallel = EmulatedConfig(emulate_world=WORLD, emulate_rank=rank, moe_dispatch="all_gather")
-        engine = LLM("demo", device="cpu", parallel=parallel).engine
+        engine = LLM("demo-random", device="cpu", parallel=parallel).engine
         emulated = measure_prefill(engine, random_prompt(engine, 701), warmup=0, repeat=1)
         assert emulated.bytes_sent == [true["bytes_sent"][rank]]
         assert emulated.attention_pairs == [true["attention_pairs"][rank]]

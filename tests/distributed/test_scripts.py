@@ -50,13 +50,16 @@ def test_a_bad_option_is_said_once(torchrun: Callable[..., Any], demo_cache: Pat
     assert done.stderr.count("error: cp_size 2 does not divide the world size 3") == 1
 
 
-def test_the_demo(demo_cache: Path, tmp_path: Path) -> None:
-    document = tmp_path / "document.txt"
-    document.write_text("A long story. " * 100)
-    options = ["--nproc-per-node", "2", "--tokens", "900", "--max-tokens", "4", "--prompt-file", str(document)]
+def test_the_demo(tmp_path: Path) -> None:
+    document, report = tmp_path / "document.txt", tmp_path / "out.json"
+    document.write_text("A long story of many words.\n" * 400)
+    options = ["--nproc-per-node", "2", "--tokens", "1500", "--prompt-file", str(document), "--json", str(report)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(SCRIPTS / "demo.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    for words in ("prefill of 900 tokens on 2 ranks", "attention imbalance", "largest difference", "4 tokens"):
+    for words in ("tokens on 2 ranks", "attention imbalance", "largest difference", "question: What is key"):
         assert words in done.stdout, done.stdout
+    result = json.loads(report.read_text())
+    assert result["right"] and "found, and right" in done.stdout and result["answer"] == result["fact"]
+    assert result["relative_difference"] < 1e-3

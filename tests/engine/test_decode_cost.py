@@ -56,7 +56,7 @@ def decode_step(llm: LLM, context: int) -> Work:
 
 
 def test_only_the_index_keys_grow(demo_cache: Path) -> None:
-    llm = LLM("demo", device="cpu", cache_memory="80MiB", max_num_seqs=1, progress=False)
+    llm = LLM("demo-random", device="cpu", cache_memory="80MiB", max_num_seqs=1, progress=False)
     config = llm.engine.config
     works = {context: decode_step(llm, context) for context in CONTEXTS}
     first = works[CONTEXTS[0]]

@@ -194,7 +194,7 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
 
 def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Request]) -> None:
     """The same tensors, with the values that a fresh batch has."""
-    mesh = LLM("demo", device="cpu", cache_memory="1MiB", max_model_len=64, progress=False).engine.mesh
+    mesh = LLM("demo-random", device="cpu", cache_memory="1MiB", max_model_len=64, progress=False).engine.mesh
 
     def padded(*parts: tuple[int, int, int]) -> StepPlan:
         chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def shared(demo_cache: Path) -> LLM:
-    return LLM("demo", device="cpu", max_model_len=2048, cache_memory="16MiB", page_size=8, progress=False)
+    return LLM("demo-random", device="cpu", max_model_len=2048, cache_memory="16MiB", page_size=8, progress=False)
 
 
 def assert_clean(llm: LLM) -> None:

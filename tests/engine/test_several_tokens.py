@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 @pytest.fixture(scope="module")
 def shared(demo_cache: Path) -> LLM:
     return LLM(
-        "demo",
+        "demo-random",
         dtype="float32",
         max_model_len=512,
         max_num_batched_tokens=16,

@@ -76,7 +76,7 @@ def test_production_knows_no_emulation() -> None:
 )
 def test_worlds_that_do_not_divide(keys: dict[str, Any], message: str, demo_cache: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM("demo", device="cpu", parallel=EmulatedConfig(**keys))
+        LLM("demo-random", device="cpu", parallel=EmulatedConfig(**keys))
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "WORLD_SIZE"])
@@ -204,7 +204,7 @@ def test_communication_adds_up_by_stage() -> None:
 @pytest.fixture(scope="module")
 def emulated(demo_cache: Path) -> LLM:
     parallel = EmulatedConfig(emulate_world=8, emulate_rank=2, tp_size=2)
-    llm = LLM("demo", device="cpu", max_model_len=1024, parallel=parallel, progress=False)
+    llm = LLM("demo-random", device="cpu", max_model_len=1024, parallel=parallel, progress=False)
     follow_steps(llm.engine)
     return llm
 
@@ -267,6 +267,6 @@ def test_decode_of_an_emulated_rank(emulated: LLM) -> None:
 
 def test_wrong_number_of_loads_is_said_at_the_first_layer(demo_cache: Path) -> None:
     parallel = EmulatedConfig(emulate_world=2, expert_loads=(1.0, 2.0))
-    llm = LLM("demo", device="cpu", parallel=parallel)
+    llm = LLM("demo-random", device="cpu", parallel=parallel)
     with pytest.raises(ValueError, match="there are 2 expert loads, the model has 24 routed experts"):
         llm.engine.prefill([5, 6, 7])

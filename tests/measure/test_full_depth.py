@@ -39,9 +39,11 @@ def test_other_depths() -> None:
 
 
 def test_full_depth_is_that_of_the_file(demo_cache: Path) -> None:
-    llm = LLM("demo", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640})
+    llm = LLM(
+        "demo-random", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640}
+    )
     depth = FullDepth.of(llm)
     assert depth is not None and (depth.measured, depth.layers) == (2, 4)
     assert depth.factors["MoE experts"] == 3 and depth.factors["dense MLP"] == 1
     assert "SCALED, not measured" in depth.line("x", "ttft", {"ttft_ms": 5.0})
-    assert FullDepth.of(LLM("demo", device="cpu")) is None
+    assert FullDepth.of(LLM("demo-random", device="cpu")) is None

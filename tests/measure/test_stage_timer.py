@@ -103,7 +103,7 @@ def test_one_timer_at_a_time() -> None:
 
 def test_a_forward_pass_goes_through_every_stage(demo_cache: Path) -> None:
     """All of it is accounted for: the stages add up to the time of the whole, and little lies between them."""
-    llm = LLM("demo", device="cpu", max_model_len=2000, progress=False)
+    llm = LLM("demo-random", device="cpu", max_model_len=2000, progress=False)
     prompt = list(range(4, 250)) * 4  # past the demo's index_topk
     begin = time.perf_counter()
     with StageTimer(CPU) as timer:

@@ -118,7 +118,7 @@ def test_no_layer_knows_how_weights_are_stored(demo_cache: Path, monkeypatch: py
     prompt = [(7 * i) % 300 for i in range(300)]  # selects: longer than the demo's index_topk
 
     def results() -> tuple[torch.Tensor, list[int], LLM]:
-        llm = LLM("demo", device="cpu", max_model_len=512, progress=False)
+        llm = LLM("demo-random", device="cpu", max_model_len=512, progress=False)
         generated = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4))[0].token_ids
         return llm.prompt_logits(prompt), list(generated), llm
 

@@ -1,0 +1,1 @@
+"""Trains the small model that ships as ``LLM("demo")``: corpus, tokenizer, data, model, optimiser, loop, export."""

@@ -1,0 +1,92 @@
+"""What a model can do: [torchrun --nproc-per-node N] scripts/evaluate.py [--length 1024,8192] [engine options]
+
+Retrieval accuracy by document length and depth of the fact, what the indexer selects of it, and the same with random or
+recent tokens selected instead; perplexity of held-out text; and the MTP module's second next tokens. A case is a
+document and a question; ten questions of a document are asked one after the other in one conversation, and a case is
+right where every token of its greedy answer is.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, llm_from, reported, run
+from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.training.cases import KINDS
+from dsa_engine.training.evaluate import held_out, perplexity, retrieval, second_next, summary
+from dsa_engine.training.export import load_checkpoint
+from dsa_engine.training.pictures import plot_retrieval
+from dsa_engine.training.selection import SELECTIONS
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=lengths, default=[1024, 8192], help="tokens of the documents")
+    parser.add_argument(
+        "--cases", type=lengths, default=[100], help="questions at each length; the last for all further"
+    )
+    parser.add_argument("--kind", choices=KINDS, default="fact", help="one fact, two at once, or a passage to continue")
+    parser.add_argument("--selection", choices=SELECTIONS, default="trained", help="what replaces the indexer's choice")
+    parser.add_argument("--dense", action="store_true", help="dense attention: index_topk is the longest length")
+    parser.add_argument("--perplexity", type=int, default=0, metavar="N", help="held-out texts of 2,048 tokens")
+    parser.add_argument("--mtp", type=int, default=0, metavar="N", help="the MTP module on N texts and N conversations")
+    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--plot", metavar="PATH", help="draw length by depth (PNG)")
+    add_engine_arguments(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    check_outputs(args.json, plot=args.plot)
+    if args.dense:
+        args.hf_overrides = f'{{"index_topk": {max(args.length) + 1024}}}'
+    llm = llm_from(args)
+    first = llm.engine.mesh.rank == 0
+    documents = held_out(llm)
+    results = []
+    for i, length in enumerate(args.length):
+        count = args.cases[min(i, len(args.cases) - 1)]
+        cases = retrieval(llm, documents, length, count, kind=args.kind, select=args.selection)
+        results.append(summary(cases) | {"right": [case.right for case in cases]})
+        if first:
+            print(f"{length:,} tokens: {results[-1]['accuracy']:.1%} of {count} right", flush=True)
+    report = {"options": reported(args), "retrieval": results}
+    if args.perplexity:
+        report["perplexity"] = perplexity(llm, documents, 2048, args.perplexity)
+    if args.mtp:
+        report["mtp"] = second_next(load_checkpoint(llm.folder), documents, 1024, args.mtp)
+    if not first:
+        return
+    show(report)
+    if args.json:
+        engine = llm.engine
+        write_json(args.json, environment(engine.mesh.device, engine.dtype, engine.mesh.world_size) | report)
+    if args.plot:
+        plot_retrieval(results, args.plot, f"{args.kind}, index_topk {llm.engine.config.index_topk}")
+
+
+def show(report: dict) -> None:
+    rows = [
+        (
+            f"{r['length']:,}",
+            r["cases"],
+            f"{r['accuracy']:.1%}",
+            f"{r['tokens_right']:.1%}",
+            "-" if r["value_found"] is None else f"{r['value_found']:.1%}",
+            " ".join(f"{share:.0%}" for share in r["recall_by_layer"]) or "-",
+        )
+        for r in report["retrieval"]
+    ]
+    print("\n" + format_table(("tokens", "cases", "right", "tokens right", "value selected", "recall by layer"), rows))
+    if "perplexity" in report:
+        print("\nheld-out text: {loss:.3f} nats a token, perplexity {perplexity:.2f}".format(**report["perplexity"]))
+    for name, figures in report.get("mtp", {}).items():
+        print(
+            f"MTP, {name}: second next token right {figures['module_right']:.1%}, as the main model says "
+            f"{figures['module_agrees']:.1%}; the main model is right {figures['main_model_right']:.1%}"
+        )
+
+
+if __name__ == "__main__":
+    run(main)

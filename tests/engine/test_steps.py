@@ -228,7 +228,9 @@ def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> N
 
 def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of one token looks like a decode step, and is launched ahead."""
-    llm = LLM("demo-random", device="cpu", max_model_len=64, cache_memory="8MiB", max_num_batched_tokens=1, progress=False)
+    llm = LLM(
+        "demo-random", device="cpu", max_model_len=64, cache_memory="8MiB", max_num_batched_tokens=1, progress=False
+    )
     llm.engine.steps.ahead = True
     log = Log(llm, monkeypatch)
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

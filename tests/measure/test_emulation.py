@@ -207,7 +207,9 @@ def test_other_depths() -> None:
 
 
 def test_full_depth_is_that_of_the_file(demo_cache: Path) -> None:
-    llm = LLM("demo-random", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640})
+    llm = LLM(
+        "demo-random", device="cpu", load_format="dummy", hf_overrides={"num_hidden_layers": 2, "vocab_size": 640}
+    )
     depth = FullDepth.of(llm)
     assert depth is not None and (depth.measured, depth.layers) == (2, 4)
     assert depth.factors["MoE experts"] == 3 and depth.factors["dense MLP"] == 1

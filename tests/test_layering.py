@@ -16,7 +16,7 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 # From the top: a module imports from its own row and the rows below it. A room stands for its modules that have no row
 # of their own.
 LAYERS = (
-    ("cli",),
+    ("cli", "training"),
     ("measure",),
     ("arguments",),
     ("llm",),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine import LLM
+from dsa_engine.llm import LLM
 from dsa_engine.training.attention import Mode
 from dsa_engine.training.cases import Conversation, conversation
 from dsa_engine.training.corpus import standard_library

@@ -63,7 +63,8 @@ class EngineOptions(Options):
     model: str | Path = option(
         Kind(_check_model),
         "demo",
-        'a Hugging Face folder (config.json, safetensors, tokenizer files), or "demo": a small untrained model.',
+        'a Hugging Face folder (config.json, safetensors, tokenizer files); "demo", a small trained model; or '
+        '"demo-random", an untrained one.',
         help="a Hugging Face model folder, or 'demo' (default)",
     )
     _: KW_ONLY

@@ -1,5 +1,5 @@
 # make test    every test that is not slow, from a fresh clone with nothing else set up
-# make demo    a tiny model, generated from on two processes
+# make demo    a small trained model finds a fact in a long document, on two processes
 # make help    all targets
 #
 # PYTHON names the base interpreter (3.10 or newer). Where wheels come from is pip's business and is set as for any other
@@ -26,7 +26,7 @@ help:
 	@echo "make test-kernels  the part of make test that runs the Triton kernels, in the interpreter"
 	@echo "make test-slow   run the slow tests"
 	@echo "make lint        ruff and mypy"
-	@echo "make demo        generate from a tiny random model on two processes"
+	@echo "make demo        find a fact in a long document, on two processes"
 	@echo "make clean       remove $(VENV), builds and caches"
 
 venv: $(STAMP)

@@ -27,7 +27,8 @@ class LLM:
     """A model, ready to generate. Under ``torchrun`` every rank makes the same one and gets the same outputs.
 
     Args:
-        model: a Hugging Face folder (config.json, safetensors, tokenizer files), or "demo": a small untrained model.
+        model: a Hugging Face folder (config.json, safetensors, tokenizer files), "demo": a small trained model, or
+            "demo-random": an untrained one.
         dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; or "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of prompt and output together; default: the model's.

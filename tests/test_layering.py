@@ -17,6 +17,7 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 # of their own.
 LAYERS = (
     ("cli",),
+    ("training",),
     ("measure",),
     ("llm",),
     ("engine.engine",),

@@ -123,4 +123,5 @@ PHASES = (
     Phase(
         "longest", "sparse", 4, 1, 8192, 256, rate=(0.05, 0.01), index_rate=(0.1, 0.05), plain=0.0, spacing=(14.0, 60.0)
     ),
+    Phase("settling", "sparse", 80, 2, 2048, 256, rate=(0.2, 0.01), index_rate=(0.2, 0.02), **CROWDED),
 )

@@ -90,7 +90,7 @@ def test_prefill_of_a_true_run(
     """The benchmark's own counts, with a router in the true run: where shapes depend on the batch alone."""
     report = tmp_path / "out.json"
     script = Path(__file__).resolve().parents[2] / "scripts" / "bench_prefill.py"
-    options = ["--seq-len", 701, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
+    options = ["--model", "demo-random", "--seq-len", 701, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
     done = torchrun(WORLD, script, *options, "--json", report)
     assert done.returncode == 0, done.stderr
     result = json.loads(report.read_text())

@@ -304,7 +304,7 @@ def test_bad_files_of_an_emulated_run(
 def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dsa_engine_command(["generate", "--prompt", "def f():", "--max-tokens", "5", "--device", "cpu"])
     text = capsys.readouterr().out
-    llm = LLM("demo-random", device="cpu")
+    llm = LLM("demo", device="cpu")
     from dsa_engine import SamplingParams
 
     assert text == llm.generate("def f():", SamplingParams(temperature=0.0, max_tokens=5))[0].text + "\n"

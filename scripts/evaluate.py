@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-from dsa_engine.arguments import add_engine_arguments, check_outputs, lengths, llm_from, reported, run
+from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, llm_from, reported, run
+from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.training.cases import KINDS
 from dsa_engine.training.evaluate import held_out, perplexity, retrieval, second_next, summary
@@ -20,7 +21,7 @@ from dsa_engine.training.selection import SELECTIONS
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--length", type=lengths, default=[1024, 8192], help="tokens of the documents")
     parser.add_argument(
         "--cases", type=lengths, default=[100], help="questions at each length; the last for all further"
@@ -38,7 +39,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    check_outputs(args.json, plot=args.plot)
+    check_outputs(args.json, args.plot)
+    check_plot(args.plot)
     if args.dense:
         args.hf_overrides = f'{{"index_topk": {max(args.length) + 1024}}}'
     llm = llm_from(args)

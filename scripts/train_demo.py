@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import check_outputs, run
+from dsa_engine.arguments import argument_parser, check_outputs, run
+from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment
 from dsa_engine.training import recipe
 from dsa_engine.training.loop import Run
@@ -25,7 +26,7 @@ from dsa_engine.training.ship import digests, ship
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--run", metavar="DIR", default="runs/demo", help="folder of the run (default: runs/demo)")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop there; the next call goes on")
     parser.add_argument("--threads", type=int, default=1, help="threads; another number gives other roundings")
@@ -38,7 +39,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    check_outputs(args.log, plot=args.plot)
+    check_outputs(args.log, args.plot)
+    check_plot(args.plot)
     torch.set_num_threads(args.threads)
     material = prepare()
     folder = Path(args.run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import Field
@@ -15,6 +14,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
 
 
@@ -154,7 +154,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except (*mendable, KeyboardInterrupt) as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if several_processes():
             raise  # one line for the whole run, see parallel/failure.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from dsa_engine.parallel.launch_environment import launched_rank, several_processes
-from dsa_engine.parallel.peers import name_of, state_of, wake
+from dsa_engine.parallel.peers import State, name_of, state_of, wake
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -76,6 +76,7 @@ class _Reporter:
         brief = isinstance(error, self.brief) and not lost
         code = 130 if interrupted else 2 if brief else 1
         mine = _printable(f"rank {self._rank}: {kind.__name__}: {_text(error)}").splitlines()[0].removesuffix(": ")
+        seen = self._states() if lost else {}  # at once: torchrun soon ends ranks that have done nothing
         try:
             first = self._first(mine)
         except Exception:  # the store has gone down with the process that held it
@@ -98,7 +99,7 @@ class _Reporter:
                 self._show(kind, error, trace)
         with suppress(Exception):
             if lost:
-                _say(f"[rank {self._rank}] {self._lost()}")
+                _say(f"[rank {self._rank}] {self._lost(seen)}")
             assert self.store is not None
             self.store.set("shown", "")
         _end(code)
@@ -112,33 +113,44 @@ class _Reporter:
         self.store.set(str(self._rank), mine)
         return self.store.compare_set("first", "", mine).decode()
 
-    def _lost(self) -> str:
+    def _states(self) -> dict[int, State]:
+        """Of the process of every rank that has not failed."""
+        states: dict[int, State] = {}
+        with suppress(Exception):
+            assert self.store is not None
+            for rank in range(self._world_size):
+                if rank != self._rank and not self.store.check([str(rank)]):
+                    known = self.store.check([f"process {rank}"])
+                    states[rank] = state_of(self.store.get(f"process {rank}").decode()) if known else "unknown"
+        return states
+
+    def _lost(self, seen: dict[int, State]) -> str:
         """Which ranks it may have been, when the transport failed and no rank has told why.
 
         Of the ranks on this machine it is known whether they live. A stopped one is woken: torchrun, which ends the
-        ranks, would wait half a minute for it, and its user could not end it either.
+        ranks, would wait half a minute for it.
+
+        Args:
+            seen: the states of the ranks when the transport had failed.
         """
         assert self.store is not None
-        store = self.store
         time.sleep(_PEERS_S)
-        silent: dict[str, list[int]] = {}
-        for rank in range(self._world_size):
-            if not store.check([str(rank)]):
-                process = store.get(f"process {rank}").decode() if store.check([f"process {rank}"]) else None
-                state = "unknown" if process is None else state_of(process)
-                silent.setdefault(state, []).append(rank)
-                if process is not None and state == "stopped":
-                    wake(process)
+        now = self._states()
+        gone = {rank: state for rank, state in seen.items() if rank in now and state != "running"}
+        gone = gone or {rank: state for rank, state in now.items() if state != "running"}
+        silent: dict[State, list[int]] = {}
+        for rank, state in (gone or now).items():  # where one has gone, those that run wait for it
+            silent.setdefault(state, []).append(rank)
+            if state == "stopped":
+                wake(self.store.get(f"process {rank}").decode())
         if not silent:
             return "every rank has failed in its communication, and none for a reason of its own"
-        if list(silent) != ["running"]:
-            silent.pop("running", None)  # they wait for the others
         words = (f"rank {', '.join(map(str, ranks))}: {_SILENT[state]}" for state, ranks in silent.items())
         return "no word from " + "; from ".join(words)
 
 
 _ENDED = "ended without an error of its own (killed, perhaps for want of memory, or crashed)"
-_SILENT = {  # what may have happened to a rank of which nothing is heard, by its process's state
+_SILENT: dict[State, str] = {  # what may have happened to a rank of which nothing is heard, by its process's state
     "ended": f"its process has {_ENDED}",
     "stopped": "its process was stopped (SIGSTOP, or Ctrl-Z); it has been woken, to end like the others",
     "running": "it hangs, though its process is alive",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -60,7 +61,10 @@ def test_a_rank_that_vanishes_ends_the_run(how: str, failing: Failing) -> None:
     done = failing(how)
     said = said_by_ranks(done)
     assert said.count("Traceback") == 1
-    assert "no word from rank 1: its process has ended without an error of its own (killed," in said
+    # Where this machine is slow, torchrun has ended another one before.
+    assert re.search(
+        r"no word from rank (0, )?1(, 2)?: its process has ended without an error of its own .killed", said
+    )
     assert "rank      : 1 (local_rank: 1)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"
 
 

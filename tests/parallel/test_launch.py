@@ -131,16 +131,25 @@ def test_only_ranks_that_may_be_the_cause_are_named(
     store.set_timeout(timedelta(seconds=1))
     for rank in (0, 4):
         store.set(str(rank), "has failed")
-    (one, name_of_one), (_, name_of_three) = sleeper(), sleeper()
+    (one, name_of_one), (three, name_of_three) = sleeper(), sleeper()
     store.set("process 1", name_of_one)
     store.set("process 3", name_of_three)
     store.set("process 2", "elsewhere 2 1")  # of rank 5 nothing is known
-    said = reporter._lost()
+    said = reporter._lost(reporter._states())
     assert said.startswith("no word from rank 2, 5: it hangs, or its process has ended without an error of its own")
     assert "1" not in said and "3" not in said, "they live, and wait for the others"
     store.set("2", "has failed")
     store.set("5", "has failed")
-    assert reporter._lost() == "no word from rank 1, 3: it hangs, though its process is alive"
+    assert reporter._lost(reporter._states()) == "no word from rank 1, 3: it hangs, though its process is alive"
+    before = reporter._states()
     one.kill()
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
-    assert reporter._lost().startswith("no word from rank 1: its process has ended without an error of its own (killed")
+    after = reporter._states()
+    assert (before, after) == ({1: "running", 3: "running"}, {1: "ended", 3: "running"})
+    assert reporter._lost(reporter._states()).startswith(
+        "no word from rank 1: its process has ended without an error of its own (killed"
+    )
+    assert reporter._lost(before).startswith("no word from rank 1: its process has ended")
+    three.kill()
+    os.waitid(os.P_PID, three.pid, os.WEXITED | os.WNOWAIT)
+    assert reporter._lost(after).startswith("no word from rank 1: "), "torchrun has ended the other one since"

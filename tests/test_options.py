@@ -48,6 +48,7 @@ def test_the_command_line_has_the_defaults() -> None:
         (("--no-async-scheduling",), "async_scheduling", False),
         (("--no-progress",), "progress", False),
         (("--load-format", "dummy"), "load_format", "dummy"),
+        (("--quantization", "dequantize"), "quantization", "dequantize"),
     ],
 )
 def test_an_argument_is_an_option(words: tuple[str, ...], name: str, value: Any) -> None:

@@ -155,8 +155,8 @@ class EngineOptions(Options):
     progress: bool = option(
         BOOL,
         True,
-        "show progress bars, on stderr and only on a terminal.",
-        help="no progress bars",
+        "show progress: a bar on a terminal or in a notebook, elsewhere a line in the log every ten seconds.",
+        help="no progress bars, and no lines instead of them",
     )
     parallel: ParallelConfig = option(
         Kind(instance_of(ParallelConfig), parse=None),

@@ -20,7 +20,7 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
-    ("engine.engine",),
+    ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine",),
@@ -37,7 +37,7 @@ LAYERS = (
         "model.config_keys",
         "model.config_overrides",
     ),  # what a model is
-    ("errors", "sizes", "version"),
+    ("errors", "logs", "progress", "sizes", "version"),
     ("parallel",),
     ("kernels",),
 )

@@ -20,7 +20,7 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
-    ("engine.engine",),
+    ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine",),
@@ -38,7 +38,7 @@ LAYERS = (
         "model.config_overrides",
         "model.quantization_config",
     ),  # what a model is
-    ("errors", "sizes", "version"),
+    ("errors", "logs", "progress", "sizes", "version", "vllm_options"),
     ("parallel",),
     ("kernels",),
 )

@@ -37,7 +37,7 @@ LAYERS = (
         "model.config_keys",
         "model.config_overrides",
     ),  # what a model is
-    ("errors", "logs", "progress", "sizes", "version", "vllm_options"),
+    ("errors", "interrupts", "logs", "output_files", "progress", "sizes", "version", "vllm_options"),
     ("parallel",),
     ("kernels",),
 )

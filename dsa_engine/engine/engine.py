@@ -26,13 +26,13 @@ from torch.profiler import record_function
 
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 from dsa_engine.model.model import Model

@@ -28,6 +28,7 @@ from dsa_engine.sizes import parse_bytes
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
 def _check_model(name: str, value: Any) -> None:
@@ -77,6 +78,14 @@ class EngineOptions(Options):
         help="auto, float32, bfloat16 or float16",
     )
     device: str = option(STR, "auto", '"auto", "cpu", "cuda" or "cuda:N".', help="auto, cpu, cuda or cuda:N")
+    quantization: Quantization | None = option(
+        choice(Quantization),
+        None,
+        "what the weights of linear layers and experts are kept and multiplied in. None: as the checkpoint stores "
+        'them, where the device multiplies so. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
+        '"int4-experts": so, or an error.',
+        help="of linear layers and experts; default: as they are stored, where the device multiplies so",
+    )
     load_format: LoadFormat = option(
         choice(LoadFormat),
         "auto",

@@ -36,6 +36,7 @@ LAYERS = (
         "model.rope_config",
         "model.config_keys",
         "model.config_overrides",
+        "model.quantization_config",
     ),  # what a model is
     ("errors", "interrupts", "logs", "output_files", "progress", "sizes", "version", "vllm_options"),
     ("parallel",),

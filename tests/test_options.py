@@ -51,6 +51,7 @@ def test_the_command_line_has_the_defaults() -> None:
         (("--block-size", "16"), "page_size", 16),
         (("--gpu-memory-utilization", "0.5"), "gpu_memory_utilization", 0.5),
         (("--load-format", "dummy"), "load_format", "dummy"),
+        (("--quantization", "dequantize"), "quantization", "dequantize"),
     ],
 )
 def test_an_argument_is_an_option(words: tuple[str, ...], name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from dsa_engine.measure.plots import check_plot, plot_prefill
 from dsa_engine.measure.prefill_benchmark import PrefillResult, measure_prefill
 from dsa_engine.measure.prefill_tables import print_prefill
 from dsa_engine.measure.random_prompt import random_prompt
-from dsa_engine.measure.report import environment, write_json
+from dsa_engine.measure.report import caption, run_report, write_json
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.output_files import check_outputs, whole_file
 
@@ -78,7 +78,7 @@ class _Report:
     """What has been measured so far."""
 
     def __init__(self, llm: LLM, links: Links, args: argparse.Namespace):
-        self._args, self._links = args, links
+        self._llm, self._args, self._links = llm, args, links
         self._engine: Engine = llm.engine
         self._depth = FullDepth.of(llm)
         load = from_all_ranks(self._engine, [self._engine.load_seconds, float(self._engine.bytes_read)])
@@ -98,15 +98,14 @@ class _Report:
     def write(self, last: bool) -> None:
         """The files, of all lengths so far: what has been measured is not lost to what comes after it."""
         args, engine = self._args, self._engine
+        about = run_report(self._llm, reported(args), num_processes(engine))
         if args.json and (last or args.json != "-"):
-            where = environment(engine.mesh.device, engine.dtype, num_processes(engine))
-            where |= to_json(engine, self._links)
-            write_json(args.json, {**where, "options": reported(args), **self._loaded, "results": self._listed})
+            write_json(args.json, {**about, **to_json(engine, self._links), **self._loaded, "results": self._listed})
         if args.dump_logits:
             with whole_file(args.dump_logits) as path, path.open("wb") as file:
                 np.save(file, self._results[-1].logits.numpy())
         if args.plot:
-            plot_prefill(self._listed, args.plot, title(engine))
+            plot_prefill(self._listed, args.plot, caption(about, title(engine)))
 
     def show(self) -> None:
         """The tables of the last length."""

@@ -22,9 +22,12 @@ LAYERS = (
     ("llm",),
     ("engine.engine",),
     ("engine.scheduler", "engine.runner"),
+    ("engine.speculation",),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine",),
     ("model.model",),
+    ("model.mtp",),
+    ("model.decoder_layer",),
     ("model.attention", "model.indexer", "model.moe"),
     ("model.layers",),
     ("model.runtime",),
@@ -37,7 +40,7 @@ LAYERS = (
         "model.config_keys",
         "model.config_overrides",
     ),  # what a model is
-    ("errors", "sizes", "version"),
+    ("errors", "sizes", "speculative_config", "version"),
     ("parallel",),
     ("kernels",),
 )

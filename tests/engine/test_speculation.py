@@ -218,7 +218,7 @@ def test_what_a_request_asks_for_holds_within_a_step(wanted: Any, cases: Any) ->
     script = Script({key: o.token_ids for key, o in zip(keys, expected, strict=True)}, 5)
     script.follow(llm)
     found = llm.generate(prompts, params)
-    assert max(script.accepted) >= 4
+    assert max(script.accepted) >= 2
     for one, other in zip(found, expected, strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
         assert (one.logprobs is None) == (other.logprobs is None)

@@ -13,6 +13,8 @@ import torch
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.request import Request
+from dsa_engine.engine.start_log import log_start
+from dsa_engine.logs import set_up_logging
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
@@ -37,9 +39,11 @@ class LLM:
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
         report_failures()  # before anything can fail
+        set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
         self.engine = Engine(self.folder, options)
+        log_start(self.engine, self.folder)
         self._tokenizer: Tokenizer | None = None
 
     def generate(
@@ -81,7 +85,7 @@ class LLM:
             for (tokens, tokenizer), p in zip(prepared, params, strict=True):
                 with uninterrupted():  # no request is queued without being remembered here
                     requests.append(self.engine.add(tokens, p, tokenizer))
-            with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
+            with self.engine.progress(len(requests), "requests", "generating", use_tqdm) as bar:
                 while any(request.finish_reason is None for request in requests):
                     self.engine.step()
                     bar.set_postfix_str(_progress(requests), refresh=False)

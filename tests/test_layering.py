@@ -20,7 +20,7 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
-    ("engine.engine",),
+    ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
     ("engine.decode_graphs", "engine.sampler"),
@@ -39,8 +39,9 @@ LAYERS = (
         "model.rope_config",
         "model.config_keys",
         "model.config_overrides",
+        "model.quantization_config",
     ),  # what a model is
-    ("errors", "sizes", "speculative_config", "version"),
+    ("errors", "logs", "progress", "sizes", "speculative_config", "version", "vllm_options"),
     ("parallel",),
     ("kernels",),
 )

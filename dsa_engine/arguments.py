@@ -16,6 +16,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.vllm_options import answer
 
@@ -181,7 +182,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except (*mendable, KeyboardInterrupt) as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if several_processes():
             raise  # one line for the whole run, see parallel/failure.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.vllm_options import answer
 
@@ -170,7 +171,7 @@ def run(main: Callable[[], None]) -> None:
     quietly with status 141, as if by SIGPIPE; of several ranks none says more, and all go on to the end.
     """
     mendable = (ValueError, TypeError, OSError)
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = several_processes()
     report_failures(brief=mendable)
     stdout = sys.stdout
     try:

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.turns import Turns
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.outputs import StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import Tokenizer

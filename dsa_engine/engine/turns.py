@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.interrupts import interruptible, uninterrupted
 from dsa_engine.engine.request import Request
+from dsa_engine.interrupts import interruptible, uninterrupted
 
 T = TypeVar("T")
 

@@ -167,16 +167,19 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
         "prompt_logits": lambda: llm.prompt_logits([5] * 40),
         "prefill": lambda: llm.engine.prefill([5] * 40),
     }
-    total = our_lines(runs[how])
-    assert total > 100
-    for line in range(1, total + 1, every):
-        with pytest.raises(KeyboardInterrupt):
+    line = 1
+    while True:
+        try:
             our_lines(runs[how], line)
-        if how == "stream":
-            llm._calls.new()
-        assert_clean(llm)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert our_lines(runs[how]) == total
+            break  # so many lines have not run
+        except KeyboardInterrupt:
+            if how == "stream":
+                llm._calls.new()
+            assert_clean(llm)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            line += every
+    assert line > 100
+    assert_clean(llm)
 
 
 def test_an_interrupt_waits_for_the_end_of_a_block() -> None:

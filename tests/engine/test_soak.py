@@ -173,5 +173,5 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
     assert ended.total() == requests and set(ended) == {"stop", "length", "closed", "forgotten", "interrupted"}
     assert engine.scheduler.preemptions > before
     llm._calls.new()  # what the next call finds
-    assert not engine.scheduler.has_work and not llm._calls.open
+    assert not engine.scheduler.has_work
     assert engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.own_free_pages == engine.cache.pages

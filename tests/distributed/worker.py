@@ -5,7 +5,8 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 ``{"prompts": …, "params": [{…}, …]}``, and perhaps ``every``: then a generation's requests arrive one by one, every so
 many steps. Requests with the seed ``broken_seed`` get logits that are not finite. With ``ahead`` decode steps are
 launched before the tokens of the one before are read. With ``script``, a list of outputs of the only generation's
-requests, drafts are not those of the MTP module but scripted (:func:`script_drafts`).
+requests, drafts are not those of the MTP module but scripted (:func:`script_drafts`); with ``preempts`` requests lose
+their pages now and then.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.sampler import Sampled
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -32,6 +34,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     engine.async_scheduling = case.get("ahead", False)
     break_logits(engine.runner, case.get("broken_seed"))
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
+    if case.get("preempts"):
+        preempt_now_and_then(llm)
     free = engine.scheduler.free_pages
     result: dict[str, Any] = {
         "last": [engine.prefill(ids) for ids in case.get("prompts", [])],
@@ -93,6 +97,23 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
 
     scheduler.verified = verified  # type: ignore[method-assign]
     return found
+
+
+def preempt_now_and_then(llm: LLM) -> None:
+    """Every fifth step, three times, the youngest request that decodes loses its pages."""
+    engine, steps = llm.engine, 0
+    original = engine.step
+
+    def step() -> list[Sampled]:
+        nonlocal steps
+        sampled = original()
+        steps += 1
+        decoding = [request for request in engine.scheduler._running if request.prefilled]
+        if steps % 5 == 0 and decoding and engine.scheduler.preemptions < 3:
+            engine.scheduler._preempt(decoding[-1])
+        return sampled
+
+    engine.step = step  # type: ignore[method-assign]
 
 
 def break_logits(runner: ModelRunner, seed: int | None) -> None:

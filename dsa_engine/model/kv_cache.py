@@ -36,7 +36,8 @@ def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
         ValueError: the model's sizes have no FP8 format.
     """
     sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
-    power_of_two = config.quantization is not None and config.quantization.power_of_two
+    schemes = config.quantization.schemes if config.quantization else ()
+    power_of_two = any(scheme.power_of_two for scheme in schemes)
     try:
         return CacheFormat.of(*sizes, dtype, power_of_two)
     except ValueError as error:

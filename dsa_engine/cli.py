@@ -11,7 +11,6 @@ import torch
 from dsa_engine.arguments import (
     Parser,
     add_engine_arguments,
-    check_outputs,
     json_object,
     llm_from,
     read_text,
@@ -23,6 +22,7 @@ from dsa_engine.llm import resolve_model
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.output_files import check_outputs
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.version import __version__
@@ -139,7 +139,10 @@ def _info(args: argparse.Namespace) -> None:
         cached = ("no such format", "-") if per_token is None else (f"{per_token:,} B", f"{tokens:,}")
         table.append((r["dtype"], format_bytes(r["weight_bytes"]), *cached))
     print(format_table(("dtype", "weights per rank", "cache per token", "cached tokens that fit"), table))
-    print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load and caches in the run's dtype")
+    print(
+        "\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load. Caches are FP8 with "
+        "kv_cache_dtype='fp8', whatever the weights"
+    )
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
         result |= {"mtp_parameters": counts.mtp, "ranks": args.ranks, "memory_bytes": memory, "per_dtype": rows}

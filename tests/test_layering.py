@@ -20,6 +20,8 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
+    ("engine.call",),
+    ("engine.turns",),
     ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
@@ -41,7 +43,17 @@ LAYERS = (
         "model.config_overrides",
         "model.quantization_config",
     ),  # what a model is
-    ("errors", "logs", "progress", "sizes", "speculative_config", "version", "vllm_options"),
+    (
+        "errors",
+        "interrupts",
+        "logs",
+        "output_files",
+        "progress",
+        "sizes",
+        "speculative_config",
+        "version",
+        "vllm_options",
+    ),
     ("parallel",),
     ("kernels",),
 )

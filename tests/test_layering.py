@@ -25,6 +25,7 @@ LAYERS = (
     ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
+    ("engine.padded_drafts",),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine",),
     ("model.model",),

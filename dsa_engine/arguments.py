@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dsa_engine.llm import LLM
+from dsa_engine.logs import set_up_logging
 from dsa_engine.options import EngineOptions
+from dsa_engine.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
+from dsa_engine.vllm_options import answer
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -23,17 +28,43 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if action.help is None or "default" in action.help:
+        if action.help is None or "default" in action.help or default is argparse.SUPPRESS:
             return action.help
-        if any(default is nothing for nothing in (None, False, argparse.SUPPRESS)):
+        if not action.option_strings:
             return action.help
-        words = ",".join(map(str, default)) if isinstance(default, list) else str(default)
+        if default is None or default is False:
+            words = "none" if default is None else "off"
+        else:
+            words = ",".join(map(str, default)) if isinstance(default, list) else str(default)
         return f"{action.help} (default: {words})".replace("%", "%%")
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an option, and which one may have been meant."""
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **{"formatter_class": HelpFormatter} | named)
+
+    def error(self, message: str) -> NoReturn:
+        first = os.environ.get("RANK", "0") == "0"  # all ranks were given the same
+        self.exit(2, f"error: {message}; see {self.prog} --help\n" if first else None)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Also called for a subcommand: so it is the subcommand that knows what may have been meant."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if getattr(parsed, "json", None) == "-":
+            keep_stdout()
+        if unknown:
+            word = next((word for word in unknown if word.startswith("--")), unknown[0]).partition("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            instead = answer(word.lstrip("-").replace("-", "_"), None) or (f"did you mean {near[0]}?" if near else "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {instead}" if instead else ""))
+        return parsed, unknown
+
+
+def argument_parser(description: str | None) -> Parser:
     """The parser of a script."""
-    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    return Parser(description=description)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +98,7 @@ def _add(group: argparse._ArgumentGroup, options: type) -> None:
         elif kind.parse is not None:
             group.add_argument(
                 flag,
+                *(f"--{alias.replace('_', '-')}" for alias in option.aliases),
                 type=kind.parse,
                 default=f.default,
                 choices=kind.choices,
@@ -132,30 +164,32 @@ def read_text(path: str) -> str:
     return text
 
 
-def check_outputs(*paths: str | None) -> None:
-    """Says before anything is measured, not after, that an output path is a folder or has none.
-
-    Raises:
-        ValueError: what is wrong.
-    """
-    for path in paths:
-        if path is None:
-            continue
-        if not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
-        if Path(path).is_dir():
-            raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
-
-
 def run(main: Callable[[], None]) -> None:
-    """Runs a script; an error that a user can mend ends it with one line and exit status 2, not with a traceback."""
+    """Runs a script; an error that a user can mend ends it with one line and exit status 2, not with a traceback.
+
+    So does Ctrl-C, with status 130. Where the reader of standard output has gone (``| head``), a single process ends
+    quietly with status 141, as if by SIGPIPE; of several ranks none says more, and all go on to the end.
+    """
     mendable = (ValueError, TypeError, OSError)
+    several = several_processes()
     report_failures(brief=mendable)
+    stdout = sys.stdout
     try:
+        set_up_logging()
+        if several:
+            sys.stdout = UntilClosed(stdout)
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+        sys.exit(141)
     except (*mendable, KeyboardInterrupt) as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if several:
             raise  # one line for the whole run, see parallel/failure.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)
         sys.exit(130 if interrupted else 2)
+    finally:
+        restore_stdout()
+        if not several:
+            sys.stdout = stdout

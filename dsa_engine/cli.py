@@ -9,9 +9,8 @@ import sys
 import torch
 
 from dsa_engine.arguments import (
-    HelpFormatter,
+    Parser,
     add_engine_arguments,
-    check_outputs,
     json_object,
     llm_from,
     read_text,
@@ -23,6 +22,7 @@ from dsa_engine.llm import resolve_model
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.output_files import check_outputs
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.version import __version__
@@ -34,14 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     run(lambda: args.command(args))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsa-engine", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="dsa-engine", description=__doc__)
     parser.add_argument("--version", action="version", version=f"dsa_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser(
-        "generate", help="generate from a prompt and print the text as it comes", formatter_class=HelpFormatter
-    )
+    generate = commands.add_parser("generate", help="generate from a prompt and print the text as it comes")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the text to go on from; '-' reads it from standard input")
     prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to go on from")
@@ -61,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser(
         "info",
         help="parameters, bytes per dtype, cache bytes per token, and what fits",
-        formatter_class=HelpFormatter,
     )
     info.add_argument("model", metavar="MODEL", help="a Hugging Face model folder (config.json is enough), or 'demo'")
     info.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
@@ -142,7 +139,10 @@ def _info(args: argparse.Namespace) -> None:
         cached = ("no such format", "-") if per_token is None else (f"{per_token:,} B", f"{tokens:,}")
         table.append((r["dtype"], format_bytes(r["weight_bytes"]), *cached))
     print(format_table(("dtype", "weights per rank", "cache per token", "cached tokens that fit"), table))
-    print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load and caches in the run's dtype")
+    print(
+        "\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load. Caches are FP8 with "
+        "kv_cache_dtype='fp8', whatever the weights"
+    )
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
         result |= {"mtp_parameters": counts.mtp, "ranks": args.ranks, "memory_bytes": memory, "per_dtype": rows}

@@ -22,10 +22,15 @@ from dsa_engine.parallel.option_fields import (
     instance_of,
     is_number,
     option,
+    options_of,
 )
 from dsa_engine.sizes import parse_bytes
+from dsa_engine.speculative_config import SpeculativeConfig
+from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8"]  # vLLM's words
+Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
 def _check_model(name: str, value: Any) -> None:
@@ -41,7 +46,7 @@ def _check_dtype(name: str, value: Any) -> None:
 
 def _check_fraction(name: str, value: Any) -> None:
     if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}; 1 puts prefill first")
+        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}")
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -75,6 +80,14 @@ class EngineOptions(Options):
         help="auto, float32, bfloat16 or float16",
     )
     device: str = option(STR, "auto", '"auto", "cpu", "cuda" or "cuda:N".', help="auto, cpu, cuda or cuda:N")
+    quantization: Quantization | None = option(
+        choice(Quantization),
+        None,
+        "what the weights of linear layers and experts are kept and multiplied in. None: as the checkpoint stores "
+        'them, where the device multiplies so. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
+        '"int4-experts": so, or an error.',
+        help="of linear layers and experts; default: as they are stored, where the device multiplies so",
+    )
     load_format: LoadFormat = option(
         choice(LoadFormat),
         "auto",
@@ -92,6 +105,13 @@ class EngineOptions(Options):
         False,
         "let the model folder's tokenizer run Python code of its own, as in vLLM; read that code first.",
         help="let the model folder's tokenizer run Python code of its own",
+    )
+    kv_cache_dtype: KVCacheDtype = option(
+        choice(KVCacheDtype),
+        "auto",
+        '"auto" caches in the dtype of the run; "fp8" in 656 bytes a latent row and 132 an index key of DeepSeek-V3.2, '
+        'with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        help="auto: the dtype of the run; fp8: about half of bfloat16's bytes",
     )
     max_model_len: int | None = option(
         POSITIVE_INT,
@@ -113,18 +133,35 @@ class EngineOptions(Options):
         "prefill first: best for the time to first token, worst for the time per token.",
         help="most prefill steps while some request decodes, in (0, 1]; 1: prefill first",
     )
-    page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.")
+    page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.", aliases=("block_size",))
     cache_memory: int | str | None = option(
         _SIZE,
         None,
-        'bytes of the caches on each rank, or a size such as "4GiB"; default: from what is free.',
+        'bytes of the caches on each rank, or a size such as "4GiB"; default: on CUDA what gpu_memory_utilization '
+        "leaves, on a CPU half of what is free, at most 4 GiB.",
         help="of each rank's caches, e.g. 4GiB; default: what is free",
+        aliases=("kv_cache_memory_bytes",),
+    )
+    gpu_memory_utilization: float = option(
+        Kind(_check_fraction, float, metavar="FRACTION"),
+        0.92,
+        "of a GPU's memory that may be in use, by weights, activations, workspace and caches together, in (0, 1]; the "
+        "caches get what is left of it. Without effect where cache_memory is given, and on a CPU.",
+        help="of a GPU's memory for everything; caches get what is left",
     )
     workspace: int | str | None = option(
         _SIZE,
         None,
         "bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.",
         help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU",
+    )
+    speculative_config: dict[str, Any] = option(
+        JSON_OBJECT,
+        dict,
+        "draft tokens and verify them, several a step, as in vLLM: ``{}`` does not, "
+        '``{"method": "mtp", "num_speculative_tokens": 1}`` does; see '
+        ":class:`dsa_engine.speculative_config.SpeculativeConfig`.",
+        help='speculative decoding, such as {"method": "mtp", "num_speculative_tokens": 1}',
     )
     enforce_eager: bool = option(
         BOOL,
@@ -163,3 +200,19 @@ class EngineOptions(Options):
         ParallelConfig,
         "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speculative_config:
+            SpeculativeConfig(**self.speculative_config)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None where none are."""
+        return SpeculativeConfig(**self.speculative_config) if self.speculative_config else None
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        if any(name == f.name for f, _ in options_of(ParallelConfig)):
+            return f"it is one of ParallelConfig: parallel=ParallelConfig({name}={value!r})"
+        return answer(name, value)

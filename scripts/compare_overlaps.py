@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported, run
+from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
-from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.report import format_table, run_report, write_json
+from dsa_engine.output_files import check_outputs
 
 # What is turned off, and the options that do it.
 VARIANTS = {
@@ -36,7 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=1, help="requests at once, of all ranks together")
     parser.add_argument("--output-len", type=int, default=64, help="tokens per request")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, after one that is not counted")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
     args = parser.parse_args()
@@ -55,8 +56,8 @@ def main() -> None:
             setattr(chosen, option, True)
         llm, links = measured_llm(chosen)
         engine, mesh = llm.engine, llm.engine.mesh
-        where = environment(mesh.device, engine.dtype, num_processes(engine))
-        about, above = to_json(engine, links), heading(engine, links)
+        above = heading(engine, links)
+        about = run_report(llm, reported(args), num_processes(engine)) | to_json(engine, links)
         for input_len in args.input_len:  # all of them, before any is measured
             check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)
         for input_len in args.input_len:
@@ -79,14 +80,16 @@ def main() -> None:
         torch.cuda.empty_cache()
     if not mesh.reports:
         return
+    if args.json:
+        write_json(args.json, {**about, "results": results})
     if above:
         print(above + "\n")
     figure = "computed TPOT" if above else "TPOT"
     print(
         format_table(("turned off", *(f"{figure} ms at {n:,}" for n in args.input_len)), table(results, args.input_len))
     )
-    if args.json:
-        write_json(args.json, {**where, **about, "options": reported(args), "results": results})
+    if mesh.device.type != "cuda":
+        print("\nOn a CPU there is nothing to turn off: all rows are the same work, and their ratios are noise.")
 
 
 def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:

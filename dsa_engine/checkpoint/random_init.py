@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from dsa_engine.checkpoint.dummy import fill_normal
 from dsa_engine.checkpoint.layout import RELEASED_BLOCK_SIZE, TensorSpec, released_tensors
-from dsa_engine.checkpoint.reader import Source, fill_normal
+from dsa_engine.checkpoint.reader import Source
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.kernels.fp8 import quantize_blocks
 from dsa_engine.model.config import ModelConfig
@@ -41,6 +42,7 @@ def write_random_checkpoint(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     progress: bool = False,
     extra_files: Mapping[str, str | bytes] | None = None,
+    checksums: str | None = None,
 ) -> WrittenCheckpoint:
     """Writes a random checkpoint; the same arguments give the same bytes.
 
@@ -53,6 +55,7 @@ def write_random_checkpoint(
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.
         extra_files: further small files (name to content), for example of a tokenizer.
+        checksums: the name of a further file, with the SHA-256 of every other one.
 
     Raises:
         CheckpointError: the folder exists already, or the disk has too little room.
@@ -66,7 +69,7 @@ def write_random_checkpoint(
     power_of_two = fp8 and raw["quantization_config"].get("scale_fmt") == "ue8m0"
     specs = list(released_tensors(config, fp8))
     with (
-        SafetensorsWriter(folder, specs, max_shard_size=max_shard_size) as writer,
+        SafetensorsWriter(folder, specs, max_shard_size=max_shard_size, checksums=checksums) as writer,
         progress_bar(len(specs), "tensors", "writing", progress) as bar,
     ):
         remaining = iter(specs)

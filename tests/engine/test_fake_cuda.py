@@ -1,5 +1,5 @@
-"""The engine on a CUDA device that is not there, at production sizes: what a step launches, where the host waits for the
-device, what the products multiply, and how many bytes live at once.
+"""The engine on a CUDA device that is not there, at production sizes: what a step launches, where the host waits for
+the device, what the products multiply, and how many bytes live at once.
 
 The figures below are held: a change that waits, launches or allocates more fails. One that does with less lowers them.
 """

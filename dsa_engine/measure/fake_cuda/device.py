@@ -161,7 +161,9 @@ class FakeDevice:
         self._record(func, tensors, result)
         return result
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, *_: Any, **how: Any) -> Any:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, *_: Any, **how: Any
+    ) -> Any:
         """As CUDA chooses in half precision: flash attention, or the one that takes a mask."""
         causal, scale = how.get("is_causal", False), how.get("scale")
         with _Dispatch(self.dispatch):

@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-
 _NUMBERS: dict[Any, Any] = {
     torch.Tensor.item: lambda x: x,
     torch.Tensor.__int__: int,

@@ -88,6 +88,9 @@ def test_bench(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         captured = capsys.readouterr()
         assert json.loads(captured.out)["results"][0][f"median_{metric}_ms"] > 0
         assert f"median {metric.upper()} ms" in captured.err
+    serve = ["--num-prompts", "2", "--random-input-len", "20", "--random-output-len", "2", "--num-warmups", "0"]
+    main(["bench", "serve", *serve, "--device", "cpu", "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["request_throughput"] > 0
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "tpot", "--input-lens", "40"])
     answer = "did you mean --input-len?; see dsa-engine bench tpot --help"

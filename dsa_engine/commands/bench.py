@@ -1,11 +1,11 @@
-"""``dsa-engine bench prefill|ttft|tpot``: the benchmarks of ``scripts/``, where only the package is installed."""
+"""``dsa-engine bench prefill|ttft|tpot|serve``: the benchmarks of ``scripts/``, where only the package is installed."""
 
 from __future__ import annotations
 
 import argparse
 from functools import partial
 
-from dsa_engine.measure import latency_command, prefill_command
+from dsa_engine.measure import latency_command, prefill_command, serving_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,3 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         latency = kinds.add_parser(metric, help=f"{name}, through the generate API")
         latency_command.add_arguments(latency, metric)
         latency.set_defaults(command=partial(latency_command.run_latency, metric=metric))
+    serve = kinds.add_parser("serve", help="requests that arrive over time: throughput, latencies and goodput")
+    serving_command.add_arguments(serve)
+    serve.set_defaults(command=serving_command.run_serving)

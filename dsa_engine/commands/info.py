@@ -63,6 +63,10 @@ def run_info(args: argparse.Namespace) -> None:
         rows.append(
             {"dtype": name, "weight_bytes": weights, "cache_bytes_per_token": per_token, "tokens_that_fit": tokens}
         )
+    if args.json:
+        result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
+        result |= {"mtp_parameters": counts.mtp, "ranks": args.ranks, "memory_bytes": memory, "per_dtype": rows}
+        write_json(args.json, result)
     print(
         f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counts.total:,} parameters, "
         f"{counts.active:,} active per token"
@@ -75,8 +79,7 @@ def run_info(args: argparse.Namespace) -> None:
         cached = ("no such format", "-") if per_token is None else (f"{per_token:,} B", f"{tokens:,}")
         table.append((r["dtype"], format_bytes(r["weight_bytes"]), *cached))
     print(format_table(("dtype", "weights per rank", "cache per token", "cached tokens that fit"), table))
-    print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load and caches in the run's dtype")
-    if args.json:
-        result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
-        result |= {"mtp_parameters": counts.mtp, "ranks": args.ranks, "memory_bytes": memory, "per_dtype": rows}
-        write_json(args.json, result)
+    print(
+        "\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load. Caches are FP8 with "
+        "kv_cache_dtype='fp8', whatever the weights"
+    )

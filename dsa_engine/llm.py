@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsa_engine.chat_template import Message, conversations
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.request import Request
@@ -17,10 +19,9 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.option_fields import takes_options_of
+from dsa_engine.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import Tokenizer
-
-Prompt = str | Seq[int]
 
 
 class LLM:
@@ -56,14 +57,15 @@ class LLM:
         requests are gone, their pages are free and the engine is as before.
 
         Args:
-            prompts: texts or lists of token ids; a single one is taken as a list of one.
+            prompts: texts, lists or arrays of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a
+                single one is taken as a list of one. Of an empty list nothing is generated.
             sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
         Raises:
             ValueError, CapacityError: a prompt or its parameters are not possible; then nothing has been run.
         """
-        many = _as_list(prompts)
+        many = parse_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(many)
         elif not isinstance(sampling_params, (list, tuple)):
@@ -74,45 +76,61 @@ class LLM:
                 raise ValueError(
                     f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
                 )
-        prepared = [self._prepare(prompt, p) for prompt, p in zip(many, params, strict=True)]
+        prepared = []
+        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
+            with of_many(number, len(many)):
+                prepared.append(self._prepare(prompt, p))
         self._agree([tokens for tokens, _ in prepared], params)
         requests: list[Request] = []
         try:
-            for (tokens, tokenizer), p in zip(prepared, params, strict=True):
-                with uninterrupted():  # no request is queued without being remembered here
-                    requests.append(self.engine.add(tokens, p, tokenizer))
+            for number, ((tokens, tokenizer), p) in enumerate(zip(prepared, params, strict=True)):
+                for of_one in p.of_each_output():
+                    with of_many(number, len(many)), uninterrupted():  # no request is queued and not remembered here
+                        requests.append(self.engine.add(tokens, of_one, tokenizer))
             with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
                 while any(request.finish_reason is None for request in requests):
                     self.engine.step()
                     bar.set_postfix_str(_progress(requests), refresh=False)
                     bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
-            return [request.request_output() for request in requests]
+            of_prompt = iter(requests)
+            return [
+                _request_output(prompt, list(islice(of_prompt, p.n))) for prompt, p in zip(many, params, strict=True)
+            ]
         finally:
             self._abort(requests)
 
     def chat(
         self,
-        messages: Seq[dict[str, str]] | Seq[Seq[dict[str, str]]],
+        messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Like :meth:`generate`, for one conversation or several, through the checkpoint's chat template.
 
         Args:
-            messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists.
+            messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists; a content may be a list of
+                parts ``{"type": "text", "text": "…"}``.
+            chat_template, …, tools: of :func:`dsa_engine.chat_template.render`.
         """
-        if not messages:
-            raise ValueError("the conversation is empty; give at least one message")
-        if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, not {messages!r:.80}")
-        several: Any = [messages] if isinstance(messages[0], dict) else messages
-        for conversation in several:
-            if not isinstance(conversation, (list, tuple)) or not all(
-                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in conversation
-            ):
-                raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, not {conversation!r:.80}")
-        prompts = [self.tokenizer.chat(list(conversation)) for conversation in several]
+        prompts = []
+        for conversation in conversations(messages):
+            text = self.tokenizer.chat_text(
+                conversation,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+            )
+            # The template writes the special tokens itself.
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -123,7 +141,10 @@ class LLM:
         at once where a loop over it is left early. Errors are those of :meth:`generate`.
         """
         params = sampling_params or SamplingParams()
-        tokens, tokenizer = self._prepare(prompt, params)
+        parsed = _only(prompt)
+        tokens, tokenizer = self._prepare(parsed, params)
+        if params.n > 1 or params.prompt_logprobs is not None:
+            raise ValueError("a stream has one output and no prompt_logprobs; use generate() for them, or leave them out")
         self._agree([tokens], [params])
         requests: list[Request] = []
         streamed, ended = 0, False
@@ -144,7 +165,7 @@ class LLM:
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
-        return self.engine.prompt_logits(self._encode(prompt))
+        return self.engine.prompt_logits(self._encode(_only(prompt)))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -152,10 +173,14 @@ class LLM:
         if self._tokenizer is None:
             if not Tokenizer.lies_in(self.folder):
                 raise ValueError(
-                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings"
+                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or bad_words"
                 )
             self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
         return self._tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer as ``transformers`` made it."""
+        return self.tokenizer.hf
 
     def _abort(self, requests: list[Request]) -> None:
         """Ends those that have not ended."""
@@ -163,15 +188,12 @@ class LLM:
             for request in requests:
                 self.engine.finish(request, "abort")
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty; give some text or token ids")
-            return self.tokenizer.encode(prompt)
-        listed = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
-        if not listed or not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-            raise TypeError(f"a prompt is a text or a list of integer token ids, not {prompt!r:.80}")
-        return list(prompt)
+    def _encode(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if not prompt.text:
+            raise ValueError("the prompt is empty; give some text or token ids")
+        return self.tokenizer.encode(prompt.text)
 
     def _agree(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
         """``ValueError`` where the ranks were given different requests: nothing good would come of them."""
@@ -188,12 +210,12 @@ class LLM:
                 "same prompts and sampling parameters: each gets all outputs"
             )
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], Tokenizer | None]:
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> tuple[list[int], Tokenizer | None]:
         """The tokens of a prompt, and what makes text of its output; everything that takes time before it is queued."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
-        # Stop strings need text: where there is no tokenizer, this says so before anything runs.
-        texts = bool(params.stop_strings) or Tokenizer.lies_in(self.folder)
+        # Some parameters need text: where there is no tokenizer, this says so before anything runs.
+        texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
         return self._encode(prompt), tokenizer
 
@@ -207,12 +229,24 @@ def resolve_model(model: str | Path) -> Path:
     return trained_folder() if str(model) == "demo" else demo_folder()
 
 
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or not isinstance(prompts, Seq) or isinstance(next(iter(prompts), None), int):
-        return [prompts]  # type: ignore[list-item]
-    if len(prompts) == 0:
-        raise ValueError("no prompts; give a text, a list of token ids, or a list of those")
-    return list(prompts)  # type: ignore[arg-type]
+def _only(prompt: Prompt) -> ParsedPrompt:
+    """What is asked for one prompt only."""
+    parsed = parse_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
+    if len(parsed) != 1:
+        raise TypeError(f"give one prompt, not {len(parsed)}")
+    return parsed[0]
+
+
+def _request_output(prompt: ParsedPrompt, requests: list[Request]) -> RequestOutput:
+    """Of the requests of one prompt, all of which have ended."""
+    first = requests[0]
+    return RequestOutput(
+        request_id=str(first.id),
+        prompt=prompt.text,
+        prompt_token_ids=first.prompt,
+        outputs=[request.completion(index) for index, request in enumerate(requests)],
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 def _progress(requests: list[Request]) -> str:

@@ -11,18 +11,18 @@ from dsa_engine.model.config import DTYPES
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.option_fields import (
     BOOL,
-    INT,
     JSON_OBJECT,
     POSITIVE_INT,
+    SEED,
     STR,
     Kind,
     Options,
     choice,
     documented,
     instance_of,
-    is_number,
     option,
 )
+from dsa_engine.parallel.value_checks import number
 from dsa_engine.sizes import parse_bytes
 
 LoadFormat = Literal["auto", "dummy"]
@@ -37,11 +37,6 @@ def _check_dtype(name: str, value: Any) -> None:
     STR.check(name, value)
     if value != "auto" and value not in DTYPES:
         raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPES)}, not {value!r}")
-
-
-def _check_fraction(name: str, value: Any) -> None:
-    if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}; 1 puts prefill first")
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -107,7 +102,7 @@ class EngineOptions(Options):
         help="prefill chunk per rank",
     )
     max_prefill_share: float = option(
-        Kind(_check_fraction, float, metavar="SHARE"),
+        Kind(number(above=0, most=1, what="; 1 puts prefill first"), float, metavar="SHARE"),
         0.5,
         "of the steps taken while some request decodes, at most this fraction prefill others, in (0, 1]; 1 puts "
         "prefill first: best for the time to first token, worst for the time per token.",
@@ -151,7 +146,7 @@ class EngineOptions(Options):
         "run the indexer's prolog on a stream of its own on CUDA, beside MLA's; False shows what that gains.",
         help="run the indexer's prolog in order, not beside MLA's",
     )
-    seed: int = option(INT, 0, "of dummy weights and of requests without a seed of their own.")
+    seed: int = option(SEED, 0, "of dummy weights and of requests without a seed of their own.")
     progress: bool = option(
         BOOL,
         True,

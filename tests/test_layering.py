@@ -23,6 +23,7 @@ LAYERS = (
     ("engine.engine",),
     ("engine.scheduler", "engine.runner"),
     ("engine.decode_graphs", "engine.sampler"),
+    ("engine.logit_terms",),
     ("engine",),
     ("model.model",),
     ("model.attention", "model.indexer", "model.moe"),
@@ -30,7 +31,8 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "options", "outputs", "sampling_params", "tokenizer"),
+    ("checkpoint", "demo", "options", "sampling_params", "tokenizer"),
+    ("chat_template", "outputs", "prompts"),
     (
         "model.config",
         "model.rope_config",

@@ -30,6 +30,7 @@ from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.request_checks import check_prompt, check_token_ids
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
@@ -126,13 +127,19 @@ class Engine:
             CapacityError: it does not fit in the cache even alone.
         """
         self._check_prompt(prompt, room=1)
+        check_token_ids(params, self.config.vocab_size)
         room = self.max_model_len - len(prompt)
-        if params.max_tokens > room:
+        if params.max_tokens is None or params.max_tokens > room:
             # As in vLLM: the model's length ends a request that asks for more.
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        text = TextStream(tokenizer, params.stop_strings, params.min_tokens) if tokenizer else None
+        text, bad_words = None, []
+        if tokenizer and params.detokenize:
+            how = (params.include_stop_str_in_output, params.skip_special_tokens)
+            text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how)
+        if tokenizer:
+            bad_words = [ids for word in params.bad_words or () for ids in tokenizer.word_ids(word)]
         with uninterrupted():
-            request = Request(self._next_id, prompt, params, arrival=time.perf_counter(), text=text)
+            request = Request(self._next_id, prompt, params, time.perf_counter(), text, bad_words)
             self.scheduler.add(request)
             self._next_id += 1
         return request
@@ -218,11 +225,13 @@ class Engine:
                 self.finish(sampled.request, *ending)
                 return
 
-    def finish(self, request: Request, reason: str, error: str | None = None) -> None:
+    def finish(
+        self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None
+    ) -> None:
         """Ends a request, in whatever state, and frees its pages; without effect on one that has ended."""
         with uninterrupted():
             if request.finish_reason is None:
-                request.finish_reason, request.error = reason, error
+                request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
                 self.scheduler.finish(request)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
@@ -279,20 +288,7 @@ class Engine:
             self.finish(request, "abort")
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
-        if not prompt:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(prompt) + room > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, max_model_len is {self.max_model_len}"
-                + (f", of which at least {room} must be left for the output" if room else "")
-                + "; shorten the prompt or raise max_model_len"
-            )
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= self.config.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}"
-            )
+        check_prompt(prompt, room, self.max_model_len, self.config.vocab_size)
 
 
 def _is_due(chunk: Chunk) -> bool:

@@ -81,7 +81,7 @@ class ModelRunner:
             sampled: ``Samples.tokens`` of the step before, where they have not been read.
         """
         hidden = self._forward(plan, sampled)
-        return self._sampler.sample(plan, self._sampled_logits(plan, hidden))
+        return self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
 
     @torch.inference_mode()
     def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:

@@ -126,7 +126,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
-        self.check(len(request.prompt), request.params.max_tokens)
+        self.check(len(request.prompt), request.max_tokens)
         insort(self._waiting, request, key=_arrival)
 
     def adopt(self, request: Request) -> None:
@@ -135,7 +135,7 @@ class Scheduler:
         Raises:
             CapacityError: there is no room for it now.
         """
-        self.check(len(request.prompt), request.params.max_tokens)
+        self.check(len(request.prompt), request.max_tokens)
         free, load = self._ledger.free, self._load()
         need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
@@ -270,14 +270,14 @@ class Scheduler:
 
     def _choose_owner(self, request: Request, ranks: Iterable[int], load: _Load) -> int:
         free = self._ledger.free
-        most = self._max_pages(len(request.prompt), request.params.max_tokens)
+        most = self._max_pages(len(request.prompt), request.max_tokens)
         return min(ranks, key=lambda r: (free[r] - load.future_pages[r] < most, load.tokens[r], -free[r]))
 
     def _load(self) -> _Load:
         ranks = len(self._ledger.free)
         load = _Load([0] * ranks, [0] * ranks, [0] * ranks)
         for other in self._running:
-            most = self._max_pages(len(other.prompt), other.params.max_tokens)
+            most = self._max_pages(len(other.prompt), other.max_tokens)
             more = most - self._ledger.held(other, other.owner)
             load.tokens[other.owner] += len(other)
             load.future_pages[other.owner] += more
@@ -291,7 +291,7 @@ class Scheduler:
 
 def _decodes(request: Request) -> bool:
     """Whether it decodes; not where its last token is sampled and only to be read."""
-    return request.prefilled and request.num_output_tokens < request.params.max_tokens
+    return request.prefilled and request.num_output_tokens < request.max_tokens
 
 
 def _arrival(request: Request) -> int:

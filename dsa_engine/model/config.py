@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from dsa_engine.errors import CheckpointError
-from dsa_engine.model.config_keys import Keys, shown
+from dsa_engine.model.config_keys import Keys
 from dsa_engine.model.config_overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.model.rope_config import RopeConfig
+from dsa_engine.parallel.value_checks import is_integer, shown
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -248,7 +249,7 @@ def _weight_block_size(keys: Keys) -> tuple[int, int] | None:
         return None
     block = keys.part("quantization_config").get("weight_block_size")
     whole = isinstance(block, list) and len(block) == 2
-    if not whole or not all(isinstance(b, int) and not isinstance(b, bool) and 0 < b < 2**24 for b in block):
+    if not whole or not all(is_integer(b) and 0 < b < 2**24 for b in block):
         raise ValueError(f"quantization_config.weight_block_size must be [rows, columns], not {shown(block)}")
     return block[0], block[1]
 

@@ -68,7 +68,8 @@ def _part(part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise ValueError(
-        f"a part of a message's content must be {{'type': 'text', 'text': …}}: the model reads text only; not {shown(part)}"
+        "a part of a message's content must be {'type': 'text', 'text': …}, as the model reads text only, not "
+        f"{shown(part)}"
     )
 
 
@@ -102,7 +103,9 @@ def render(
     if not given and not tokenizer.chat_template:
         raise ValueError(f"{folder} has no chat template; use generate() with a prompt of your own making")
     if add_generation_prompt and continue_final_message:
-        raise ValueError("continue_final_message goes on with the last message: give add_generation_prompt=False with it")
+        raise ValueError(
+            "continue_final_message goes on with the last message; give add_generation_prompt=False with it"
+        )
     reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
     if wrong := sorted(reserved & variables.keys()):
         raise ValueError(f"chat_template_kwargs has {', '.join(wrong)}, which a template's variable cannot be called")

@@ -144,7 +144,9 @@ class LLM:
         parsed = _only(prompt)
         tokens, tokenizer = self._prepare(parsed, params)
         if params.n > 1 or params.prompt_logprobs is not None:
-            raise ValueError("a stream has one output and no prompt_logprobs; use generate() for them, or leave them out")
+            raise ValueError(
+                "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
+            )
         self._agree([tokens], [params])
         requests: list[Request] = []
         streamed, ended = 0, False
@@ -173,7 +175,8 @@ class LLM:
         if self._tokenizer is None:
             if not Tokenizer.lies_in(self.folder):
                 raise ValueError(
-                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or bad_words"
+                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or bad "
+                    "words"
                 )
             self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
         return self._tokenizer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dsa_engine.parallel.value_checks import is_integer, shown
 
-# A text; token ids (a sequence, or a NumPy or PyTorch array of integers); {"prompt": text} or {"prompt_token_ids": ids}.
+# A text; token ids (a list, or an integer array of NumPy or PyTorch); {"prompt": text} or {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 

@@ -74,9 +74,7 @@ class SamplingParams(Options):
         1.0,
         "divides the logit of every token that prompt or output have, if it is above 0, and multiplies it otherwise.",
     )
-    temperature: float = option(
-        Kind(number(0)), 1.0, "0 takes the most likely token; above, logits are divided by it."
-    )
+    temperature: float = option(Kind(number(0)), 1.0, "0 takes the most likely token; above, logits are divided by it.")
     top_p: float = option(
         Kind(number(above=0, most=1)),
         1.0,

@@ -16,7 +16,7 @@ def parse_bytes(value: int | str, what: str) -> int:
     Raises:
         ValueError: not a positive size.
     """
-    parsed = value if is_integer(value) else 0  # a float is no size: 1.5 would be a byte
+    parsed = 0 if isinstance(value, str) or not is_integer(value) else value  # a float is no size: 1.5 would be a byte
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
         parsed = int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
     if not 1 <= parsed < 2**63:

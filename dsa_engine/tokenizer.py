@@ -58,9 +58,7 @@ class Tokenizer:
     def word_ids(self, word: str) -> list[list[int]]:
         """The token ids of a word as it stands at the beginning of a text and, where that is a token of another kind,
         behind a space."""
-        start, inside = (
-            self.hf.encode(space + word.lstrip(), add_special_tokens=False) or [] for space in ("", " ")
-        )
+        start, inside = (self.hf.encode(space + word.lstrip(), add_special_tokens=False) or [] for space in ("", " "))
         differs = bool(start and inside) and inside[0] != start[0] and len(inside) == len(start)
         return [ids for ids in ([start, inside] if differs else [start]) if ids]
 

@@ -1,15 +1,15 @@
 """What a request's parameters do to its logits before a token is chosen: biases, forbidden tokens, penalties.
 
-Definitions and order are vLLM's. With ``x`` a token's logit: ``allowed_token_ids``, ``bad_words`` and ``min_tokens`` set
-it to -inf; ``logit_bias`` is added; ``x`` becomes ``x / r`` if it is positive and ``x · r`` otherwise, where prompt or
-output have the token (r: ``repetition_penalty``); then ``frequency_penalty · c`` is subtracted, c counting the token in
-the output, and ``presence_penalty`` where c > 0. ``bad_words`` look at the output only, too.
+Definitions and order are vLLM's. With ``x`` a token's logit: ``allowed_token_ids``, ``bad_words`` and ``min_tokens``
+set it to -inf; ``logit_bias`` is added; ``x`` becomes ``x / r`` if it is positive and ``x · r`` otherwise, where prompt
+or output have the token (r: ``repetition_penalty``); then ``frequency_penalty · c`` is subtracted, c counting the token
+in the output, and ``presence_penalty`` where c > 0. ``bad_words`` look at the output only, too.
 
-A row of logits sees the tokens of its request before its position, and no others. So a request may have several rows in
-a step, for drafts that have yet to be confirmed: ``Request.tokens`` has to give the drafts at their positions. What lies
-before the first of these rows is certain, and is counted for good in a table on the device; what lies between it and a
-later row is counted for that row alone. Tokens that only the device knows (placeholders) are counted there: nothing is
-waited for. All rows of a step share each launch.
+A row of logits sees the tokens of its request before its position, and no others. So a request may have several rows
+in a step, for drafts that have yet to be confirmed: ``Request.tokens`` has to give the drafts at their positions. What
+lies before the first of these rows is certain, and is counted for good in a table on the device; what lies between it
+and a later row is counted for that row alone. Tokens that only the device knows (placeholders) are counted there:
+nothing is waited for. All rows of a step share each launch.
 """
 
 from __future__ import annotations
@@ -148,13 +148,13 @@ def penalised(logits: torch.Tensor, counts: torch.Tensor, params: Sequence[Sampl
         params: of each row.
     """
     columns = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
-    repetition, frequency, presence = upload(torch.tensor(columns, dtype=torch.float32), logits.device)[:, None].unbind(2)
+    repetition, frequency, presence = upload(torch.tensor(columns, dtype=torch.float32), logits.device)[:, None].unbind(
+        2
+    )
     factor = torch.where(counts > 0, repetition, torch.ones_like(repetition))
     in_output = counts >> 1
     return (
-        torch.where(logits > 0, logits / factor, logits * factor)
-        - frequency * in_output
-        - presence * (in_output > 0)
+        torch.where(logits > 0, logits / factor, logits * factor) - frequency * in_output - presence * (in_output > 0)
     )
 
 
@@ -184,8 +184,8 @@ class _Rows:
             taken = set(self._slots.values())
             free = [slot for slot in range(len(taken) + len(new)) if slot not in taken][: len(new)]
             if (rows := max(free) + 1) > len(self.table):
-                grown = torch.zeros(max(rows, 2 * len(self.table)), like.shape[1], dtype=self.table.dtype)
-                grown = upload(grown, like.device)
+                shape = max(rows, 2 * len(self.table)), like.shape[1]
+                grown = torch.zeros(shape, dtype=self.table.dtype, device=like.device)
                 if len(self.table):
                     grown[: len(self.table)] = self.table
                 self.table = grown

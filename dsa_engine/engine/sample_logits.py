@@ -62,8 +62,8 @@ def exponential_noise(
 ) -> torch.Tensor:
     """Random numbers of the distribution Exp(1), float32 ``[n, vocab]``, all rows at once.
 
-    A row depends on its seed and position alone, and is the same on every device up to the rounding of a logarithm: row
-    and column number go through SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+    A row depends on its seed and position alone, and is the same on every device up to the rounding of a logarithm:
+    it is a run of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from there.
     """
     keys = [_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     state = upload(torch.tensor(keys, dtype=torch.int64)[:, None], device)

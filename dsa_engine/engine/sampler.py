@@ -146,9 +146,6 @@ def _ranked(token: int, row: list[float], count: int) -> dict[int, Logprob]:
     """A row of :func:`log_probabilities` by token id: the ``count`` most likely tokens, and the sampled one."""
     logprob, rank, *best = row
     most = len(best) // 2
-    found = {
-        int(best[i]): Logprob(best[most + i], i + 1)
-        for i in range(min(count, most))
-    }
+    found = {int(best[i]): Logprob(best[most + i], i + 1) for i in range(min(count, most))}
     found.setdefault(token, Logprob(logprob, int(rank)))
     return found

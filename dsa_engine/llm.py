@@ -15,6 +15,8 @@ from dsa_engine.chat_template import Message, conversations
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.request import Request
+from dsa_engine.engine.start_log import log_start
+from dsa_engine.logs import set_up_logging
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
@@ -38,9 +40,11 @@ class LLM:
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
         report_failures()  # before anything can fail
+        set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
         self.engine = Engine(self.folder, options)
+        log_start(self.engine, self.folder)
         self._tokenizer: Tokenizer | None = None
 
     def generate(
@@ -87,7 +91,7 @@ class LLM:
                 for of_one in p.of_each_output():
                     with of_many(number, len(many)), uninterrupted():  # no request is queued and not remembered here
                         requests.append(self.engine.add(tokens, of_one, tokenizer))
-            with self.engine.progress(len(requests), "req", "generating", use_tqdm) as bar:
+            with self.engine.progress(len(requests), "requests", "generating", use_tqdm) as bar:
                 while any(request.finish_reason is None for request in requests):
                     self.engine.step()
                     bar.set_postfix_str(_progress(requests), refresh=False)

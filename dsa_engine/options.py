@@ -21,11 +21,14 @@ from dsa_engine.parallel.option_fields import (
     documented,
     instance_of,
     option,
+    options_of,
 )
 from dsa_engine.parallel.value_checks import number
 from dsa_engine.sizes import parse_bytes
+from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
 def _check_model(name: str, value: Any) -> None:
@@ -43,6 +46,7 @@ def _check_size(name: str, value: Any) -> None:
     parse_bytes(value, name)
 
 
+_FRACTION = number(above=0, most=1)
 _SIZE = Kind(_check_size, metavar="SIZE")
 
 
@@ -70,6 +74,14 @@ class EngineOptions(Options):
         help="auto, float32, bfloat16 or float16",
     )
     device: str = option(STR, "auto", '"auto", "cpu", "cuda" or "cuda:N".', help="auto, cpu, cuda or cuda:N")
+    quantization: Quantization | None = option(
+        choice(Quantization),
+        None,
+        "what the weights of linear layers and experts are kept and multiplied in. None: as the checkpoint stores "
+        'them, where the device multiplies so. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
+        '"int4-experts": so, or an error.',
+        help="of linear layers and experts; default: as they are stored, where the device multiplies so",
+    )
     load_format: LoadFormat = option(
         choice(LoadFormat),
         "auto",
@@ -102,18 +114,27 @@ class EngineOptions(Options):
         help="prefill chunk per rank",
     )
     max_prefill_share: float = option(
-        Kind(number(above=0, most=1, what="; 1 puts prefill first"), float, metavar="SHARE"),
+        Kind(_FRACTION, float, metavar="SHARE"),
         0.5,
         "of the steps taken while some request decodes, at most this fraction prefill others, in (0, 1]; 1 puts "
         "prefill first: best for the time to first token, worst for the time per token.",
         help="most prefill steps while some request decodes, in (0, 1]; 1: prefill first",
     )
-    page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.")
+    page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.", aliases=("block_size",))
     cache_memory: int | str | None = option(
         _SIZE,
         None,
-        'bytes of the caches on each rank, or a size such as "4GiB"; default: from what is free.',
+        'bytes of the caches on each rank, or a size such as "4GiB"; default: on CUDA what gpu_memory_utilization '
+        "leaves, on a CPU half of what is free, at most 4 GiB.",
         help="of each rank's caches, e.g. 4GiB; default: what is free",
+        aliases=("kv_cache_memory_bytes",),
+    )
+    gpu_memory_utilization: float = option(
+        Kind(_FRACTION, float, metavar="FRACTION"),
+        0.92,
+        "of a GPU's memory that may be in use, by weights, activations, workspace and caches together, in (0, 1]; the "
+        "caches get what is left of it. Without effect where cache_memory is given, and on a CPU.",
+        help="of a GPU's memory for everything; caches get what is left",
     )
     workspace: int | str | None = option(
         _SIZE,
@@ -150,11 +171,17 @@ class EngineOptions(Options):
     progress: bool = option(
         BOOL,
         True,
-        "show progress bars, on stderr and only on a terminal.",
-        help="no progress bars",
+        "show progress: a bar on a terminal or in a notebook, elsewhere a line in the log every ten seconds.",
+        help="no progress bars, and no lines instead of them",
     )
     parallel: ParallelConfig = option(
         Kind(instance_of(ParallelConfig), parse=None),
         ParallelConfig,
         "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world.",
     )
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        if any(name == f.name for f, _ in options_of(ParallelConfig)):
+            return f"it is one of ParallelConfig: parallel=ParallelConfig({name}={value!r})"
+        return answer(name, value)

@@ -12,7 +12,9 @@ import triton.language as tl
 
 from dsa_engine.kernels.launch import INTERPRETED, capability
 
-SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)  # 2^-126, the smallest whose reciprocal is exact
+SMALLEST_AMAX = 1e-4  # a block of smaller numbers is quantised as if it held one of this size
+_SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
+_PER_LARGEST = tl.constexpr(1 / 448)  # rounded to float32, like every number of a kernel
 
 
 def converts_e4m3(x: torch.Tensor) -> bool:
@@ -54,12 +56,11 @@ def decode_e4m3(code, CONVERTS: tl.constexpr):
 def quantize_tile(x, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr):
     """Quantises the rows of ``x [rows, columns]``, float32: uint8 codes, and float32 scales ``[rows, 1]``."""
     largest = tl.max(tl.abs(x), axis=1, keep_dims=True)
-    # True divisions: Triton's `/` is off by a bit at times, and codes and scales are those of the reference.
-    scale = tl.maximum(tl.div_rn(largest, 448.0), SMALLEST_SCALE)
+    scale = tl.maximum(largest, _SMALLEST_AMAX) * _PER_LARGEST
     if POWER_OF_TWO:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF  # up, unless the mantissa is 0
         scale = bits.to(tl.float32, bitcast=True)
         scaled = x * ((254 << 23) - bits).to(tl.float32, bitcast=True)  # its reciprocal: exponents add up to 2 · 127
     else:
-        scaled = tl.div_rn(x, scale)
+        scaled = tl.div_rn(x, scale)  # Triton's `/` is off by a bit at times, and codes are those of the reference
     return encode_e4m3(scaled, CONVERTS), scale

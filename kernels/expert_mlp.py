@@ -5,6 +5,8 @@ out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dsa_engine.kernels.grouped_matmul import (
@@ -25,20 +27,57 @@ UNCOUNTED_BYTES = 1 << 29
 FEW_ROWS = 64
 
 
-def expert_mlp_reference(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+def sum_experts_reference(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    count: int,
+    mlp: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
+    """What all references of experts share, whatever their weights are stored as.
+
+    Args:
+        x, experts, weights: as in :func:`expert_mlp`.
+        count: of experts here.
+        mlp: ``(rows [R, hidden], counts [count]) -> [R, hidden]``, the experts' results for rows sorted by expert.
+    """
     chosen = experts.flatten()
     local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
     # A stable sort with nobody's choices first: the tail is sorted by expert and, within one, by token.
     order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
     tokens = order // experts.shape[1]
-    counts = torch.bincount(chosen[order], minlength=gate_up.shape[0])
-    hidden = silu_mul_reference(grouped_matmul_reference(x.index_select(0, tokens), gate_up, counts))
-    y = grouped_matmul_reference(hidden, down, counts)
+    y = mlp(x.index_select(0, tokens), torch.bincount(chosen[order], minlength=count))
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     out.index_add_(0, tokens, y.float().mul_(weights.flatten()[order, None]))
     return out.to(x.dtype)
+
+
+def expert_mlp_reference(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    def mlp(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return grouped_matmul_reference(
+            silu_mul_reference(grouped_matmul_reference(rows, gate_up, counts)), down, counts
+        )
+
+    return sum_experts_reference(x, experts, weights, gate_up.shape[0], mlp)
+
+
+def served_order(
+    experts: torch.Tensor, count: int, row_bytes: int, served_fraction: float, uncounted_bytes: int
+) -> tuple[Order, float]:
+    """Pairs in the order of their experts, and how many of them are served here, as far as the host can tell.
+
+    Args:
+        experts, served_fraction, uncounted_bytes: as in :func:`expert_mlp`.
+        count: of experts here.
+        row_bytes: that a row takes between the products.
+    """
+    order = expert_order(experts, count)
+    if experts.numel() * row_bytes <= uncounted_bytes:
+        return order, served_fraction * experts.numel()
+    served = int(order.ends[-1])
+    return order._replace(tokens=order.tokens[:served]), served
 
 
 def row_bytes(gate_up: torch.Tensor, down: torch.Tensor) -> int:
@@ -58,6 +97,14 @@ def experts_by_torch(x: torch.Tensor, order: Order, gate_up: torch.Tensor, down:
     """The same with PyTorch's grouped products, between which gathered rows, gate and up are written and read."""
     hidden = silu_mul(grouped_matmul_torch(x.index_select(0, order.tokens), gate_up, order.ends))
     return grouped_matmul_torch(hidden, down, order.ends)
+
+
+def check_choices(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
+    """``ValueError`` where tokens, choices and weights do not fit."""
+    if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
+        )
 
 
 def expert_mlp(
@@ -89,19 +136,13 @@ def expert_mlp(
     Returns:
         ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
     """
-    if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
-        )
+    check_choices(x, experts, weights)
     if gate_up.shape != (down.shape[0], 2 * down.shape[2], x.shape[1]) or down.shape[1] != x.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit")
     if not runs_triton(x):
         return expert_mlp_reference(x, experts, weights, gate_up, down)
-    order = expert_order(experts, gate_up.shape[0])
-    expected = served_fraction * experts.numel()
-    if experts.numel() * row_bytes(gate_up, down) > uncounted_bytes:
-        served = int(order.ends[-1])
-        order, expected = order._replace(tokens=order.tokens[:served]), served
+    between = row_bytes(gate_up, down)
+    order, expected = served_order(experts, gate_up.shape[0], between, served_fraction, uncounted_bytes)
     if torch_has_it(x, gate_up) and torch_has_it(x, down) and expected > FEW_ROWS * gate_up.shape[0]:
         y = experts_by_torch(x, order, gate_up, down)
     else:

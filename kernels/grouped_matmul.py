@@ -10,13 +10,12 @@ The ends of the groups stay on the device, where each program works out what til
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
 from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors, runs_triton
 
 
@@ -40,27 +39,15 @@ def grouped_matmul_kernel(
     columns are gate and up in turns, so that both sums of a result lie in one thread. WHOLE: DEPTH divides the inner
     dimension. SWAPPED: the product is computed transposed, for a warpgroup's products have 64 rows and few columns."""
     shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
-    number = tl.arange(0, GROUPS_PAD)
-    known = number < groups
-    ends_here = tl.load(ends + number, mask=known, other=0)
-    starts = tl.load(ends + number - 1, mask=known & (number > 0), other=0)
-    tiles = tl.where(known, (ends_here - starts + ROWS - 1) // ROWS, 0)
-    upto = tl.cumsum(tiles, axis=0)
+    starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
     row_tiles = tl.sum(tiles)
     column_tiles = tl.cdiv(width, shown)
     column = tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        # Bands of BAND tiles of rows, and in a band rows first: programs that run together share rows and weights.
-        band = tile // (BAND * column_tiles)
-        in_band = tile - band * BAND * column_tiles
-        high = tl.minimum(row_tiles - band * BAND, BAND)
-        row_tile = band * BAND + in_band % high
-        start = in_band // high * shown
-        group = tl.sum((known & (upto <= row_tile)).to(tl.int32))
-        found = number == group
-        row = tl.sum(tl.where(found, starts + (row_tile - upto + tiles) * ROWS, 0)) + tl.arange(0, ROWS)
-        inside = row < tl.sum(tl.where(found, ends_here, 0))
+        row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
+        start = column_tile * shown
+        group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
         place = row
         if GATHER:
             place = tl.load(source + row, mask=inside, other=0)
@@ -97,18 +84,6 @@ def grouped_matmul_kernel(
         tl.store(out_at, total.to(out.dtype.element_ty), mask=inside[:, None] & (target < width)[None, :])
 
 
-class Tiles(NamedTuple):
-    """The shape of a program's work, and how many programs a multiprocessor runs at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    resident: int
-    swapped: bool = False
-
-
 # By capability: the first with room for a group's rows is taken, else the last. Few rows: the weights' way from memory
 # is what takes time, so programs are small and each keeps 48 KB of weights under way. Many: 128 × 256, the most that 8
 # warps can sum up in registers, with products by warpgroup (Hopper).
@@ -126,11 +101,6 @@ def tiles_for(x: torch.Tensor, rows_per_group: float) -> Tiles:
     aligned = all(length * x.element_size() % 16 == 0 for length in (x.shape[1], x.stride(0)))
     choices = config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
     return next((tiles for tiles in choices if rows_per_group <= tiles.rows), choices[-1])
-
-
-def most_tiles(rows: int, groups: int, size: int) -> int:
-    """Tiles of ``size`` rows that ``rows`` rows take at most, however they are split among ``groups`` groups."""
-    return (rows + min(rows, groups) * (size - 1)) // size
 
 
 def grouped_matmul_triton(

@@ -1,7 +1,7 @@
 """Index queries for an FP8 cache of index keys: turned, transformed and quantised in one pass.
 
     q[:rotated] = RoPE(q[:rotated])            the first dimensions only, rounded once
-    q = Hadamard(q) · dim^-0.5                 in float32; the keys have passed the same, so products stay
+    q = Hadamard(q) · dim^-0.5                 rounded once; the keys have passed the same, so products stay
     q = scale · e4m3(q / scale)                one scale a token and head
 
 The scale of a query is a factor of its head's score, so the caller multiplies the head weights by it.
@@ -29,7 +29,7 @@ def quantize_index_queries_reference(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dim = q.shape[-1]
-    turned = rotate_first_reference(q, cos, sin, interleaved).float()
+    turned = rotate_first_reference(q, cos, sin, interleaved)
     codes, scales = quantize_rows_reference(hadamard_reference(turned, dim**-0.5), dim, power_of_two)
     return codes, scales.squeeze(-1)
 
@@ -58,7 +58,7 @@ def quantize_index_queries_kernel(
         s = load_angles(sin, first, tokens, sin_stride, TOKENS, HEADS, HALF, PADDED)
         a, b = turn(a, b, c, s)
         query = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
-        code, scale = quantize_tile(query, POWER_OF_TWO, CONVERTS)
+        code, scale = quantize_tile(query.to(a.dtype).to(tl.float32), POWER_OF_TWO, CONVERTS)
         at = token * heads + head
         tl.store(codes + at * DIM + column, code, mask=inside)
         tl.store(scales + at, scale, mask=inside)

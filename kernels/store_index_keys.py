@@ -2,9 +2,10 @@
 
     k = LayerNorm(x) · weight + bias            statistics and result in float32, rounded once
     k[:rotated] = RoPE(k[:rotated])             the first dimensions only
-    k = Hadamard(k) · dim^-0.5                  in an FP8 pool, then quantised by one scale a key
+    k = Hadamard(k) · dim^-0.5                  in an FP8 pool: rounded once more, then quantised by one scale a key
 
-DeepSeek-V3.2-Exp, section 2.1; the formats of a pool are in :mod:`.cache_format`.
+DeepSeek-V3.2-Exp, section 2.1, rounded in bfloat16 as its released code does; the formats of a pool are in
+:mod:`.cache_format`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def store_fp8_keys_reference(
 ) -> None:
     """Transforms, quantises and stores ``keys [T, dim]``."""
     dim = keys.shape[-1]
-    codes, scales = quantize_rows_reference(hadamard_reference(keys.float(), dim**-0.5), dim, power_of_two)
+    codes, scales = quantize_rows_reference(hadamard_reference(keys, dim**-0.5), dim, power_of_two)
     pool_codes, pool_scales = index_key_views(pool)
     store_rows_reference(pool_codes.view(torch.uint8), codes.view(torch.uint8), slots)
     store_rows_reference(pool_scales.unsqueeze(-1), scales, slots)
@@ -118,7 +119,7 @@ def store_index_keys_kernel(
     a, b = turn(a, b, c, s)
     if FP8:
         key = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
-        codes, scales = quantize_tile(key, POWER_OF_TWO, CONVERTS)
+        codes, scales = quantize_tile(key.to(a.dtype).to(tl.float32), POWER_OF_TWO, CONVERTS)
         tl.store(target + tl.arange(0, DIM)[None, :], codes, mask=keep)
         at_scale = (pool + page * page_stride + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32))
         tl.store(at_scale, scales, mask=keep)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.launch_environment import launched_rank
 from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -85,19 +86,22 @@ class Mesh:
                 each other and may run different requests at the same time.
 
         Raises:
-            ValueError: the sizes do not divide the mesh, the device does not exist, or this process is none of
-                ``ranks``.
+            ValueError: the sizes do not divide the mesh, the device does not exist, this process is none of
+                ``ranks``, or the environment names no rank of a run.
+            TimeoutError: whoever listens at MASTER_ADDR and MASTER_PORT does not answer as the store of a run.
         """
         report_failures()
         if dist.is_initialized():
             global_size, global_rank = dist.get_world_size(), dist.get_rank()
         else:
-            global_size, global_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+            global_rank, global_size = launched_rank()
         if ranks is not None:
             _check_ranks(ranks, global_size, global_rank)
         chosen = choose_device(device)
         if global_size > 1 and not dist.is_initialized():
             cuda = chosen.type == "cuda"
+            if global_rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                report_failures(connect_s=config.timeout)  # else this rank is to hold the store itself
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
                 timeout=timedelta(seconds=config.timeout),
@@ -105,7 +109,7 @@ class Mesh:
                 device_id=chosen if cuda and ranks is None else None,
             )
             atexit.register(_leave)
-            report_failures(connect=True)
+            report_failures(connect_s=config.timeout)
         if ranks is None:
             mesh = cls(config, global_rank, global_size, chosen)
         else:

@@ -12,7 +12,7 @@ import argparse
 
 from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, llm_from, reported, run
 from dsa_engine.measure.plots import check_plot
-from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.report import caption, format_table, run_report, write_json
 from dsa_engine.training.cases import KINDS
 from dsa_engine.training.evaluate import held_out, perplexity, retrieval, second_next, summary
 from dsa_engine.training.export import load_checkpoint
@@ -53,19 +53,20 @@ def main() -> None:
         results.append(summary(cases) | {"right": [case.right for case in cases]})
         if first:
             print(f"{length:,} tokens: {results[-1]['accuracy']:.1%} of {count} right", flush=True)
-    report = {"options": reported(args), "retrieval": results}
+    report = {"retrieval": results}
     if args.perplexity:
         report["perplexity"] = perplexity(llm, documents, 2048, args.perplexity)
     if args.mtp:
         report["mtp"] = second_next(load_checkpoint(llm.folder), documents, 1024, args.mtp)
     if not first:
         return
-    show(report)
+    about = run_report(llm, reported(args), llm.engine.mesh.world_size)
     if args.json:
-        engine = llm.engine
-        write_json(args.json, environment(engine.mesh.device, engine.dtype, engine.mesh.world_size) | report)
+        write_json(args.json, about | report)
     if args.plot:
-        plot_retrieval(results, args.plot, f"{args.kind}, index_topk {llm.engine.config.index_topk}")
+        title = f"{args.kind}, index_topk {llm.engine.config.index_topk}, selection: {args.selection}"
+        plot_retrieval(results, args.plot, f"{title}\n{caption(about)}")
+    show(report)
 
 
 def show(report: dict) -> None:

@@ -20,7 +20,7 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
-    ("engine.engine",),
+    ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine.logit_terms",),
@@ -38,8 +38,9 @@ LAYERS = (
         "model.rope_config",
         "model.config_keys",
         "model.config_overrides",
+        "model.quantization_config",
     ),  # what a model is
-    ("errors", "sizes", "version"),
+    ("errors", "logs", "progress", "sizes", "version", "vllm_options"),
     ("parallel",),
     ("kernels",),
 )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from dsa_engine.checkpoint.index import INDEX_NAME
 from dsa_engine.checkpoint.layout import FP8, TensorSpec
@@ -15,6 +14,7 @@ from dsa_engine.checkpoint.reader import SCALE_SUFFIX, CheckpointReader, Source
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.model.config import DTYPES, ModelConfig, read_config_json
+from dsa_engine.progress import progress_bar
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
@@ -55,9 +55,13 @@ def dequantize_checkpoint(
         specs, dequantized = _target_tensors(reader, dtype)
         if not dequantized:
             raise CheckpointError(f"{source_folder} holds no FP8 weights: there is nothing to convert")
-        with SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size) as writer:
-            for spec in tqdm(specs, desc="converting", unit="tensor", disable=not progress):
+        with (
+            SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size) as writer,
+            progress_bar(len(specs), "tensors", "converting", progress) as bar,
+        ):
+            for spec in specs:
                 writer.write(spec.name, _load(reader, spec))
+                bar.update()
             raw.pop("quantization_config", None)
             for key in {"dtype", "torch_dtype"} & raw.keys() or {"torch_dtype"}:
                 raw[key] = dtype_name

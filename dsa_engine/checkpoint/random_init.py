@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from dsa_engine.checkpoint.dummy import fill_normal
 from dsa_engine.checkpoint.layout import RELEASED_BLOCK_SIZE, TensorSpec, released_tensors
-from dsa_engine.checkpoint.reader import Source, fill_normal
+from dsa_engine.checkpoint.reader import Source
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.kernels.fp8 import quantize_blocks
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.progress import progress_bar
 
 RELEASED_QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -65,15 +66,20 @@ def write_random_checkpoint(
     config = ModelConfig.from_dict(raw)
     power_of_two = fp8 and raw["quantization_config"].get("scale_fmt") == "ue8m0"
     specs = list(released_tensors(config, fp8))
-    with SafetensorsWriter(folder, specs, max_shard_size=max_shard_size) as writer:
-        remaining = iter(tqdm(specs, desc="writing", unit="tensor", disable=not progress))
+    with (
+        SafetensorsWriter(folder, specs, max_shard_size=max_shard_size) as writer,
+        progress_bar(len(specs), "tensors", "writing", progress) as bar,
+    ):
+        remaining = iter(specs)
         for spec in remaining:
+            bar.update()
             values = _random_values(spec, config, seed)
             if not spec.quantized:
                 writer.write(spec.name, values.to(spec.dtype))
                 continue
             assert config.weight_block_size is not None
             scale_spec = next(remaining)  # a quantised weight is followed by its scales
+            bar.update()
             weight, scale_inv = quantize_blocks(values, config.weight_block_size, power_of_two)
             writer.write(spec.name, weight)
             writer.write(scale_spec.name, scale_inv)

@@ -19,10 +19,10 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import record_function
-from tqdm import tqdm
 
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
@@ -40,7 +40,8 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
-from dsa_engine.quantization import Unquantized
+from dsa_engine.progress import progress_bar
+from dsa_engine.quantization import weight_format
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import parse_bytes
 from dsa_engine.tokenizer import TextStream, Tokenizer
@@ -79,7 +80,7 @@ class Engine:
             runtime = Runtime(
                 self.mesh,
                 self.dtype,
-                Unquantized(self.dtype, device),
+                weight_format(config.quantization, options.quantization, self.dtype, device),
                 self.workspace,
                 options.overlap_shared_expert,
                 options.overlap_indexer,
@@ -114,10 +115,9 @@ class Engine:
         self._scheduled: list[Chunk] = []  # the next step, until it has been launched
         self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
 
-    def progress(self, total: int, unit: str, title: str, shown: bool = True) -> tqdm:
-        """A progress bar on stderr; only on rank 0, on a terminal, and where it was not turned off."""
-        off = not (shown and self.options.progress and self.mesh.rank == 0)
-        return tqdm(total=total, unit=unit, desc=title, disable=True if off else None, leave=False, dynamic_ncols=True)
+    def progress(self, total: int, unit: str, title: str, shown: bool = True) -> Any:
+        """See :func:`progress_bar`; only on rank 0, and where it was not turned off."""
+        return progress_bar(total, unit, title, shown and self.options.progress and self.mesh.rank == 0)
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """Queues a request; with a tokenizer text is made of its output, and it ends at a stop string.
@@ -274,7 +274,7 @@ class Engine:
         try:
             with uninterrupted():
                 self.scheduler.add(request)
-            with self.progress(len(prompt), "tok", "prefill") as bar:
+            with self.progress(len(prompt), "tokens", "prefill") as bar:
                 while not request.prefilled:
                     with uninterrupted():
                         chunks = self.scheduler.schedule()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import Any
 
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
 from dsa_engine.model.config import ModelConfig, read_config_json
@@ -26,7 +25,7 @@ def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOption
         )
 
 
-def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], tqdm]) -> int:
+def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:
     """Loads this rank's weights; returns the bytes that it read.
 
     Args:
@@ -38,7 +37,7 @@ def load_weights(model: Model, folder: Path, options: EngineOptions, progress: C
     sources = list(model.weight_sources())
     dummy = options.load_format == "dummy"
     reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size)
-    with progress(len(sources), "tensor", "loading") as bar:
+    with progress(len(sources), "tensors", "loading") as bar:
         for source in sources:
             reader.load(source)
             bar.update()

@@ -18,6 +18,7 @@ one is the oldest.
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
@@ -246,6 +247,9 @@ class Scheduler:
         self.rewind(request, 0)
         request.preemptions += 1
         self.preemptions += 1
+        if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
+            message = "the caches are full: request %s gives way and is computed again; raise cache_memory"
+            logging.getLogger(__name__).warning(message, request.id)
 
     def _admit(self, request: Request) -> bool:
         """Gives a request its group, its owner and its first pages; False where no group has room.

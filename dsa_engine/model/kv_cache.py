@@ -46,6 +46,11 @@ class KVCache:
             keys.empty_pool(pages, page_size, device) if keys and kind == "full" else None for kind in layers
         ]
 
+    @property
+    def bytes(self) -> int:
+        """What all pools of this rank take."""
+        return sum(pool.nbytes for pool in (*self.latent, *self.index_keys) if pool is not None)
+
     def fill_random(self, pages: list[int], seed: int) -> None:
         """Standard normal rows in ``pages``, for measuring: they cost what computed rows cost."""
         device = self.latent[0].device

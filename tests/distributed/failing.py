@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def one_rank_raises() -> None:
-    raise ValueError("the third step\nof rank 1 was too much for it")
+    raise ValueError("the third step \udcff\nof rank 1 was too much for it")
 
 
 def one_rank_is_killed() -> None:
@@ -25,6 +25,10 @@ def one_rank_is_killed() -> None:
 
 def one_rank_hangs() -> None:
     time.sleep(300)
+
+
+def one_rank_is_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def one_rank_is_interrupted() -> None:
@@ -36,7 +40,11 @@ def one_rank_leaves() -> None:
 
 
 def in_the_third_step() -> None:
-    llm = LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(timeout=5 if HOW == "one_rank_hangs" else 600))
+    llm = LLM(
+        FOLDER,
+        **OPTIONS,
+        parallel=ParallelConfig(timeout=5 if HOW in ("one_rank_hangs", "one_rank_is_stopped") else 600),
+    )
     if RANK == 1:
         steps, launch = iter(range(100)), llm.engine.runner.launch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -47,9 +48,11 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     done = failing("one_rank_raises")
     said = said_by_ranks(done)
     assert said.startswith("[rank 1] failed and ends the run:\nTraceback (most recent call last):\n")
-    assert "ValueError: the third step\nof rank 1 was too much for it\n" in said
+    assert "ValueError: the third step \\udcff\nof rank 1 was too much for it\n" in said
     assert said.count("Traceback") == 1, "the transport errors of the others are not shown"
-    assert "ends, because rank 1: ValueError: the third step\n" in said + "\n"
+    assert "ends, because rank 1: ValueError: the third step \\udcff\n" in said + "\n", (
+        "what cannot be encoded does no harm"
+    )
     assert "rank 1 has begun" in done.stdout, "what was printed before is not lost"
 
 
@@ -58,7 +61,10 @@ def test_a_rank_that_vanishes_ends_the_run(how: str, failing: Failing) -> None:
     done = failing(how)
     said = said_by_ranks(done)
     assert said.count("Traceback") == 1
-    assert "no word from rank" in said and "killed" in said
+    # Where this machine is slow, torchrun has ended another one before.
+    assert re.search(
+        r"no word from rank (0, )?1(, 2)?: its process has ended without an error of its own .killed", said
+    )
     assert "rank      : 1 (local_rank: 1)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"
 
 
@@ -74,6 +80,12 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failing: Failing) -> N
     assert "Timed out waiting 5000ms" in said
     assert "no word from rank 1: it hangs" in said
     assert said.count("Traceback") == 1
+
+
+def test_a_rank_that_is_stopped_does_not_hold_the_others_up(failing: Failing) -> None:
+    said = said_by_ranks(failing("one_rank_is_stopped"))
+    assert "no word from rank 1: its process was stopped (SIGSTOP, or Ctrl-Z)" in said
+    assert "[rank 1] ends, because rank" in said, "it was woken, and torchrun need not wait to kill it"
 
 
 def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing: Failing) -> None:

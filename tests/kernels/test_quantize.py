@@ -24,14 +24,13 @@ def nearest_codes(x: torch.Tensor) -> torch.Tensor:
 
 
 def naive(x: torch.Tensor, block: int, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales, the scales by Python's own arithmetic."""
+    """Codes and scales: amax, at least 1e-4, times 1/448 in float32; powers of two by Python's own arithmetic."""
     blocks = x.float().cpu().reshape(-1, block)
     scales = []
-    for largest in (blocks.abs().amax(dim=1) / torch.tensor(448.0)).tolist():
-        scale = max(largest, 2.0**-126)
+    for scale in (blocks.abs().amax(dim=1).clamp(min=1e-4) * torch.tensor(1 / 448)).tolist():
         scales.append(2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale)
     scale = torch.tensor(scales, dtype=torch.float32)
-    codes = nearest_codes(blocks / scale[:, None])
+    codes = nearest_codes((blocks / scale[:, None]).clamp(-448, 448))
     return codes.view(x.shape), scale.view(*x.shape[:-1], -1)
 
 
@@ -73,6 +72,23 @@ def test_zeros_and_the_ends_of_float32(power_of_two: bool, device: str) -> None:
     x[1], x[2], x[3], x[4] = 1e-44, -3e38, 2.0**-120, 448 * 2.0**-126
     x[2, 1:] = torch.tensor([1e30, 0.0, 3.4e38])
     check(x.to(device), 4, power_of_two)
+
+
+def test_a_block_of_small_numbers_is_scaled_as_if_it_held_one_of_1e_minus_4(device: str) -> None:
+    x = torch.tensor([[1e-4, 0.0], [1e-7, -3e-6], [0.0, 0.0]], device=device)
+    scales = quantize_rows(x, 2)[1].flatten().tolist()
+    assert scales == [scales[0]] * 3 and abs(scales[0] * 448 / 1e-4 - 1) < 1e-6
+    assert quantize_rows(x, 2, power_of_two=True)[1].flatten().tolist() == [2.0**-22] * 3
+
+
+def test_powers_of_two_are_those_of_a_division(device: str) -> None:
+    """float32 rounds 1/448 up; beside every power of two, multiplying with it gives the same scale all the same."""
+    near = 448 * 2.0 ** torch.arange(-20, 21, dtype=torch.float64)
+    steps = torch.arange(-40, 41, dtype=torch.int32)
+    largest = (near.float().view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
+    scales = quantize_rows(largest[:, None].repeat(1, 2).to(device), 2, power_of_two=True)[1].flatten().cpu()
+    wanted = 2.0 ** (largest.double() / 448).float().double().log2().ceil()
+    assert torch.equal(scales.double(), wanted)
 
 
 def test_scales_are_rounded_up_to_powers_of_two(device: str) -> None:

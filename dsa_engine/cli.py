@@ -11,7 +11,6 @@ import torch
 from dsa_engine.arguments import (
     Parser,
     add_engine_arguments,
-    check_outputs,
     json_object,
     llm_from,
     read_text,
@@ -23,6 +22,7 @@ from dsa_engine.llm import resolve_model
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.output_files import check_outputs
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import format_bytes, parse_bytes
 from dsa_engine.version import __version__

@@ -13,9 +13,9 @@ import torch
 
 from dsa_engine.chat_template import Message, conversations
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.start_log import log_start
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.logs import set_up_logging
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece

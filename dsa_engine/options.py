@@ -25,6 +25,7 @@ from dsa_engine.parallel.option_fields import (
 )
 from dsa_engine.parallel.value_checks import number
 from dsa_engine.sizes import parse_bytes
+from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
@@ -142,6 +143,14 @@ class EngineOptions(Options):
         "bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.",
         help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU",
     )
+    speculative_config: dict[str, Any] = option(
+        JSON_OBJECT,
+        dict,
+        "draft tokens and verify them, several a step, as in vLLM: ``{}`` does not, "
+        '``{"method": "mtp", "num_speculative_tokens": 1}`` does; see '
+        ":class:`dsa_engine.speculative_config.SpeculativeConfig`.",
+        help='speculative decoding, such as {"method": "mtp", "num_speculative_tokens": 1}',
+    )
     enforce_eager: bool = option(
         BOOL,
         False,
@@ -179,6 +188,16 @@ class EngineOptions(Options):
         ParallelConfig,
         "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speculative_config:
+            SpeculativeConfig(**self.speculative_config)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None where none are."""
+        return SpeculativeConfig(**self.speculative_config) if self.speculative_config else None
 
     @classmethod
     def answer(cls, name: str, value: Any) -> str | None:

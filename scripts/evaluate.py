@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, llm_from, reported, run
+from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, llm_from, reported, run
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import caption, format_table, run_report, write_json
+from dsa_engine.output_files import check_outputs
 from dsa_engine.training.cases import KINDS
 from dsa_engine.training.evaluate import held_out, perplexity, retrieval, second_next, summary
 from dsa_engine.training.export import load_checkpoint
@@ -31,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dense", action="store_true", help="dense attention: index_topk is the longest length")
     parser.add_argument("--perplexity", type=int, default=0, metavar="N", help="held-out texts of 2,048 tokens")
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="the MTP module on N texts and N conversations")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--plot", metavar="PATH", help="draw length by depth (PNG)")
     add_engine_arguments(parser)
     return parser.parse_args()

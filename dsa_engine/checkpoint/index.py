@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import safe_open
 
 from dsa_engine.errors import CheckpointError
+from dsa_engine.interrupts import uninterrupted
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -50,7 +51,8 @@ def open_shard(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; download the checkpoint again, or its missing files")
     try:
-        return safe_open(str(path), framework="pt", device="cpu")
+        with uninterrupted():  # safetensors would make an error about the file of it
+            return safe_open(str(path), framework="pt", device="cpu")
     except Exception as error:  # SafetensorError, or OSError from the file system
         with path.open("rb") as file:
             if file.read(40).startswith(b"version https://git-lfs"):

@@ -6,12 +6,14 @@ data. The folder is built under a temporary name beside the target and renamed a
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import shutil
 import struct
-import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +21,20 @@ from typing import Any, BinaryIO
 
 import torch
 
+from dsa_engine.checkpoint.checksums import checksums_of
 from dsa_engine.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsa_engine.checkpoint.layout import TensorSpec
+from dsa_engine.checkpoint.leftovers import remove_leftovers, temporary_name
 from dsa_engine.checkpoint.reader import STORED_DTYPES
 from dsa_engine.errors import CheckpointError
-from dsa_engine.sizes import parse_bytes
+from dsa_engine.interrupts import uninterrupted
+from dsa_engine.sizes import format_bytes, parse_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+logger = logging.getLogger(__name__)
+
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -91,6 +100,7 @@ class SafetensorsWriter:
         target: the folder to make; it must not exist, or be empty.
         tensors: every tensor to come, in the order in which it will come.
         max_shard_size: bytes, or text such as "5GB" or "512MiB"; a tensor that is larger gets a shard of its own.
+        checksums: the name of a last file, JSON, with the SHA-256 of every other one by name.
 
     Raises:
         CheckpointError: the target exists and is not empty, or its disk has too little room.
@@ -98,7 +108,12 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, target: str | Path, tensors: Iterable[TensorSpec], *, max_shard_size: int | str = DEFAULT_SHARD_SIZE
+        self,
+        target: str | Path,
+        tensors: Iterable[TensorSpec],
+        *,
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+        checksums: str | None = None,
     ):
         self.target = Path(os.path.abspath(target))
         limit = parse_bytes(max_shard_size, "max_shard_size")
@@ -114,15 +129,18 @@ class SafetensorsWriter:
         self._file: BinaryIO | None = None
         self._begins: dict[str, int] = {}
         self._extra: dict[str, bytes | Path] = {}
+        self._checksums = checksums
         self.target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.target)
         free = shutil.disk_usage(self.target.parent).free
         if total > free:
             raise CheckpointError(f"{self.target} needs {total:,} bytes, but its disk has only {free:,} bytes free")
-        # Beside the target, so that the rename stays on one file system. The name says what a killed run left.
-        self._temporary = self.target.with_name(f"{self.target.name}.incomplete-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        self._temporary.mkdir()
+        size = f"{format_bytes(total)} in {len(self._shards):,} file(s) of weights"
+        logger.info("writing %s: %s; %s are free", self.target, size, format_bytes(free))
+        self._temporary = temporary_name(self.target)
 
     def __enter__(self) -> SafetensorsWriter:
+        self._temporary.mkdir()
         return self
 
     def __exit__(
@@ -132,15 +150,20 @@ class SafetensorsWriter:
             if kind is None:
                 self._finish()
         finally:
-            if self._file is not None:
-                self._file.close()
-            shutil.rmtree(self._temporary, ignore_errors=True)  # gone already when _finish renamed it
+            try:
+                if self._file is not None:
+                    with suppress(OSError):  # a full disk says so again when what is buffered is written
+                        self._file.close()
+            finally:
+                with uninterrupted():
+                    shutil.rmtree(self._temporary, ignore_errors=True)  # gone already when _finish renamed it
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Takes the next tensor, which must be the one announced.
 
         Raises:
             ValueError: another name, shape or dtype than announced.
+            CheckpointError: the file cannot be written, for instance on a full disk.
         """
         spec = next(self._expected, None)
         given = (name, tuple(tensor.shape), tensor.dtype)
@@ -148,11 +171,14 @@ class SafetensorsWriter:
             wanted = "no further tensor" if spec is None else f"{spec.name!r} {list(spec.shape)} {spec.dtype}"
             raise ValueError(f"announced next is {wanted}, not {name!r} {list(tensor.shape)} {tensor.dtype}")
         shard = self._shard_of[name]
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         if shard is not self._current:
+            self._close_shard()
             self._open(shard)
-        assert self._file is not None
-        self._file.seek(self._begins[name])
-        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        with self._named(shard.name):
+            assert self._file is not None
+            self._file.seek(self._begins[name])
+            self._file.write(data)
         self._left -= 1
 
     def add_file(self, name: str, content: str | bytes | Path) -> None:
@@ -164,17 +190,27 @@ class SafetensorsWriter:
             raise ValueError(f"a file name without folders is needed, not {name!r}")
         self._extra[name] = content.encode() if isinstance(content, str) else content
 
+    @contextmanager
+    def _named(self, file: str) -> Iterator[None]:
+        """Makes errors of writing say what was written where, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            advice = "; make room or give a folder on another disk" if error.errno in _FULL else ""
+            raise CheckpointError(f"cannot write {self.target / file}: {error.strerror or error}{advice}") from error
+
     def _open(self, shard: _Shard) -> None:
-        self._close_shard()
-        self._file = (self._temporary / shard.name).open("wb")
-        self._current = shard
         header, self._begins, size = shard.layout()
-        self._file.write(header)
-        self._file.truncate(size)
+        with self._named(shard.name):
+            self._file = (self._temporary / shard.name).open("wb")
+            self._current = shard
+            self._file.write(header)
+            self._file.truncate(size)
 
     def _close_shard(self) -> None:
-        if self._file is not None:
-            _sync_and_close(self._file)
+        if self._file is not None and self._current is not None:
+            with self._named(self._current.name):
+                _sync_and_close(self._file)
             self._file = None
 
     def _finish(self) -> None:
@@ -189,9 +225,9 @@ class SafetensorsWriter:
             index = {"metadata": {"total_size": self.written.tensor_bytes}, "weight_map": weight_map}
             self._extra[INDEX_NAME] = (json.dumps(index, indent=2) + "\n").encode()
         for name, content in self._extra.items():
-            with (self._temporary / name).open("wb") as file:
-                file.write(content.read_bytes() if isinstance(content, Path) else content)
-                _sync_and_close(file)
+            self._write_small(name, content.read_bytes() if isinstance(content, Path) else content)
+        if self._checksums:
+            self._write_small(self._checksums, checksums_of(self._temporary))
         _sync_folder(self._temporary)
         try:
             os.rename(self._temporary, self.target)  # replaces an empty folder, refuses any other
@@ -199,6 +235,11 @@ class SafetensorsWriter:
             self._refuse_existing()  # made by somebody else meanwhile
             raise
         _sync_folder(self.target.parent)
+
+    def _write_small(self, name: str, data: bytes) -> None:
+        with self._named(name), (self._temporary / name).open("wb") as file:
+            file.write(data)
+            _sync_and_close(file)
 
     def _refuse_existing(self) -> None:
         if not self.target.exists():

@@ -94,8 +94,9 @@ class DecodeGraphs:
         buffers = None if step.bucket is None else self._buffers.get(step.bucket)
         return not self._capture or (buffers is not None and buffers.graph is not None)
 
-    def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next call.
+    def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> tuple[ForwardBatch, torch.Tensor]:
+        """The bucket's batch and hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next
+        call.
 
         ``sampled`` are the tokens of the step before, where they have not been read (``batch.known_ids``).
         """
@@ -104,12 +105,12 @@ class DecodeGraphs:
         buffers.batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, buffers.batch)
         # Timing events and the log of collectives do not work in a graph: a step that is watched runs without.
         if not self._capture or observed():
-            return self._model(buffers.batch, self._cache)
+            return buffers.batch, self._model(buffers.batch, self._cache)
         if buffers.graph is None:
             self._capture_bucket(buffers)
         assert buffers.graph is not None and buffers.hidden is not None
         buffers.graph.replay()
-        return buffers.hidden
+        return buffers.batch, buffers.hidden
 
     def _capture_bucket(self, buffers: _Buffers) -> None:
         device = self._mesh.device

@@ -26,14 +26,14 @@ from torch.profiler import record_function
 
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.interrupts import uninterrupted
-from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers
+from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.request_checks import check_prompt, check_token_ids
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 from dsa_engine.model.model import Model
@@ -63,6 +63,9 @@ class Engine:
         self.options = options
         self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
         refuse_extra_layers(folder, config, options)
+        refuse_missing_modules(folder, config, options)
+        drafts = options.speculation.num_speculative_tokens if options.speculation else 0
+        modules = options.speculation.modules if options.speculation else 0
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
             raise ValueError(
@@ -86,16 +89,17 @@ class Engine:
                 options.overlap_indexer,
             )
             with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
-                self.model = Model(config, runtime)
+                self.model = Model(config, runtime, modules)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
         stored = cache_format(config, self.dtype)
-        token_bytes = cache_bytes_per_token(config, stored)
+        cached = config.with_mtp(modules)
+        token_bytes = cache_bytes_per_token(cached, stored)
         pages = affordable_pages(
             config, options, self.mesh, self.max_model_len, token_bytes, self.dtype, self.workspace
         )
         with enough_memory("the caches", "lower cache_memory"):
-            self.cache = KVCache(config, stored, pages, options.page_size, device)
+            self.cache = KVCache(cached, stored, pages, options.page_size, device)
         self.scheduler = Scheduler(
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
@@ -105,12 +109,18 @@ class Engine:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_prefill_share=options.max_prefill_share,
+            num_drafts=drafts,
         )
         self.graphs = None
         if device.type == "cuda" and not options.enforce_eager:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
-        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
-        self.async_scheduling = device.type == "cuda" and options.async_scheduling and self.mesh.static_decode
+        self.runner = ModelRunner(
+            self.model, self.cache, config, self.mesh, options.seed, self.graphs, num_drafts=drafts
+        )
+        # With drafts, which tokens the next step computes is known when this one has been read.
+        self.async_scheduling = (
+            device.type == "cuda" and options.async_scheduling and self.mesh.static_decode and not drafts
+        )
         self.launched_ahead = self._next_id = 0
         self._scheduled: list[Chunk] = []  # the next step, until it has been launched
         self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
@@ -208,10 +218,10 @@ class Engine:
             with record_function("read tokens"):
                 sampled = self._in_flight[0].read()
             with uninterrupted():
-                del self._in_flight[0]
+                indices = self._in_flight.pop(0).indices
                 now = time.perf_counter()
                 for one in sampled:
-                    del one.request.placeholders[: len(one.tokens)]
+                    del one.request.placeholders[: len(indices[one.request])]
                     if one.request.finish_reason is None:
                         self._take(one, now)
                         read.append(one)
@@ -224,6 +234,8 @@ class Engine:
             if ending is not None:
                 self.finish(sampled.request, *ending)
                 return
+        if sampled.drafts is not None:
+            self.scheduler.verified(sampled.request, sampled.drafts)
 
     def finish(
         self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.engine.batch import known_ids
-from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.request import Request
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.sampling_params import SamplingParams
 

@@ -50,6 +50,7 @@ class Request:
     logprobs: list[Logprobs] = field(default_factory=list)  # of each output token, where they are asked for
     prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
+    drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
@@ -85,13 +86,14 @@ class Request:
         return self.num_computed_tokens >= self.num_prefill_tokens
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at ``start … start+length-1``; ``-1 - index`` for a placeholder."""
+        """Token ids at ``start … start+length-1``, drafts behind the last; ``-1 - index`` for a placeholder."""
         border, end = len(self.prompt), start + length
         known = self.prompt[start:end] + self.output[max(0, start - border) : max(0, end - border)]
         if len(known) == length:
             return known
         border += len(self.output)
-        return known + [-1 - index for index in self.placeholders[max(0, start - border) : end - border]]
+        behind = [-1 - index for index in self.placeholders] + self.drafts
+        return known + behind[max(0, start - border) : end - border]
 
     def append(self, sampled: SampledToken, now: float, eos_token_ids: Collection[int]) -> Ending | None:
         """Takes the next token of the output, and decides whether the request ends with it.
@@ -161,6 +163,7 @@ class Request:
             )
         self.num_computed_tokens = num_computed_tokens
         if num_computed_tokens == 0:
+            self.drafts = []
             self.num_prefill_tokens = len(self)
 
     def piece(self, first: int) -> StreamPiece:

@@ -29,10 +29,12 @@ _ERRORS = {
 
 
 class Sampled(NamedTuple):
-    """What a step has sampled for one request: a token from each of its rows of logits, in order of position."""
+    """What a step has sampled for one request: a token from each of its rows of logits, in order of position; with
+    drafts, up to the first that was not accepted, and the token in its place."""
 
     request: Request
     tokens: list[SampledToken]
+    drafts: list[int] | None = None  # of the tokens behind these; None where nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,22 @@ class Samples:
     tokens: torch.Tensor  # int64 [ranks · largest row count of a rank], on the device; codes of errors in place of some
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
+    # Of each request, how many of its drafts were accepted, and drafts of the next tokens; None: nothing is drafted.
+    verified: Callable[[], list[tuple[int, list[int]]]] | None = None
 
     def read(self) -> list[Sampled]:
         """Waits until the device has sampled."""
         codes = self._codes()
         logprobs = self._logprobs() if self._logprobs else [None] * len(codes)
-        return [
+        sampled = [
             Sampled(request, [_sampled(codes[i], logprobs[i], request.params.logprobs) for i in indices])
             for request, indices in self.indices.items()
+        ]
+        if self.verified is None:
+            return sampled
+        return [
+            Sampled(one.request, one.tokens[: accepted + 1], drafts)
+            for one, (accepted, drafts) in zip(sampled, self.verified(), strict=True)
         ]
 
 

@@ -48,6 +48,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens a rank prefills in a step.
         max_prefill_share: of the steps taken while some request decodes, at most this share are prefill steps, in
             (0, 1]; 1 puts prefill first.
+        num_drafts: most drafts of a request in a step.
 
     Attributes:
         preemptions: times that a running request has lost its pages to an older one.
@@ -64,6 +65,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_share: float,
+        num_drafts: int = 0,
     ):
         self._groups = [range(first, first + cp_size) for first in range(0, world_size, cp_size)]
         self._page_size = page_size
@@ -71,6 +73,7 @@ class Scheduler:
         self._group_tokens = max_num_batched_tokens * cp_size
         self._budget: list[int] = []  # tokens that each group can still take in the step being planned
         self._max_prefill_share = max_prefill_share
+        self._num_drafts = num_drafts
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._ledger = PageLedger(rank, world_size, pages)
         self._waiting: deque[Request] = deque()  # both in order of arrival
@@ -193,6 +196,15 @@ class Scheduler:
             self._running.remove(request)
             insort(self._waiting, request, key=_arrival)
 
+    def verified(self, request: Request, drafts: list[int]) -> None:
+        """Records what a step has made of a request's drafts: it has its new tokens, and ``drafts`` of the next ones.
+
+        Rows of drafts that were not accepted are forgotten: its last token is the first to be computed again. The last
+        token that it may still have is never drafted: nothing would be gained.
+        """
+        request.rewind(len(request) - 1)
+        request.drafts = drafts[: max(0, request.params.max_tokens - request.num_output_tokens - 1)]
+
     def finish(self, request: Request) -> None:
         """Forgets a request, in whatever state, and frees its pages on every rank; ``Engine.finish`` ends it."""
         if request in self._running:
@@ -228,16 +240,12 @@ class Scheduler:
         for request in list(self._running):
             if _decodes(request):  # a younger one may have been preempted meanwhile
                 self._allocate_pages(request)
-        return [
-            Chunk(req, req.num_computed_tokens, len(req) - req.num_computed_tokens, range(req.owner, req.owner + 1))
-            for req in self._running
-            if _decodes(req)
-        ]
+        return [_decode_chunk(request) for request in self._running if _decodes(request)]
 
     def _allocate_pages(self, request: Request) -> None:
         """Gives a request the pages for all its tokens, at the cost of the youngest on its rank: itself, perhaps."""
         ledger, owner = self._ledger, request.owner
-        while request.prefilled and ledger.held(request, owner) < pages_for(len(request), self._page_size):
+        while request.prefilled and ledger.held(request, owner) < self._pages_with_drafts(request):
             if ledger.free[owner]:
                 ledger.take(request, owner, 1)
             else:
@@ -258,7 +266,7 @@ class Scheduler:
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
         free, load = self._ledger.free, self._load()
-        need = pages_for(request.num_prefill_tokens, self._page_size)
+        need = self._pages_with_drafts(request)
         fits = [
             number
             for number, ranks in enumerate(self._groups)
@@ -288,6 +296,14 @@ class Scheduler:
             load.reserved_pages[other.owner] += min(more, 1)
         return load
 
+    def _pages_with_drafts(self, request: Request) -> int:
+        """Pages of its tokens, of the drafts that its next step verifies, and of those that this step then makes: the
+        module's rows up to the one before the last draft."""
+        verified = self._num_drafts if request.prefilled else 0
+        more = verified + max(0, self._num_drafts - 1)
+        most = len(request.prompt) + request.max_tokens - 1
+        return pages_for(max(len(request), min(len(request) + more, most)), self._page_size)
+
     def _max_pages(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.
         return pages_for(prompt_len + max_tokens - 1, self._page_size)
@@ -296,6 +312,13 @@ class Scheduler:
 def _decodes(request: Request) -> bool:
     """Whether it decodes; not where its last token is sampled and only to be read."""
     return request.prefilled and request.num_output_tokens < request.max_tokens
+
+
+def _decode_chunk(request: Request) -> Chunk:
+    """Its tokens that are not computed, and its drafts, each of which is compared with what is sampled before it."""
+    start, drafts = request.num_computed_tokens, len(request.drafts)
+    owner = range(request.owner, request.owner + 1)
+    return Chunk(request, start, len(request) + drafts - start, owner, 1 + drafts)
 
 
 def _arrival(request: Request) -> int:

@@ -1,10 +1,11 @@
-"""What ``scripts/measure_ttft.py`` and ``scripts/measure_tpot.py`` do alike; each shows another latency."""
+"""What ``scripts/measure_ttft.py``, ``scripts/measure_tpot.py`` and ``dsa-engine bench`` do alike; each shows another
+latency."""
 
 from __future__ import annotations
 
 import argparse
 
-from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported
+from dsa_engine.arguments import add_engine_arguments, lengths, reported
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
@@ -18,19 +19,44 @@ from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_json
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
+from dsa_engine.output_files import check_outputs
+
+OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
 
-def measure_and_report(metric: str, description: str, output_len: int) -> None:
-    """Parses the command line, measures every length and batch size, and reports ``metric`` ("ttft" or "tpot").
+def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
+    """Adds the options of :func:`run_latency`."""
+    parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
+    parser.add_argument(
+        "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
+    )
+    parser.add_argument("--output-len", type=int, default=OUTPUT_LEN[metric], help="tokens per request")
+    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
+    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
+    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
+    if metric == "tpot":
+        parser.add_argument(
+            "--fill-cache",
+            choices=("random",),
+            help="fill the caches with random rows instead of computing the prompts",
+        )
+    add_engine_arguments(parser)
+    add_emulation_arguments(parser)
+
+
+def run_latency(args: argparse.Namespace, metric: str) -> None:
+    """Measures every length and batch size, and reports ``metric``: files first, then tables.
 
     Args:
-        metric: which time the table and the plot show; the JSON holds both.
-        description: of the script, for ``--help``.
-        output_len: default number of output tokens.
+        args: of :func:`add_arguments`.
+        metric: "ttft" or "tpot": which time the table and the plot show; the JSON holds both.
+
+    Raises:
+        ValueError, OSError: an option or a file is not possible; then nothing has been measured.
     """
-    args = _parse(metric, description, output_len)
-    check_outputs(args.json, args.profile, args.plot)
-    check_plot(args.plot)
+    _check(args, metric)
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # all of them, before any is measured
@@ -42,54 +68,35 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
         for input_len in args.input_len
         for batch_size in args.batch_size
     ]
+    if engine.mesh.reports:
+        scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
+        listed = [
+            r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)
+        ]
+        about = run_report(llm, reported(args), num_processes(engine))
+        if args.json:
+            graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
+            write_json(args.json, {**about, **graphs, **to_json(engine, links), "results": listed})
+        if args.plot:
+            plot_latency(listed, metric, args.plot, caption(about, title(engine)))
     if args.profile:
         _profile(engine, args)
-    if not engine.mesh.reports:
-        return
-    scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
-    print_latencies(metric, results, heading(engine, links))
-    for result, times in zip(results, scaled, strict=True):
-        if depth:
-            print(depth.line(size_of(result), metric, times))
-    listed = [r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)]
-    about = run_report(llm, reported(args), num_processes(engine))
-    if args.json:
-        graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-        write_json(args.json, {**about, **graphs, **to_json(engine, links), "results": listed})
-    if args.plot:
-        plot_latency(listed, metric, args.plot, caption(about, title(engine)))
+    if engine.mesh.reports:
+        print_latencies(metric, results, heading(engine, links))
+        for result, times in zip(results, scaled, strict=True):
+            if depth:
+                print(depth.line(size_of(result), metric, times))
 
 
-def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace:
-    parser = argument_parser(description)
-    parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
-    parser.add_argument(
-        "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
-    )
-    parser.add_argument(
-        "--output-len", type=int, default=output_len, help=f"tokens per request (default: {output_len})"
-    )
-    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
-    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
-    parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
-    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
-    if metric == "tpot":
-        parser.add_argument(
-            "--fill-cache",
-            choices=("random",),
-            help="fill the caches with random rows instead of computing the prompts",
-        )
-    add_engine_arguments(parser)
-    add_emulation_arguments(parser)
-    args = parser.parse_args()
+def _check(args: argparse.Namespace, metric: str) -> None:
     fewest = 2 if metric == "tpot" else 1
     if args.output_len < fewest or args.repeat < 1 or args.warmup < 0:
         raise ValueError(
             f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
             f"not {args.output_len}, {args.repeat} and {args.warmup}"
         )
-    return args
+    check_outputs(args.json, args.profile, args.plot)
+    check_plot(args.plot)
 
 
 def _measure(

@@ -7,7 +7,7 @@ file has to ask. Field names are those of ``config.json``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,15 @@ class ModelConfig:
     @property
     def has_indexer(self) -> bool:
         return self.index_topk > 0
+
+    def with_mtp(self, modules: int) -> ModelConfig:
+        """The same with the layers of ``modules`` MTP modules behind the others in ``mlp_layer_types`` and
+        ``indexer_types``: each selects for itself."""
+        return replace(
+            self,
+            mlp_layer_types=(*self.mlp_layer_types, *("sparse",) * modules),
+            indexer_types=(*self.indexer_types, *("full" if self.has_indexer else "none",) * modules),
+        )
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, overrides: dict[str, Any] | None = None) -> ModelConfig:

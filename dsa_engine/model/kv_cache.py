@@ -24,11 +24,11 @@ def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
 def cache_bytes_per_token(config: ModelConfig, format: CacheFormat) -> int:
     """Bytes that one token takes in the caches of all layers: a latent row each, an index key where a layer selects."""
     index_key = format.index_key.row_bytes if format.index_key else 0
-    return config.num_hidden_layers * format.latent.row_bytes + config.indexer_types.count("full") * index_key
+    return len(config.indexer_types) * format.latent.row_bytes + config.indexer_types.count("full") * index_key
 
 
 class KVCache:
-    """The pools of one rank.
+    """The pools of one rank; with a configuration that has MTP modules (``ModelConfig.with_mtp``), theirs too.
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsa_engine.measure.plots import load_pyplot
+from dsa_engine.measure.plots import load_pyplot, save
 
 
 def plot_losses(log: list[dict[str, Any]], path: str) -> None:
@@ -35,8 +35,7 @@ def plot_losses(log: list[dict[str, Any]], path: str) -> None:
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path, dpi=110)
 
 
 class _Smooth:
@@ -70,5 +69,4 @@ def plot_retrieval(results: list[dict[str, Any]], path: str, title: str = "") ->
     axes.set(xlabel="document, tokens, and all depths together", ylabel="depth of the fact")
     axes.set_title(title, fontsize="medium")
     figure.colorbar(image, label="right answers")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path, dpi=110)

@@ -53,7 +53,7 @@ def test_padded_steps(
     steps, before = [], []
 
     class Counted(DecodeGraphs):
-        def forward(self, step: Any, sampled: torch.Tensor | None) -> torch.Tensor:
+        def forward(self, step: Any, sampled: torch.Tensor | None) -> Any:
             steps.append([plan.num_tokens for plan in step.ranks])
             before.append(sampled is not None)
             return super().forward(step, sampled)
@@ -100,7 +100,7 @@ class Rows:
         ]
         plan = self.runner.plan(chunks)
         assert plan.decodes == decodes and (plan.bucket is not None) == (decodes and self.runner._graphs is not None)
-        hidden = self.runner._forward(plan)
+        _, hidden = self.runner._forward(plan)
         wanted = plan.ranks[0].logits_rows
         assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
         logits = self.runner._sampled_logits(plan, hidden)

@@ -14,8 +14,8 @@ import torch
 
 import dsa_engine
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.tokenizer import Tokenizer
 
 TEXTS = ["first request", "the second", "a third one of them"]

@@ -65,7 +65,7 @@ def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
         request.output += output.token_ids[1:count]
     chunks = [replace(chunk, num_logits=chunk.length) for chunk in engine.scheduler.schedule()]
     assert [chunk.length for chunk in chunks] == rows
-    found = dict(engine.runner.launch(engine.runner.plan(chunks)).read())
+    found = {one.request: one.tokens for one in engine.runner.launch(engine.runner.plan(chunks)).read()}
     for request, output, count in zip(requests, wanted, rows, strict=True):
         assert [one.token for one in found[request]] == output.token_ids[1 : 1 + count]
         if output.logprobs is not None:

@@ -203,7 +203,7 @@ class Scheduler:
         token that it may still have is never drafted: nothing would be gained.
         """
         request.rewind(len(request) - 1)
-        request.drafts = drafts[: max(0, request.params.max_tokens - request.num_output_tokens - 1)]
+        request.drafts = drafts[: max(0, request.max_tokens - request.num_output_tokens - 1)]
 
     def finish(self, request: Request) -> None:
         """Forgets a request, in whatever state, and frees its pages on every rank; ``Engine.finish`` ends it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from itertools import islice
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 
 from dsa_engine.chat_template import Message, conversations
+from dsa_engine.engine.call import Call, Calls
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.start_log import log_start
-from dsa_engine.interrupts import uninterrupted
 from dsa_engine.logs import set_up_logging
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
@@ -45,7 +46,9 @@ class LLM:
         self.folder = resolve_model(options.model)
         self.engine = Engine(self.folder, options)
         log_start(self.engine, self.folder)
+        self._calls = Calls(self.engine)
         self._tokenizer: Tokenizer | None = None
+        self._loading = threading.Lock()  # one thread loads it
 
     def generate(
         self,
@@ -85,23 +88,16 @@ class LLM:
             with of_many(number, len(many)):
                 prepared.append(self._prepare(prompt, p))
         self._agree([tokens for tokens, _ in prepared], params)
-        requests: list[Request] = []
-        try:
+        with self._calls.new() as call:
             for number, ((tokens, tokenizer), p) in enumerate(zip(prepared, params, strict=True)):
-                for of_one in p.of_each_output():
-                    with of_many(number, len(many)), uninterrupted():  # no request is queued and not remembered here
-                        requests.append(self.engine.add(tokens, of_one, tokenizer))
+                with of_many(number, len(many)):
+                    for of_one in p.of_each_output():
+                        call.add(tokens, of_one, tokenizer)
+            requests = call.requests
             with self.engine.progress(len(requests), "requests", "generating", use_tqdm) as bar:
-                while any(request.finish_reason is None for request in requests):
-                    self.engine.step()
-                    bar.set_postfix_str(_progress(requests), refresh=False)
-                    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
-            of_prompt = iter(requests)
-            return [
-                _request_output(prompt, list(islice(of_prompt, p.n))) for prompt, p in zip(many, params, strict=True)
-            ]
-        finally:
-            self._abort(requests)
+                call.run(None if getattr(bar, "disable", False) else lambda: _show(bar, requests))
+            each = iter(requests)
+            return [_request_output(prompt, list(islice(each, p.n))) for prompt, p in zip(many, params, strict=True)]
 
     def chat(
         self,
@@ -144,56 +140,51 @@ class LLM:
         Closing the iterator ends the request; so does an error or an interrupt in it. ``contextlib.closing`` closes it
         at once where a loop over it is left early. Errors are those of :meth:`generate`.
         """
-        params = sampling_params or SamplingParams()
-        parsed = _only(prompt)
-        tokens, tokenizer = self._prepare(parsed, params)
+        call = self._calls.new()
+        pieces = self._pieces(call, prompt, sampling_params or SamplingParams())
+        call.of(pieces)
+        return pieces
+
+    def _pieces(self, call: Call, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
+        tokens, tokenizer = self._prepare(_only(prompt), params)
         if params.n > 1 or params.prompt_logprobs is not None:
             raise ValueError(
                 "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
             )
         self._agree([tokens], [params])
-        requests: list[Request] = []
-        streamed, ended = 0, False
         try:
-            with uninterrupted():
-                requests.append(request := self.engine.add(tokens, params, tokenizer))
+            request = call.add(tokens, params, tokenizer)
+            streamed, ended = 0, False
             while not ended:
-                # Steps serve all that runs: another caller may have brought tokens, or the end.
-                ended = request.finish_reason is not None
-                if ended or len(request.output) > streamed:
-                    piece = request.piece(streamed)
-                    streamed += len(piece.token_ids)
-                    yield piece
-                else:
-                    self.engine.step()
+                piece = call.piece(request, streamed)
+                streamed += len(piece.token_ids)
+                ended = piece.finish_reason is not None
+                yield piece
         finally:
-            self._abort(requests)
+            call.end()
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
-        return self.engine.prompt_logits(self._encode(_only(prompt)))
+        tokens = self._encode(_only(prompt))
+        self.engine.check(tokens)
+        return self._calls.alone(lambda: self.engine.prompt_logits(tokens))
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
-        if self._tokenizer is None:
-            if not Tokenizer.lies_in(self.folder):
-                raise ValueError(
-                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or bad "
-                    "words"
-                )
-            self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
-        return self._tokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                if not Tokenizer.lies_in(self.folder):
+                    raise ValueError(
+                        f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or "
+                        "bad words"
+                    )
+                self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
+            return self._tokenizer
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer as ``transformers`` made it."""
         return self.tokenizer.hf
-
-    def _abort(self, requests: list[Request]) -> None:
-        """Ends those that have not ended."""
-        with uninterrupted():
-            for request in requests:
-                self.engine.finish(request, "abort")
 
     def _encode(self, prompt: ParsedPrompt) -> list[int]:
         if prompt.token_ids is not None:
@@ -209,7 +200,8 @@ class LLM:
             return
         digest = blake2b(repr((prompts, params)).encode(), digest_size=7).digest()
         mine = torch.tensor([int.from_bytes(digest, "big")], device=mesh.device)
-        everybodys = mesh.world.all_gather(mine).tolist()
+        with self._calls.together():
+            everybodys = mesh.world.all_gather(mine).tolist()
         others = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]
         if others:
             raise ValueError(
@@ -254,6 +246,11 @@ def _request_output(prompt: ParsedPrompt, requests: list[Request]) -> RequestOut
         outputs=[request.completion(index) for index, request in enumerate(requests)],
         prompt_logprobs=first.prompt_logprobs,
     )
+
+
+def _show(bar: Any, requests: list[Request]) -> None:
+    bar.set_postfix_str(_progress(requests), refresh=False)
+    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
 
 
 def _progress(requests: list[Request]) -> str:

@@ -20,6 +20,8 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
+    ("engine.call",),
+    ("engine.turns",),
     ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),

@@ -62,6 +62,7 @@ class Request:
     finish_reason: str | None = None  # of its ending
     error: str | None = None
     stop_reason: int | str | None = None
+    exception: Exception | None = None  # of a step that it was part of; whoever waits for it is to raise this
 
     def __post_init__(self) -> None:
         self.num_prefill_tokens = len(self.prompt)

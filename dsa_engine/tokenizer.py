@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.chat_template import render
+from dsa_engine.errors import CheckpointError
 from dsa_engine.outputs import Logprob, Logprobs
 
 
@@ -70,6 +72,32 @@ class Tokenizer:
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation; see :meth:`chat_text`."""
         return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Says before anything is loaded that a file of the tokenizer is damaged; a folder without any is fine.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON ({error}); get the file again") from error
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        from tokenizers import Tokenizer as Read  # of transformers, and much quicker to import
+
+        try:
+            Read.from_file(str(path))
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            with path.open("rb") as file:
+                pointer = file.read(40).startswith(b"version https://git-lfs")
+            advice = "it is a git-lfs pointer: run `git lfs pull` in its folder" if pointer else "get the file again"
+            raise CheckpointError(f"{path} is no tokenizer ({reason}); {advice}") from error
 
 
 # Tokens whose text is held back because they may still become a character.

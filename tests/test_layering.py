@@ -16,7 +16,9 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 # From the top: a module imports from its own row and the rows below it. A room stands for its modules that have no row
 # of their own.
 LAYERS = (
+    ("__main__",),
     ("cli", "training"),
+    ("commands",),
     ("measure",),
     ("arguments",),
     ("llm",),
@@ -36,7 +38,7 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "options", "sampling_params", "tokenizer"),
+    ("checkpoint", "demo", "model_folder", "options", "sampling_params", "tokenizer"),
     ("chat_template", "outputs", "prompts"),
     (
         "model.config",

@@ -35,7 +35,7 @@ from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
 from dsa_engine.interrupts import interruptible, uninterrupted
 from dsa_engine.model.config import DTYPES, ModelConfig
-from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.model.runtime import Runtime
@@ -75,6 +75,7 @@ class Engine:
         self.mesh = options.parallel.create_mesh(options.device)
         device = self.mesh.device
         self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
+        stored = cache_format(config, cache_dtype(options.kv_cache_dtype, self.dtype))  # refused before anything loads
         workspace = options.workspace
         self.workspace = default_workspace(device) if workspace is None else parse_bytes(workspace, "workspace")
 
@@ -92,7 +93,6 @@ class Engine:
                 self.model = Model(config, runtime, modules)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
-        stored = cache_format(config, self.dtype)
         cached = config.with_mtp(modules)
         token_bytes = cache_bytes_per_token(cached, stored)
         pages = affordable_pages(

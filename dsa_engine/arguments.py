@@ -23,7 +23,6 @@ from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.vllm_options import answer
 
-
 _RANK_0_SPEAKS_S = 10.0
 
 

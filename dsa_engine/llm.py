@@ -6,7 +6,6 @@ import threading
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,14 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.start_log import log_start
 from dsa_engine.logs import set_up_logging
+from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.option_fields import takes_options_of
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.sizes import format_bytes
+from dsa_engine.tokenizer import Tokenizer, check_tokenizer
 
 Prompt = str | Seq[int]
 
@@ -43,6 +44,7 @@ class LLM:
         set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
+        check_tokenizer(self.folder)  # before the weights, which may take minutes
         self.engine = Engine(self.folder, options)
         log_start(self.engine, self.folder)
         self._calls = Calls(self.engine)
@@ -160,6 +162,20 @@ class LLM:
                 self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
             return self._tokenizer
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether outputs have texts, and prompts may be some."""
+        return Tokenizer.lies_in(self.folder)
+
+    def __repr__(self) -> str:
+        engine = self.engine
+        config, cache, mesh = engine.config, engine.cache, engine.mesh
+        return (
+            f"LLM({str(engine.options.model)!r}: {config.model_type}, {config.num_hidden_layers} layers, "
+            f"{str(engine.dtype).removeprefix('torch.')} on {mesh.device}, rank {mesh.rank} of {mesh.world_size}, "
+            f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
+        )
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
@@ -194,15 +210,6 @@ class LLM:
         texts = bool(params.stop_strings) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
         return self._encode(prompt), tokenizer
-
-
-def resolve_model(model: str | Path) -> Path:
-    """The folder of a model; "demo" comes with the package, "demo-random" is made on first use."""
-    if str(model) not in ("demo", "demo-random"):
-        return Path(model)
-    from dsa_engine.demo import demo_folder, trained_folder  # only who asks for a demo model pays for making it
-
-    return trained_folder() if str(model) == "demo" else demo_folder()
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -35,7 +35,7 @@ Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 def _check_model(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be a folder or 'demo', not {value!r}")
+        raise TypeError(f"{name} must be a folder, a hub id or 'demo', not {value!r}")
 
 
 def _check_dtype(name: str, value: Any) -> None:
@@ -68,9 +68,9 @@ class EngineOptions(Options):
     model: str | Path = option(
         Kind(_check_model),
         "demo",
-        'a Hugging Face folder (config.json, safetensors, tokenizer files); "demo", a small trained model; or '
-        '"demo-random", an untrained one.',
-        help="a Hugging Face model folder, or 'demo' (default)",
+        "a Hugging Face folder (config.json, safetensors, tokenizer files); a hub id whose files are in the local "
+        'Hugging Face cache; "demo", a small trained model; or "demo-random", an untrained one.',
+        help="a Hugging Face model folder, a hub id in the local cache, or 'demo' (default)",
     )
     _: KW_ONLY
     dtype: str = option(

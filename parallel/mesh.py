@@ -159,9 +159,13 @@ class Mesh:
     def _exchange_machines(self) -> list[int]:
         """One exchange of host names, by digest: machines are numbered in the order of their first rank."""
         digest = blake2b(socket.gethostname().encode(), digest_size=7).digest()
-        names = self.world.all_gather(torch.tensor([int.from_bytes(digest, "big")], device=self.device)).tolist()
+        names = self.exchange(int.from_bytes(digest, "big"))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
+
+    def exchange(self, value: int) -> list[int]:
+        """A number of every rank of the mesh, below 2⁶³; every rank calls it."""
+        return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
     @property
     def static_decode(self) -> bool:

@@ -53,6 +53,12 @@ YARN: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session")
+def base_config() -> dict[str, Any]:
+    """Keys of a small ``config.json`` of any model type, without an indexer."""
+    return dict(BASE)
+
+
 # The longest groups, in this order; all others follow.
 FIRST = (
     "tests/distributed",

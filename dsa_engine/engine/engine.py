@@ -112,7 +112,7 @@ class Engine:
         )
         self.graphs = None
         if device.type == "cuda" and not options.enforce_eager:
-            self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
+            self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh, num_drafts=drafts)
         self.runner = ModelRunner(
             self.model, self.cache, config, self.mesh, options.seed, self.graphs, num_drafts=drafts
         )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dsa_engine.parallel.mesh import Mesh
-from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, is_number, option
+from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, option
+from dsa_engine.parallel.value_checks import number
 
 CpLayout = Literal["head_tail", "contiguous"]
 MoeDispatch = Literal["all_to_all", "all_gather"]
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
 
 
 @documented
@@ -61,7 +56,7 @@ class ParallelConfig(Options):
         help="which tokens of a sequence a rank prefills",
     )
     timeout: float = option(
-        Kind(_check_seconds, float, metavar="SECONDS"),
+        Kind(number(above=0, what=" (seconds)"), float, metavar="SECONDS"),
         600.0,
         "seconds after which a collective that does not complete ends the run.",
         help="for a collective",

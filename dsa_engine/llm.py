@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dsa_engine.chat_template import Message, conversations
+from dsa_engine.engine.agreement import agree_on_call
 from dsa_engine.engine.call import Call, Calls
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.request import Request
@@ -90,7 +90,7 @@ class LLM:
         for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
             with of_many(number, len(many)):
                 prepared.append(self._prepare(prompt, p))
-        self._agree([tokens for tokens, _ in prepared], params)
+        self._agree("generate", [tokens for tokens, _ in prepared], params)
         with self._calls.new() as call:
             for number, ((tokens, tokenizer), p) in enumerate(zip(prepared, params, strict=True)):
                 with of_many(number, len(many)):
@@ -154,7 +154,7 @@ class LLM:
             raise ValueError(
                 "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
             )
-        self._agree([tokens], [params])
+        self._agree("stream", [tokens], [params])
         try:
             request = call.add(tokens, params, tokenizer)
             streamed, ended = 0, False
@@ -170,20 +170,21 @@ class LLM:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
         tokens = self._encode(_only(prompt))
         self.engine.check(tokens)
+        self._agree("prompt_logits", [tokens], [])
         return self._calls.alone(lambda: self.engine.prompt_logits(tokens))
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
-        with self._loading:
-            if self._tokenizer is None:
-                if not Tokenizer.lies_in(self.folder):
-                    raise ValueError(
-                        f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or "
-                        "bad words"
-                    )
-                self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
-            return self._tokenizer
+        if self._tokenizer is None:
+            if not Tokenizer.lies_in(self.folder):
+                raise ValueError(
+                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or "
+                    "bad words"
+                )
+            with self._loading:
+                self._tokenizer = self._tokenizer or Tokenizer(self.folder, self.engine.options.trust_remote_code)
+        return self._tokenizer
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer as ``transformers`` made it."""
@@ -217,21 +218,8 @@ class LLM:
             raise ValueError("the prompt is empty; give some text or token ids")
         return self.tokenizer.encode(prompt.text)
 
-    def _agree(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """``ValueError`` where the ranks were given different requests: nothing good would come of them."""
-        mesh = self.engine.mesh
-        if mesh.world_size == 1:
-            return
-        digest = blake2b(repr((prompts, params)).encode(), digest_size=7).digest()
-        mine = torch.tensor([int.from_bytes(digest, "big")], device=mesh.device)
-        with self._calls.together():
-            everybodys = mesh.world.all_gather(mine).tolist()
-        others = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]
-        if others:
-            raise ValueError(
-                f"rank(s) {', '.join(map(str, others))} were given other requests than rank 0; give every rank the "
-                "same prompts and sampling parameters: each gets all outputs"
-            )
+    def _agree(self, kind: str, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        agree_on_call(self.engine.mesh, kind, prompts, params, self._calls.together())
 
     def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> tuple[list[int], Tokenizer | None]:
         """The tokens of a prompt, and what makes text of its output; everything that takes time before it is queued."""

@@ -18,12 +18,14 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
@@ -72,7 +74,7 @@ class Engine:
                 f"max_model_len {self.max_model_len} exceeds the model's {config.max_position_embeddings} positions; "
                 "lower it, or raise max_position_embeddings with hf_overrides"
             )
-        self.mesh = options.parallel.create_mesh(options.device)
+        self.mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
         device = self.mesh.device
         self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
         stored = cache_format(config, cache_dtype(options.kv_cache_dtype, self.dtype))  # refused before anything loads

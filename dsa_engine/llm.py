@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,7 @@ from dsa_engine.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import format_bytes
 from dsa_engine.tokenizer import Tokenizer, check_tokenizer
+from dsa_engine.vllm_options import method_answer
 
 
 class LLM:
@@ -226,6 +227,13 @@ class LLM:
             f"{str(engine.dtype).removeprefix('torch.')} on {mesh.device}, rank {mesh.rank} of {mesh.world_size}, "
             f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
         )
+
+    if not TYPE_CHECKING:  # to which any name would be an attribute then
+
+        def __getattr__(self, name: str) -> Any:
+            """Only asked for what there is not."""
+            instead = method_answer(name)
+            raise AttributeError(f"LLM has no {name!r}" + (f": {instead}" if instead else ""), name=name, obj=self)
 
     def _encode(self, prompt: ParsedPrompt) -> list[int]:
         if prompt.token_ids is not None:

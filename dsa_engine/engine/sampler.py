@@ -93,8 +93,9 @@ class Sampler:
         asked = [request.params.logprobs for request in indices if request.params.logprobs is not None]
         unmodified = logits.clone() if asked else logits
         wanted = _wanted(plan.ranks[self._mesh.rank])
+        total = logits.sum(dim=-1)  # finite where all of a row are, also those that the terms forbid
         self._terms.apply(logits, wanted, sampled)
-        tokens = self._choose(wanted, logits)
+        tokens = self._choose(wanted, logits).where(total.isfinite(), _NOT_FINITE)
         spare = most - len(tokens)
         everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
         logprobs = None

@@ -29,6 +29,7 @@ LAYERS = (
     ("engine.speculation",),
     ("engine.padded_drafts",),
     ("engine.decode_graphs", "engine.sampler"),
+    ("engine.logit_terms",),
     ("engine",),
     ("model.model",),
     ("model.mtp",),
@@ -38,7 +39,8 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "model_folder", "options", "outputs", "sampling_params", "tokenizer"),
+    ("checkpoint", "demo", "model_folder", "options", "sampling_params", "tokenizer"),
+    ("chat_template", "outputs", "prompts"),
     (
         "model.config",
         "model.rope_config",

@@ -92,7 +92,7 @@ class ModelRunner:
             sampled: ``Samples.tokens`` of the step before, where they have not been read.
         """
         batch, hidden = self._forward(plan, sampled)
-        samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden))
+        samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
         if self.num_drafts == 0:
             return samples
         assert self.drafter is not None

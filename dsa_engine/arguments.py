@@ -128,7 +128,7 @@ def _flag(f: Field[Any]) -> str:
 
 def reported(args: argparse.Namespace) -> dict[str, Any]:
     """The options of a run as its report keeps them: those that have a value, and not where results were written."""
-    written = ("json", "plot", "profile", "dump_logits")
+    written = ("json", "plot", "profile", "dump_logits", "command")  # command: which of dsa-engine's it is
     return {name: value for name, value in vars(args).items() if value is not None and name not in written}
 
 

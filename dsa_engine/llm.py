@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsa_engine.engine.call import Call, Calls
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.start_log import log_start
-from dsa_engine.interrupts import uninterrupted
 from dsa_engine.logs import set_up_logging
+from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.option_fields import takes_options_of
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.sizes import format_bytes
+from dsa_engine.tokenizer import Tokenizer, check_tokenizer
 
 Prompt = str | Seq[int]
 
@@ -42,9 +44,12 @@ class LLM:
         set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
+        check_tokenizer(self.folder)  # before the weights, which may take minutes
         self.engine = Engine(self.folder, options)
         log_start(self.engine, self.folder)
+        self._calls = Calls(self.engine)
         self._tokenizer: Tokenizer | None = None
+        self._loading = threading.Lock()  # one thread loads it
 
     def generate(
         self,
@@ -80,19 +85,13 @@ class LLM:
                 )
         prepared = [self._prepare(prompt, p) for prompt, p in zip(many, params, strict=True)]
         self._agree([tokens for tokens, _ in prepared], params)
-        requests: list[Request] = []
-        try:
+        with self._calls.new() as call:
             for (tokens, tokenizer), p in zip(prepared, params, strict=True):
-                with uninterrupted():  # no request is queued without being remembered here
-                    requests.append(self.engine.add(tokens, p, tokenizer))
+                call.add(tokens, p, tokenizer)
+            requests = call.requests
             with self.engine.progress(len(requests), "requests", "generating", use_tqdm) as bar:
-                while any(request.finish_reason is None for request in requests):
-                    self.engine.step()
-                    bar.set_postfix_str(_progress(requests), refresh=False)
-                    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
+                call.run(None if getattr(bar, "disable", False) else lambda: _show(bar, requests))
             return [request.request_output() for request in requests]
-        finally:
-            self._abort(requests)
 
     def chat(
         self,
@@ -126,46 +125,56 @@ class LLM:
         Closing the iterator ends the request; so does an error or an interrupt in it. ``contextlib.closing`` closes it
         at once where a loop over it is left early. Errors are those of :meth:`generate`.
         """
-        params = sampling_params or SamplingParams()
+        call = self._calls.new()
+        pieces = self._pieces(call, prompt, sampling_params or SamplingParams())
+        call.of(pieces)
+        return pieces
+
+    def _pieces(self, call: Call, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
         tokens, tokenizer = self._prepare(prompt, params)
         self._agree([tokens], [params])
-        requests: list[Request] = []
-        streamed, ended = 0, False
         try:
-            with uninterrupted():
-                requests.append(request := self.engine.add(tokens, params, tokenizer))
+            request = call.add(tokens, params, tokenizer)
+            streamed, ended = 0, False
             while not ended:
-                # Steps serve all that runs: another caller may have brought tokens, or the end.
-                ended = request.finish_reason is not None
-                if ended or len(request.output) > streamed:
-                    piece = request.piece(streamed)
-                    streamed += len(piece.token_ids)
-                    yield piece
-                else:
-                    self.engine.step()
+                piece = call.piece(request, streamed)
+                streamed += len(piece.token_ids)
+                ended = piece.finish_reason is not None
+                yield piece
         finally:
-            self._abort(requests)
+            call.end()
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
-        return self.engine.prompt_logits(self._encode(prompt))
+        tokens = self._encode(prompt)
+        self.engine.check(tokens)
+        return self._calls.alone(lambda: self.engine.prompt_logits(tokens))
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
-        if self._tokenizer is None:
-            if not Tokenizer.lies_in(self.folder):
-                raise ValueError(
-                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings"
-                )
-            self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
-        return self._tokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                if not Tokenizer.lies_in(self.folder):
+                    raise ValueError(
+                        f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings"
+                    )
+                self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
+            return self._tokenizer
 
-    def _abort(self, requests: list[Request]) -> None:
-        """Ends those that have not ended."""
-        with uninterrupted():
-            for request in requests:
-                self.engine.finish(request, "abort")
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether outputs have texts, and prompts may be some."""
+        return Tokenizer.lies_in(self.folder)
+
+    def __repr__(self) -> str:
+        engine = self.engine
+        config, cache, mesh = engine.config, engine.cache, engine.mesh
+        return (
+            f"LLM({str(engine.options.model)!r}: {config.model_type}, {config.num_hidden_layers} layers, "
+            f"{str(engine.dtype).removeprefix('torch.')} on {mesh.device}, rank {mesh.rank} of {mesh.world_size}, "
+            f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
+        )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -184,7 +193,8 @@ class LLM:
             return
         digest = blake2b(repr((prompts, params)).encode(), digest_size=7).digest()
         mine = torch.tensor([int.from_bytes(digest, "big")], device=mesh.device)
-        everybodys = mesh.world.all_gather(mine).tolist()
+        with self._calls.together():
+            everybodys = mesh.world.all_gather(mine).tolist()
         others = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]
         if others:
             raise ValueError(
@@ -202,21 +212,17 @@ class LLM:
         return self._encode(prompt), tokenizer
 
 
-def resolve_model(model: str | Path) -> Path:
-    """The folder of a model; "demo" comes with the package, "demo-random" is made on first use."""
-    if str(model) not in ("demo", "demo-random"):
-        return Path(model)
-    from dsa_engine.demo import demo_folder, trained_folder  # only who asks for a demo model pays for making it
-
-    return trained_folder() if str(model) == "demo" else demo_folder()
-
-
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or not isinstance(prompts, Seq) or isinstance(next(iter(prompts), None), int):
         return [prompts]  # type: ignore[list-item]
     if len(prompts) == 0:
         raise ValueError("no prompts; give a text, a list of token ids, or a list of those")
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _show(bar: Any, requests: list[Request]) -> None:
+    bar.set_postfix_str(_progress(requests), refresh=False)
+    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
 
 
 def _progress(requests: list[Request]) -> str:

@@ -29,12 +29,13 @@ from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8"]  # vLLM's words
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
 def _check_model(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be a folder or 'demo', not {value!r}")
+        raise TypeError(f"{name} must be a folder, a hub id or 'demo', not {value!r}")
 
 
 def _check_dtype(name: str, value: Any) -> None:
@@ -67,9 +68,9 @@ class EngineOptions(Options):
     model: str | Path = option(
         Kind(_check_model),
         "demo",
-        'a Hugging Face folder (config.json, safetensors, tokenizer files); "demo", a small trained model; or '
-        '"demo-random", an untrained one.',
-        help="a Hugging Face model folder, or 'demo' (default)",
+        "a Hugging Face folder (config.json, safetensors, tokenizer files); a hub id whose files are in the local "
+        'Hugging Face cache; "demo", a small trained model; or "demo-random", an untrained one.',
+        help="a Hugging Face model folder, a hub id in the local cache, or 'demo' (default)",
     )
     _: KW_ONLY
     dtype: str = option(
@@ -104,6 +105,13 @@ class EngineOptions(Options):
         False,
         "let the model folder's tokenizer run Python code of its own, as in vLLM; read that code first.",
         help="let the model folder's tokenizer run Python code of its own",
+    )
+    kv_cache_dtype: KVCacheDtype = option(
+        choice(KVCacheDtype),
+        "auto",
+        '"auto" caches in the dtype of the run; "fp8" in 656 bytes a latent row and 132 an index key of DeepSeek-V3.2, '
+        'with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        help="auto: the dtype of the run; fp8: about half of bfloat16's bytes",
     )
     max_model_len: int | None = option(
         POSITIVE_INT,

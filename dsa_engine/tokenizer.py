@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+from dsa_engine.errors import CheckpointError
 
 
 class Tokenizer:
@@ -53,6 +56,32 @@ class Tokenizer:
             raise ValueError(f"{self._folder} has no chat template; use generate() with a prompt of your own making")
         text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self._hf.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Says before anything is loaded that a file of the tokenizer is damaged; a folder without any is fine.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON ({error}); get the file again") from error
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        from tokenizers import Tokenizer as Read  # of transformers, and much quicker to import
+
+        try:
+            Read.from_file(str(path))
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            with path.open("rb") as file:
+                pointer = file.read(40).startswith(b"version https://git-lfs")
+            advice = "it is a git-lfs pointer: run `git lfs pull` in its folder" if pointer else "get the file again"
+            raise CheckpointError(f"{path} is no tokenizer ({reason}); {advice}") from error
 
 
 # Tokens whose text is held back because they may still become a character.

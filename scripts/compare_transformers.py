@@ -10,7 +10,6 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, lengths, run
-from dsa_engine.llm import resolve_model
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.measure.transformers_comparison import (
     compare_decode,
@@ -18,6 +17,7 @@ from dsa_engine.measure.transformers_comparison import (
     float32_checkpoint,
     load_transformers,
 )
+from dsa_engine.model_folder import resolve_model
 from dsa_engine.output_files import check_outputs
 from dsa_engine.sizes import format_bytes
 

@@ -15,11 +15,12 @@ from dsa_engine.arguments import argument_parser, run
 from dsa_engine.checkpoint import dequantize_checkpoint
 from dsa_engine.measure.report import write_json
 from dsa_engine.model.config import DTYPES
+from dsa_engine.model_folder import resolve_model
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the FP8 checkpoint")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the FP8 checkpoint, or its hub id")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
     parser.add_argument(
         "--dtype", default="bfloat16", choices=list(DTYPES), help="of the new weights (default: bfloat16)"
@@ -36,7 +37,7 @@ def main() -> None:
     # So that a terminated run removes its temporary folder, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     written = dequantize_checkpoint(
-        arguments.source,
+        resolve_model(arguments.source),
         arguments.target,
         dtype=DTYPES[arguments.dtype],
         max_shard_size=arguments.max_shard_size,

@@ -194,9 +194,40 @@ def with_half_a_file(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def with_pickled_weights(folder: Path) -> None:
+    without_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def with_gguf_weights(folder: Path) -> None:
+    without_weights(folder)
+    (folder / "model-Q4.gguf").write_bytes(b"")
+
+
+def with_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    without_weights(folder)  # the tokenizer is looked at before them
+
+
+def with_a_tokenizer_of_git_lfs(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def with_a_broken_tokenizer_config(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{")
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
+        (
+            with_pickled_weights,
+            "holds no weights: .*; pytorch_model.bin is pickled, .*transformers writes it",
+        ),
+        (with_gguf_weights, "holds no weights: .*; model-Q4.gguf is GGUF, which is not read here"),
+        (with_a_broken_tokenizer, r"tokenizer.json is no tokenizer \(.*\); get the file again"),
+        (with_a_tokenizer_of_git_lfs, r"tokenizer.json is no tokenizer .* git-lfs pointer: run `git lfs pull`"),
+        (with_a_broken_tokenizer_config, "tokenizer_config.json is not valid JSON"),
         (without_config, "is no checkpoint: it has no config.json"),
         (with_broken_config, "config.json is not valid JSON"),
         (with_unknown_type, "model_type 'mamba' is not supported"),
@@ -217,12 +248,34 @@ def test_folders(demo_cache: Path, tmp_path: Path, damage: Callable[[Path], None
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no such model folder: .*/nowhere \(give a Hugging Face folder, or"):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="no such model folder: deepseek-ai/DeepSeek-V3.2-Exp"):
-        load("deepseek-ai/DeepSeek-V3.2-Exp")
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no such model folder"):
-        load(file)
+    for name, message in (
+        ("config.json", r"config.json is a file; give the folder that it lies in: .*$"),
+        (
+            "model.gguf",
+            r"model.gguf is a GGUF file, which is not read here; give the folder of the original",
+        ),
+    ):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path / name)
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache(
+    demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    hub_id = "deepseek-ai/DeepSeek-V3.2-Exp"
+    missing = rf"^no such model folder: {hub_id}, and the Hugging Face cache .* first: hf download {hub_id}$"
+    with pytest.raises(CheckpointError, match=missing):
+        load(hub_id)
+    # The layout of the cache: a folder a repository, in it the commit that main is, and the files of that commit.
+    repository, commit = tmp_path / f"models--{hub_id.replace('/', '--')}", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(demo_folder(), repository / "snapshots" / commit)
+    assert load(hub_id).folder == repository / "snapshots" / commit
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:

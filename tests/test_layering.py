@@ -16,10 +16,14 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 # From the top: a module imports from its own row and the rows below it. A room stands for its modules that have no row
 # of their own.
 LAYERS = (
+    ("__main__",),
     ("cli", "training"),
+    ("commands",),
     ("measure",),
     ("arguments",),
     ("llm",),
+    ("engine.call",),
+    ("engine.turns",),
     ("engine.engine", "engine.start_log"),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
@@ -33,7 +37,7 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "options", "outputs", "sampling_params", "tokenizer"),
+    ("checkpoint", "demo", "model_folder", "options", "outputs", "sampling_params", "tokenizer"),
     (
         "model.config",
         "model.rope_config",

@@ -14,6 +14,15 @@ from dsa_engine.interrupts import uninterrupted
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+_TRANSFORMERS = "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)"
+_PICKLED = f"pickled, which may run code and is not read here; transformers writes it as safetensors: {_TRANSFORMERS}"
+_OTHER_FORMATS = {
+    ".bin": _PICKLED,
+    ".pt": _PICKLED,
+    ".pth": _PICKLED,
+    ".gguf": "GGUF, which is not read here; get the original checkpoint",
+}
+
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
     """Maps every tensor name to its file: by the index where there is one, else from the files' own headers.
@@ -30,7 +39,9 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
     single = folder / SINGLE_NAME
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} holds no weights: neither {INDEX_NAME} nor any *.safetensors file")
+        raise CheckpointError(
+            f"{folder} holds no weights: neither {INDEX_NAME} nor any *.safetensors file{_others(folder)}"
+        )
     found: dict[str, Path] = {}
     for path in files:
         for name in open_shard(path).keys():
@@ -40,6 +51,15 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
                 )
             found[name] = path
     return found
+
+
+def _others(folder: Path) -> str:
+    """What is said of weights in formats that are not read."""
+    for suffix, what in _OTHER_FORMATS.items():
+        found = sorted(path.name for path in folder.glob(f"*{suffix}"))
+        if found:
+            return f"; {found[0]} is {what}"
+    return ""
 
 
 def open_shard(path: Path) -> Any:

@@ -32,9 +32,9 @@ from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.interrupts import uninterrupted
+from dsa_engine.interrupts import interruptible, uninterrupted
 from dsa_engine.model.config import DTYPES, ModelConfig
-from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.model.runtime import Runtime
@@ -74,6 +74,7 @@ class Engine:
         self.mesh = options.parallel.create_mesh(options.device)
         device = self.mesh.device
         self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
+        stored = cache_format(config, cache_dtype(options.kv_cache_dtype, self.dtype))  # refused before anything loads
         workspace = options.workspace
         self.workspace = default_workspace(device) if workspace is None else parse_bytes(workspace, "workspace")
 
@@ -91,7 +92,6 @@ class Engine:
                 self.model = Model(config, runtime, modules)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
-        stored = cache_format(config, self.dtype)
         cached = config.with_mtp(modules)
         token_bytes = cache_bytes_per_token(cached, stored)
         pages = affordable_pages(
@@ -135,17 +135,29 @@ class Engine:
             ValueError: an empty prompt, token ids that the model does not have, or no room below ``max_model_len``.
             CapacityError: it does not fit in the cache even alone.
         """
+        request = self.prepare(prompt, params, tokenizer)
+        self.queue(request)
+        return request
+
+    def prepare(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
+        """A request for :meth:`queue`, which cannot fail; raises what :meth:`add` raises. Any thread may call it."""
         self._check_prompt(prompt, room=1)
         room = self.max_model_len - len(prompt)
         if params.max_tokens > room:
             # As in vLLM: the model's length ends a request that asks for more.
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        self.scheduler.check(len(prompt), params.max_tokens)
         text = TextStream(tokenizer, params.stop_strings, params.min_tokens) if tokenizer else None
+        return Request(-1, prompt, params, arrival=time.perf_counter(), text=text)
+
+    def queue(self, request: Request) -> None:
+        """Takes a request of :meth:`prepare`: it runs with the next steps, unless it has ended meanwhile."""
+        if request.finish_reason is not None:
+            return
         with uninterrupted():
-            request = Request(self._next_id, prompt, params, arrival=time.perf_counter(), text=text)
+            request.id = self._next_id
             self.scheduler.add(request)
             self._next_id += 1
-        return request
 
     def add_filled(self, length: int, params: SamplingParams) -> Request:
         """A request whose ``length`` prompt tokens nobody computes: its caches are filled with random rows, and it
@@ -191,7 +203,7 @@ class Engine:
             return sampled + self._read(0)
         if not chunks:
             return sampled
-        with record_function("launch"):
+        with record_function("launch"), interruptible():
             launched = self.runner.launch(plan, self._in_flight[-1].tokens if self._in_flight else None)
         with uninterrupted():
             self._scheduled = []
@@ -208,7 +220,7 @@ class Engine:
         """Reads the oldest steps in flight until ``keep`` are left."""
         read = []
         while len(self._in_flight) > keep:
-            with record_function("read tokens"):
+            with record_function("read tokens"), interruptible():
                 sampled = self._in_flight[0].read()
             with uninterrupted():
                 indices = self._in_flight.pop(0).indices
@@ -237,6 +249,25 @@ class Engine:
                 request.finish_reason, request.error = reason, error
                 self.scheduler.finish(request)
 
+    def fail(self, error: Exception) -> bool:
+        """After an error of :meth:`step`: ends the requests of the step that could not be computed or read.
+
+        Returns:
+            False where there are none: it was no request's step that failed.
+        """
+        with uninterrupted():
+            if self._scheduled:
+                requests = [chunk.request for chunk in self._scheduled]
+                self._scheduled = []
+            else:
+                requests = [request for samples in self._in_flight for request in samples.indices]
+                self._in_flight = []
+            failed = [request for request in requests if request.finish_reason is None]
+            for request in failed:
+                request.exception = error
+                self.finish(request, "error", f"{type(error).__name__}: {error}")
+        return bool(failed)
+
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt, alone, and forgets it.
 
@@ -244,9 +275,10 @@ class Engine:
             float32 CPU logits ``[vocab]`` after its last token, the same on every rank.
         """
         logits = None
-        with closing(self._prefill_alone(prompt)) as chunks:
+        with uninterrupted(), closing(self._prefill_alone(prompt)) as chunks:
             for chunk in chunks:
-                logits = self.runner.last_logits([chunk])
+                with interruptible():
+                    logits = self.runner.last_logits([chunk])
         assert logits is not None
         return logits.cpu()
 
@@ -255,9 +287,10 @@ class Engine:
         self.check(prompt)
         into = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
         block = max(1, self.workspace // (8 * self.config.vocab_size))
-        with closing(self._prefill_alone(prompt)) as chunks:
+        with uninterrupted(), closing(self._prefill_alone(prompt)) as chunks:
             for chunk in chunks:
-                self.runner.all_logits(chunk, into, block)
+                with interruptible():
+                    self.runner.all_logits(chunk, into, block)
         return into
 
     def prefill_plans(self, length: int) -> list[StepPlan]:

@@ -58,6 +58,7 @@ class Request:
     last_token_time: float | None = None
     finish_reason: str | None = None  # of its ending
     error: str | None = None
+    exception: Exception | None = None  # of a step that it was part of; whoever waits for it is to raise this
 
     def __post_init__(self) -> None:
         self.num_prefill_tokens = len(self.prompt)

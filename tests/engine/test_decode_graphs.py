@@ -70,6 +70,28 @@ def test_padded_steps(
         assert engine.runner._graphs.captured == [(4, 128)] and engine.runner._graphs.memory_bytes > 0
 
 
+@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
+def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> None:
+    """One sequence selects, one comes to it while it decodes."""
+    model = oracle("deepseek_v32", num_hidden_layers=1, index_topk=16, kv_lora_rank=128, index_head_dim=16)
+    llm = LLM(
+        model.folder,
+        device="cuda" if CUDA else "cpu",
+        dtype="float32",
+        kv_cache_dtype="fp8",
+        max_model_len=32,
+        page_size=16,
+        cache_memory="2MiB",
+        enforce_eager=True,
+    )
+    engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompts = [random_ids(20), random_ids(15, seed=1)]
+    plain = [out.token_ids for out in llm.generate(prompts, params)]
+    parts = engine.model, engine.cache, engine.config, engine.mesh
+    engine.runner._graphs = DecodeGraphs(*parts, capture=CUDA, fewest_tokens=32)
+    assert [out.token_ids for out in llm.generate(prompts, params)] == plain
+
+
 PAGE = 16
 CONTEXTS = (3, 62, 70)  # tokens in the cache before the step: below index_topk 64, up to it and across it, beyond it
 MOST = 4  # rows of a request in a step

@@ -6,49 +6,21 @@ import gc
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
-from dsa_engine.demo import demo_folder
-from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 
-TINY = {
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "index_topk": 16,
-    "index_n_heads": 4,
-}
 ROOM = 64  # tokens in the cache
 HALF = 250  # requests
 
 
 @pytest.fixture(scope="module")
-def llm(demo_cache: Path) -> LLM:
-    config = ModelConfig.from_pretrained(demo_folder(), TINY)
-    token = cache_bytes_per_token(config, cache_format(config, torch.float32))
-    return LLM(
-        demo_folder(),
-        device="cpu",
-        load_format="dummy",
-        hf_overrides=TINY,
-        max_model_len=200,
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        page_size=2,
-        cache_memory=ROOM * token,
-        progress=False,
-    )
+def llm(tiny_llm: Callable[..., LLM]) -> LLM:
+    return tiny_llm(ROOM)
 
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams, str]:

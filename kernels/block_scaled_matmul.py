@@ -20,12 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.block_scaled_libraries import library_product, takes
 from dsa_engine.kernels.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.launch import capability, config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.quantize import quantize_rows
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
+
+# Most rows for which the weights' way from memory is what takes time: they are ours, whose sums many programs share.
+FEW_ROWS = 64
 
 # Elements of a weight that the reference expands at a time: 16 MiB in float32.
 _REFERENCE_ELEMENTS = 1 << 22
@@ -212,6 +216,9 @@ def block_scaled_linear(
 ) -> torch.Tensor:
     """A linear layer in FP8: quantises its input 1 × 128 and multiplies.
 
+    On CUDA many rows of bfloat16 are multiplied by DeepGEMM or PyTorch where they can (:mod:`.block_scaled_libraries`),
+    all others by the kernel here.
+
     Args:
         x: ``[..., in]``, any floating dtype.
         weight: ``[out, in]`` float8_e4m3fn, contiguous.
@@ -229,7 +236,10 @@ def block_scaled_linear(
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
     rows = x.reshape(-1, x.shape[-1])
     codes, scales = quantize_rows(rows, BLOCK, power_of_two)
-    if runs_triton(x):
+    library = library_product(x.device) if len(rows) > FEW_ROWS and takes(x, weight, x.dtype) else None
+    if library is not None:
+        out = library(codes, scales, weight, weight_scale)
+    elif runs_triton(x):
         out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype)
     else:
         out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)

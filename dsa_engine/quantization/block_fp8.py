@@ -12,6 +12,7 @@ import torch
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.kernels.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.block_scaled_libraries import library_product
 from dsa_engine.kernels.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
 from dsa_engine.kernels.fp8 import dequantize_blocks
 from dsa_engine.model.quantization_config import WeightScheme
@@ -146,6 +147,8 @@ class BlockFP8(StoredFormat):
                 "or leave the option out"
             )
         self._scheme, self._dtype, self._device = scheme, dtype, device
+        if device.type == "cuda":
+            library_product(torch.empty(0, device=device).device)  # tried out now, not in the middle of a step
 
     def linear(self, *parts: Matrix) -> Linear:
         whole_blocks = all(part.shape[0] % BLOCK == 0 for part in parts[:-1])

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan, build_batch, known_ids, plans_of
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.padded_drafts import PaddedDrafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sampler import Samples
 from dsa_engine.kernels.transfer import download, upload
@@ -65,18 +67,29 @@ class Drafter:
         self._cache = cache
         self._mesh = mesh
         self._plan = plan
+        self._static = PaddedDrafts(model, cache, mesh, num_drafts)
         self.num_drafts = num_drafts
 
-    def draft(self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples) -> Samples:
+    def draft(
+        self,
+        step: StepPlan,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        samples: Samples,
+        graphs: DecodeGraphs | None = None,
+    ) -> Samples:
         """Finds what was accepted, and drafts the tokens behind; every rank takes part.
 
         Args:
             step, batch: of the step that the model has computed.
             hidden: its normed hidden states ``[T, hidden]``.
             samples: what was sampled from it.
+            graphs: run the passes of a padded step.
         """
         ids = [p.next_token_ids(batch.tp_rows, samples.indices) for p in plans_of(step, self._mesh.tp)]
         shifted = known_ids(torch.tensor(ids, dtype=torch.int64), samples.tokens, self._mesh.device)
+        if step.bucket is not None and graphs is not None and samples.indices:
+            return self._padded(step, batch, hidden, samples, shifted, graphs)
         passed_on = self._model.draft(0, hidden, replace(batch, input_ids=shifted), self._cache)
         if not samples.indices:
             return samples
@@ -87,13 +100,43 @@ class Drafter:
         most = max(len(p.logits_rows) for p in step.ranks)
         rows = upload(step.ranks[self._mesh.rank].rows_with_logits, hidden.device)
         last = rows[first - self._mesh.rank * most + accepted[self._indices(mine)]]
-        counts = accepted.tolist()  # the rows of the next pass depend on it
+        counts = accepted.tolist()  # which rows the next pass has depends on it
         drafting = [
-            _drafting(request, rank, count, self.num_drafts)
+            _Drafting(request, rank, len(request) + count + 1, self._wanted(_room(request), count))
             for request, rank, count in zip(samples.indices, _ranks(step, samples), counts, strict=True)
         ]
         drafts = self._chain(drafting, passed_on[last])
         return replace(samples, verified=lambda: list(zip(counts, drafts(), strict=True)))
+
+    def _padded(
+        self,
+        step: StepPlan,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        samples: Samples,
+        input_ids: torch.Tensor,
+        graphs: DecodeGraphs,
+    ) -> Samples:
+        """The same in static shapes: the host does not wait for what was accepted."""
+        assert step.bucket is not None
+        accepted = count_accepted(samples)
+        order = {request: i for i, request in enumerate(samples.indices)}
+        drafts = download(self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs))
+        counts = download(accepted)
+        places = {
+            chunk.request: rank * step.bucket.requests + i
+            for rank, plan in enumerate(step.ranks)
+            for i, chunk in enumerate(plan.chunks)
+        }
+        rooms = [_room(request) for request in samples.indices]
+
+        def verified() -> list[tuple[int, list[int]]]:
+            rows, found = drafts(), []
+            for request, count, room in zip(samples.indices, counts(), rooms, strict=True):
+                found.append((count, rows[places[request]][: self._wanted(room, count)]))
+            return found
+
+        return replace(samples, verified=verified)
 
     def _chain(self, drafting: list[_Drafting], hidden: torch.Tensor) -> Callable[[], list[list[int]]]:
         """Drafts for every request; ``hidden`` are the module's states of this rank's, in their order."""
@@ -150,6 +193,10 @@ class Drafter:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
         return self._model.own_logits(hidden, most).argmax(dim=-1)
 
+    def _wanted(self, room: int, accepted: int) -> int:
+        """Drafts that a request can use: its last token is not drafted, nothing would be gained."""
+        return max(0, min(self.num_drafts, room - accepted - 2))
+
     def _indices(self, numbers: list[int]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self._mesh.device)
 
@@ -168,11 +215,9 @@ def count_accepted(samples: Samples) -> torch.Tensor:
     return (sampled[:, :-1] == guessed).long().cumprod(dim=1).sum(dim=1)
 
 
-def _drafting(request: Request, rank: int, accepted: int, most: int) -> _Drafting:
-    length = len(request) + accepted + 1
-    left = request.params.max_tokens - request.num_output_tokens - accepted - 1
-    # The last token that it may have is not drafted: nothing would be gained.
-    return _Drafting(request, rank, length, max(0, min(most, left - 1)))
+def _room(request: Request) -> int:
+    """Tokens that it may still get."""
+    return request.max_tokens - request.num_output_tokens
 
 
 def _ranks(step: StepPlan, samples: Samples) -> list[int]:

@@ -187,12 +187,13 @@ def block_scaled_experts(
     *,
     power_of_two: bool = False,
     served_fraction: float = 1.0,
+    served: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token, in FP8.
 
     Args:
-        x, experts, weights, served_fraction, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
+        x, experts, weights, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
         gate_up: ``[experts, 2, intermediate, hidden]`` float8_e4m3fn, gate before up.
         gate_up_scale: ``[experts, 2, ceil(intermediate / 128), ceil(hidden / 128)]`` float32.
         down: ``[experts, hidden, intermediate]`` float8_e4m3fn.
@@ -216,7 +217,7 @@ def block_scaled_experts(
             x, experts, weights, gate_up, gate_up_scale, down, down_scale, power_of_two
         )
     row_bytes = intermediate + hidden * x.element_size()
-    order, expected = served_order(experts, count, row_bytes, served_fraction, uncounted_bytes)
+    order, expected = served_order(experts, count, row_bytes, served_fraction, uncounted_bytes, served)
     codes, scales = quantize_rows(x, BLOCK, power_of_two)
     codes, scales = gate_and_up(
         codes, scales, order.tokens, order.ends, gate_up, gate_up_scale, power_of_two=power_of_two, expected=expected

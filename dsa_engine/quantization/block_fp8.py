@@ -118,6 +118,7 @@ class BlockFP8Experts(GroupedExperts):
         weights: torch.Tensor,
         *,
         served_fraction: float,
+        served: int | None,
         uncounted_bytes: int,
     ) -> torch.Tensor:
         return block_scaled_experts(
@@ -127,6 +128,7 @@ class BlockFP8Experts(GroupedExperts):
             *self.tensors,
             power_of_two=self._power_of_two,
             served_fraction=served_fraction,
+            served=served,
             uncounted_bytes=uncounted_bytes,
         )
 

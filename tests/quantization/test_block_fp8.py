@@ -78,9 +78,7 @@ class NaiveExperts(GroupedExperts):
     def __init__(self, stored: BlockFP8Experts):
         self.stored, self.count, self.tensors, self.sources = stored, stored.count, stored.tensors, stored.sources
 
-    def __call__(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **how: float
-    ) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **how: Any) -> torch.Tensor:
         gate_up, down = expanded(*self.tensors[:2]), expanded(*self.tensors[2:])
         out, x = torch.zeros(tokens.shape, dtype=torch.float64), coded(tokens)
         for t, row in enumerate(experts.tolist()):

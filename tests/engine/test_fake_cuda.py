@@ -42,14 +42,14 @@ class Held:
 
 
 CASES = {
-    ("deepseek_v32", 1, "dequantize"): Held(191, 106, 32, 3.35),
-    ("deepseek_v32", 8, "dequantize"): Held(298, 132, 33, 3.5),
-    ("deepseek_v32", 64, "dequantize"): Held(288, 132, 33, 1.1),
-    ("deepseek_v3", 8, "dequantize"): Held(7596, 96, 33, 3.4),
-    ("glm_moe_dsa", 8, "dequantize"): Held(295, 132, 33, 3.1),
+    ("deepseek_v32", 1, "dequantize"): Held(192, 106, 33, 3.35),
+    ("deepseek_v32", 8, "dequantize"): Held(299, 132, 34, 3.5),
+    ("deepseek_v32", 64, "dequantize"): Held(289, 132, 34, 1.1),
+    ("deepseek_v3", 8, "dequantize"): Held(7597, 96, 34, 3.4),
+    ("glm_moe_dsa", 8, "dequantize"): Held(296, 132, 34, 3.1),
     # The released models as they are: a quantisation for each product, and in decode sums in several parts.
-    ("deepseek_v32", 8, None): Held(324, 181, 34, 3.52),
-    ("deepseek_v32", 64, None): Held(314, 181, 34, 1.1),
+    ("deepseek_v32", 8, None): Held(325, 181, 35, 3.52),
+    ("deepseek_v32", 64, None): Held(315, 181, 35, 1.1),
 }
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan, build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
 from dsa_engine.engine.speculation import Drafter
@@ -91,6 +92,8 @@ class ModelRunner:
         """
         batch, hidden = self._forward(plan, sampled)
         samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
+        if of_prompts := prompt_logprobs(self._model, plan, hidden):
+            samples = replace(samples, prompt_logprobs=of_prompts)
         return samples if self._drafter is None else self._drafter.draft(plan, batch, hidden, samples, self._graphs)
 
     @torch.inference_mode()

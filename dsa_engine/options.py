@@ -39,9 +39,12 @@ def _check_model(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a folder, a hub id or 'demo', not {value!r}")
 
 
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM
+
+
 def _check_dtype(name: str, value: Any) -> None:
     STR.check(name, value)
-    if value != "auto" and value not in DTYPES:
+    if value != "auto" and value not in DTYPES and value not in _DTYPE_ALIASES:
         raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPES)}, not {value!r}")
 
 
@@ -207,6 +210,7 @@ class EngineOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
         if self.speculative_config:
             SpeculativeConfig(**self.speculative_config)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dsa_engine.parallel.option_fields import BOOL, SEED, Kind, Options, documented, option
 from dsa_engine.parallel.value_checks import integer, list_of, number, or_none, shown
+from dsa_engine.vllm_options import sampling_answer
 
 _MOST_OUTPUTS = 4096  # of one prompt
 
@@ -140,6 +141,10 @@ class SamplingParams(Options):
             raise ValueError(f"seed + n must be at most 2**64: each output has a seed of its own; not seed {self.seed}")
         if stop and not self.detokenize:
             raise ValueError(f"stop strings need detokenize=True: they are looked for in the text; not {shown(stop)}")
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        return sampling_answer(name, value)
 
     def of_each_output(self) -> list[SamplingParams]:
         """The parameters of each of the ``n`` outputs by itself."""

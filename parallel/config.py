@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +63,6 @@ class ParallelConfig(Options):
         help="for a collective",
     )
 
-    def create_mesh(self, device: str = "auto") -> Mesh:
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make one of another kind."""
-        return Mesh.create(self, device)
+        return Mesh.create(self, device, same=same)

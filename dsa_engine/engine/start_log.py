@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.dense_attention import flash_attn_varlen_func
+from dsa_engine.quantization import Unquantized, word_for
 from dsa_engine.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,11 @@ def log_start(engine: Engine, folder: Path) -> None:
         logger.info("%s: weights loaded on this rank, %s, %s", folder, read, where)
     tokens = cache.pages * cache.page_size
     logger.info(
-        "cache of each rank: %s tokens in pages of %s, %s; room for %.2f requests of max_model_len %s on %s rank(s)",
+        "cache of each rank: %s tokens in pages of %s, %s%s; room for %.2f requests of max_model_len %s on %s rank(s)",
         f"{tokens:,}",
         cache.page_size,
         format_bytes(cache.bytes),
+        " in FP8" if cache.format.fp8 else "",
         ranks * tokens / engine.max_model_len,
         f"{engine.max_model_len:,}",
         ranks,
@@ -35,7 +37,10 @@ def log_start(engine: Engine, folder: Path) -> None:
 
 
 def _log_fallbacks(engine: Engine) -> None:
-    options = engine.options
+    options, stored = engine.options, word_for(engine.config.quantization)
+    if stored and isinstance(engine.model.runtime.weights, Unquantized):
+        why = "" if options.quantization else f": {engine.mesh.device} does not multiply them"
+        logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)
     if engine.mesh.device.type != "cuda":
         if options.device == "auto":
             logger.info("no CUDA device is available: operations run in PyTorch on the CPU, not as Triton kernels")

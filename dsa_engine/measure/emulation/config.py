@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class EmulatedConfig(ParallelConfig):
             raise ValueError(f"expert_loads must be numbers of at least 0, and one above it, not {loads!r:.80}")
         object.__setattr__(self, "expert_loads", tuple(loads))
 
-    def create_mesh(self, device: str = "auto") -> EmulatedMesh:
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> EmulatedMesh:
         """The mesh of the emulated rank; ``ValueError`` in a world that is there, and as :meth:`Mesh.create`."""
         if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(

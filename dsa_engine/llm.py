@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,8 @@ from dsa_engine.chat_template import Message, conversations
 from dsa_engine.engine.agreement import agree_on_call
 from dsa_engine.engine.call import Call, Calls
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.request import Request
 from dsa_engine.engine.start_log import log_start
+from dsa_engine.generation import Asked, add_requests, outputs_of, show_progress
 from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
@@ -75,32 +75,32 @@ class LLM:
         Raises:
             ValueError, CapacityError: a prompt or its parameters are not possible; then nothing has been run.
         """
-        many = parse_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(many)
-        elif not isinstance(sampling_params, (list, tuple)):
-            raise TypeError(f"sampling parameters must be a SamplingParams or a list of them, not {sampling_params!r}")
-        else:
-            params = list(sampling_params)
-            if len(params) != len(many):
-                raise ValueError(
-                    f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
-                )
-        prepared = []
-        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
-            with of_many(number, len(many)):
-                prepared.append(self._prepare(prompt, p))
-        self._agree("generate", [tokens for tokens, _ in prepared], params)
+        asked = self._ask(prompts, sampling_params)
+        self._agree("generate", asked)
         with self._calls.new() as call:
-            for number, ((tokens, tokenizer), p) in enumerate(zip(prepared, params, strict=True)):
-                with of_many(number, len(many)):
-                    for of_one in p.of_each_output():
-                        call.add(tokens, of_one, tokenizer)
-            requests = call.requests
-            with self.engine.progress(len(requests), "requests", "generating", use_tqdm) as bar:
-                call.run(None if getattr(bar, "disable", False) else lambda: _show(bar, requests))
-            each = iter(requests)
-            return [_request_output(prompt, list(islice(each, p.n))) for prompt, p in zip(many, params, strict=True)]
+            add_requests(call, asked)
+            with self.engine.progress(len(call.requests), "requests", "generating", use_tqdm) as bar:
+                call.run(None if getattr(bar, "disable", False) else lambda: show_progress(bar, call.requests))
+            return outputs_of(asked, call.requests)
+
+    async def agenerate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """:meth:`generate` in an event loop. Requests of all tasks and threads run together; those of a task that is
+        cancelled end. Not on several ranks.
+
+        Raises:
+            RuntimeError: there are several ranks.
+            ValueError, CapacityError: as :meth:`generate`.
+        """
+        call = self._calls.new(asynchronous=True)
+        asked = await asyncio.to_thread(self._ask, prompts, sampling_params)
+        try:
+            add_requests(call, asked)
+            await call.run_in_background()
+            return outputs_of(asked, call.requests)
+        finally:
+            call.end()
 
     def chat(
         self,
@@ -149,17 +149,41 @@ class LLM:
         return pieces
 
     def _pieces(self, call: Call, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
-        tokens, tokenizer = self._prepare(_only(prompt), params)
-        if params.n > 1 or params.prompt_logprobs is not None:
-            raise ValueError(
-                "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
-            )
-        self._agree("stream", [tokens], [params])
+        asked = self._ask_stream(prompt, params)
+        self._agree("stream", [asked])
         try:
-            request = call.add(tokens, params, tokenizer)
+            request = call.add(asked.tokens, params, asked.tokenizer)
             streamed, ended = 0, False
             while not ended:
                 piece = call.piece(request, streamed)
+                streamed += len(piece.token_ids)
+                ended = piece.finish_reason is not None
+                yield piece
+        finally:
+            call.end()
+
+    def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """:meth:`stream` in an event loop: ``async for piece in llm.astream(…)``. Not on several ranks.
+
+        Once begun, the request runs whether or not anybody waits for a piece, until it ends or the generator is closed
+        (``contextlib.aclosing`` does that at once where a loop over it is left early).
+        """
+        call = self._calls.new(asynchronous=True)
+        pieces = self._async_pieces(call, prompt, sampling_params or SamplingParams())
+        call.of(pieces)
+        return pieces
+
+    async def _async_pieces(
+        self, call: Call, prompt: Prompt, params: SamplingParams
+    ) -> AsyncGenerator[StreamPiece, None]:
+        asked = await asyncio.to_thread(self._ask_stream, prompt, params)
+        try:
+            request = call.add(asked.tokens, params, asked.tokenizer)
+            streamed, ended = 0, False
+            while not ended:
+                piece = await call.next_piece(request, streamed)
                 streamed += len(piece.token_ids)
                 ended = piece.finish_reason is not None
                 yield piece
@@ -170,7 +194,7 @@ class LLM:
         """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
         tokens = self._encode(_only(prompt))
         self.engine.check(tokens)
-        self._agree("prompt_logits", [tokens], [])
+        agree_on_call(self.engine.mesh, "prompt_logits", [tokens], [], self._calls.together())
         return self._calls.alone(lambda: self.engine.prompt_logits(tokens))
 
     @property
@@ -218,17 +242,46 @@ class LLM:
             raise ValueError("the prompt is empty; give some text or token ids")
         return self.tokenizer.encode(prompt.text)
 
-    def _agree(self, kind: str, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        agree_on_call(self.engine.mesh, kind, prompts, params, self._calls.together())
+    def _agree(self, kind: str, asked: Seq[Asked]) -> None:
+        tokens, params = [one.tokens for one in asked], [one.params for one in asked]
+        agree_on_call(self.engine.mesh, kind, tokens, params, self._calls.together())
 
-    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> tuple[list[int], Tokenizer | None]:
-        """The tokens of a prompt, and what makes text of its output; everything that takes time before it is queued."""
+    def _ask(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[Asked]:
+        many = parse_prompts(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(many)
+        elif not isinstance(sampling_params, (list, tuple)):
+            raise TypeError(f"sampling parameters must be a SamplingParams or a list of them, not {sampling_params!r}")
+        else:
+            params = list(sampling_params)
+            if len(params) != len(many):
+                raise ValueError(
+                    f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
+                )
+        asked = []
+        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
+            with of_many(number, len(many)):
+                asked.append(self._prepare(prompt, p))
+        return asked
+
+    def _ask_stream(self, prompt: Prompt, params: SamplingParams) -> Asked:
+        asked = self._prepare(_only(prompt), params)
+        if params.n > 1 or params.prompt_logprobs is not None:
+            raise ValueError(
+                "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
+            )
+        return asked
+
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> Asked:
+        """All that takes time before a prompt is queued."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need text: where there is no tokenizer, this says so before anything runs.
         texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
-        return self._encode(prompt), tokenizer
+        return Asked(prompt, params, self._encode(prompt), tokenizer)
 
 
 def _only(prompt: Prompt) -> ParsedPrompt:
@@ -237,29 +290,3 @@ def _only(prompt: Prompt) -> ParsedPrompt:
     if len(parsed) != 1:
         raise TypeError(f"give one prompt, not {len(parsed)}")
     return parsed[0]
-
-
-def _request_output(prompt: ParsedPrompt, requests: list[Request]) -> RequestOutput:
-    """Of the requests of one prompt, all of which have ended."""
-    first = requests[0]
-    return RequestOutput(
-        request_id=str(first.id),
-        prompt=prompt.text,
-        prompt_token_ids=first.prompt,
-        outputs=[request.completion(index) for index, request in enumerate(requests)],
-        prompt_logprobs=first.prompt_logprobs,
-    )
-
-
-def _show(bar: Any, requests: list[Request]) -> None:
-    bar.set_postfix_str(_progress(requests), refresh=False)
-    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
-
-
-def _progress(requests: list[Request]) -> str:
-    prompts = sum(len(r.prompt) for r in requests)
-    computed = sum(min(r.num_computed_tokens, len(r.prompt)) for r in requests)
-    preemptions = sum(r.preemptions for r in requests)
-    return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(len(r.output) for r in requests):,}" + (
-        f", preempted {preemptions:,} times" if preemptions else ""
-    )

@@ -22,6 +22,7 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
+    ("generation",),
     ("engine.call",),
     ("engine.turns",),
     ("engine.engine", "engine.start_log"),

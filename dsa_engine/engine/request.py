@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, StreamPiece
+from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import TextStream
 
@@ -51,6 +51,7 @@ class Request:
     prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
+    verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
@@ -190,7 +191,12 @@ class Request:
             token_ids=whole.token_ids,
             finish_reason=self.finish_reason,
             metrics=RequestMetrics.of(
-                self.arrival, self.first_token_time, self.last_token_time, len(self.output), self.preemptions
+                self.arrival,
+                self.first_token_time,
+                self.last_token_time,
+                len(self.output),
+                self.preemptions,
+                SpeculationMetrics.of(self.verified) if self.verified else None,
             ),
             stop_reason=self.stop_reason,
             error=self.error,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -120,6 +121,8 @@ def ranks_that_differ() -> None:
     refused("benchmark", lambda: measure_prefill(llm.engine, [4 + mine] * 9))
     with ThreadPoolExecutor(1) as pool:
         refused("thread", lambda: pool.submit(llm.generate, [[2]], GREEDY).result())
+    refused("loop", lambda: asyncio.run(llm.agenerate([[2]], GREEDY)))
+    refused("aloop", lambda: llm.astream([2], GREEDY))
     assert len(llm.generate([[2, 3, 4]], GREEDY)[0].token_ids) == 8
     raise RuntimeError("the end")
 

@@ -123,6 +123,8 @@ def test_ranks_that_differ_are_told_in_what(failing: Failing) -> None:
         ("kind", r"rank\(s\) 2 were given other calls than"),
         ("benchmark", r"rank\(s\) 2 were given other prompts than"),
         ("thread", "on several ranks, only the thread that has made the LLM may use it"),
+        ("loop", "on several ranks, only the thread that has made the LLM may use it"),
+        ("aloop", "on several ranks, only the thread that has made the LLM may use it"),
     ):
         for rank in range(3):
             assert re.search(rf"rank {rank} {what}: .*{message}", done.stdout), (rank, what, done.stdout)

@@ -224,8 +224,8 @@ def test_other_schemes_are_refused(change: dict[str, Any], error: str) -> None:
 
 
 def test_a_device_without_fp8_is_refused() -> None:
-    with pytest.raises(ValueError, match="meta does not multiply FP8 .*8.9 and later.*'dequantize'"):
-        BlockFP8(SCHEME, torch.float32, torch.device("meta"))
+    with pytest.raises(ValueError, match="mps does not multiply FP8 .*8.9 and later.*'dequantize'"):
+        BlockFP8(SCHEME, torch.float32, torch.device("mps"))
     assert not BlockFP8.is_default_on(CPU)
 
 

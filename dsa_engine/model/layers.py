@@ -62,6 +62,20 @@ class Weighted(nn.Module):
         self.sources += weights.sources
         self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
 
+    def only_dequantized(self, linear: Linear) -> torch.Tensor:
+        """The plain weight of a layer that is only ever multiplied in a way of its own: what is stored is let go.
+
+        To be asked for once, in :meth:`weights_loaded`; the layer cannot be called afterwards.
+        """
+        weight = linear.dequantized()
+        if not any(weight is tensor for tensor in linear.tensors):
+            gone = {tensor.data_ptr() for tensor in linear.tensors}
+            kept = [tensor for tensor in self.stored if tensor.data_ptr() not in gone]
+            self.stored = nn.ParameterList([*kept, nn.Parameter(weight, requires_grad=False)])
+            names = {source.name for source in linear.sources}
+            self.sources = [source for source in self.sources if source.name not in names]
+        return weight
+
     def weights_loaded(self) -> None:
         """Called once, when the weights have been loaded: the time to derive others from them."""
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import CompletionOutput, RequestOutput
@@ -53,3 +55,22 @@ def test_the_first_example(demo_cache: Path) -> None:
     """As on the page, whose first block of code it is, with what other tutorials do besides."""
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     exec(compile(block.replace('LLM("demo")', 'LLM(model="demo", device="cpu")'), str(PAGE), "exec"), {})
+
+
+def test_parameters_are_assigned_as_in_examples_of_vllm(demo_cache: Path) -> None:
+    params = SamplingParams(temperature=0.0, stop="x")
+    params.max_tokens, params.stop = 3, ["a", "b"]
+    expected = SamplingParams(temperature=0.0, max_tokens=3, stop=["a", "b"])
+    assert params == expected and params.stop_strings == ("a", "b")
+    with pytest.raises(ValueError, match="top_p must be"):
+        params.top_p = 2.0
+    with pytest.raises(TypeError, match="there is no option 'max_token'; did you mean 'max_tokens'"):
+        params.max_token = 2  # type: ignore[attr-defined]
+    assert params == expected
+    params.stop = None
+    llm = LLM("demo-random", device="cpu", max_model_len=100, progress=False)
+    pieces = []
+    for piece in llm.stream([5, 6, 7], params):
+        params.max_tokens = 50  # the request keeps what it was given
+        pieces.append(piece)
+    assert sum(len(piece.token_ids) for piece in pieces) <= 3 and pieces[-1].finish_reason

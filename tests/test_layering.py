@@ -31,7 +31,7 @@ LAYERS = (
     ("engine.padded_drafts",),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine.relaxed_acceptance",),
-    ("engine.logit_terms",),
+    ("engine.logit_terms", "engine.prompt_logprobs"),
     ("engine",),
     ("model.model",),
     ("model.mtp",),
@@ -41,7 +41,8 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "model_folder", "options", "sampling_params", "tokenizer"),
+    ("checkpoint", "demo", "generation_config", "model_folder", "options", "tokenizer"),
+    ("sampling_params",),
     ("chat_template", "outputs", "prompts"),
     (
         "model.config",

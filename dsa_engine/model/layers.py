@@ -21,7 +21,8 @@ class Weighted(nn.Module):
         super().__init__()
         self.runtime = runtime
         self.sources: list[Source] = []
-        self.stored = nn.ParameterList()  # the tensors of linear layers and experts
+        self._weights: list[Weights] = []  # linear layers and experts
+        self.stored = nn.ParameterList()  # their tensors
 
     def weight(
         self,
@@ -59,6 +60,7 @@ class Weighted(nn.Module):
         return experts
 
     def _own(self, weights: Weights) -> None:
+        self._weights.append(weights)
         self.sources += weights.sources
         self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
 
@@ -69,9 +71,9 @@ class Weighted(nn.Module):
         """
         weight = linear.dequantized()
         if not any(weight is tensor for tensor in linear.tensors):
-            gone = {tensor.data_ptr() for tensor in linear.tensors}
-            kept = [tensor for tensor in self.stored if tensor.data_ptr() not in gone]
-            self.stored = nn.ParameterList([*kept, nn.Parameter(weight, requires_grad=False)])
+            self._weights.remove(linear)
+            kept = [tensor for weights in self._weights for tensor in weights.tensors]
+            self.stored = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in [*kept, weight])
             names = {source.name for source in linear.sources}
             self.sources = [source for source in self.sources if source.name not in names]
         return weight

@@ -142,7 +142,7 @@ class BlockFP8(StoredFormat):
                 f"weights in {scheme.name} cannot be multiplied in FP8: blocks must be {BLOCK} x {BLOCK}, in the "
                 "released layout; use quantization='dequantize'"
             )
-        if device.type != "cpu" and not multiplies_fp8(device):
+        if device.type not in ("cpu", "meta") and not multiplies_fp8(device):
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
             raise ValueError(
                 f"{name} does not multiply FP8 (compute capability 8.9 and later do); use quantization='dequantize', "

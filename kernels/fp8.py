@@ -20,6 +20,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.e4m3 import converts_e4m3, decode_e4m3
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.quantize import E4M3_MAX, scales_of
 
 # Largest tile of a program: with 4 warps, 4 loads of 16 bytes a thread.
@@ -118,6 +119,7 @@ def _launch(
     return out
 
 
+@operation()
 def dequantize_blocks(
     weight: torch.Tensor,
     scale_inv: torch.Tensor,

@@ -15,6 +15,7 @@ from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.launch import capability, runs_triton
 from dsa_engine.kernels.online_softmax import load_rows
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import gather_rows
 
 # Rows of 656 bytes a program: 10 KiB under way for each of many programs to a multiprocessor.
@@ -42,6 +43,7 @@ def gather_latent_kernel(
     tl.store(target + VALUE + column, ends, mask=known & (column < ROTATED))
 
 
+@operation()
 def gather_latent(pool: torch.Tensor, slots: torch.Tensor, rank: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
     """Gathers latent rows.
 

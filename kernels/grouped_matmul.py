@@ -17,6 +17,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
 from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -169,6 +170,7 @@ def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tens
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
+@operation()
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiplies each group of rows by its own matrix.
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import config_for, runs_triton
+from dsa_engine.kernels.operation import operation
 
 LARGEST = 128  # a program holds all signs of the transform, in float32 too
 
@@ -99,6 +100,7 @@ def check_size(size: int) -> None:
         raise ValueError(f"the Hadamard transform needs a power of two, at most {LARGEST}, not {size}")
 
 
+@operation()
 def hadamard(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Transforms ``x [..., n]``, summed in float32; the result has the dtype of ``x``.
 

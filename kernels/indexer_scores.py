@@ -18,7 +18,7 @@ hardly leaves it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,7 @@ import triton.language as tl
 from dsa_engine.kernels.cache_format import IndexKeyFormat
 from dsa_engine.kernels.e4m3 import decode_e4m3
 from dsa_engine.kernels.launch import capability, config_for, dot_precision, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.segment import Segments
 
 # The per-head products of one tile on a CPU stay within a core's cache.
@@ -264,6 +265,14 @@ def _launch(
     return scores
 
 
+def _seen(*args: Any, **_: Any) -> torch.Tensor:
+    """Of the arguments of :func:`indexer_scores`, which of its scores are defined."""
+    segments: Segments = args[4]
+    columns = torch.arange(segments.longest, dtype=torch.int32, device=segments.visible.device)
+    return columns < segments.visible[:, None]
+
+
+@operation(defined=_seen)
 def indexer_scores(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Columns of a program: a warp reads 16 bytes a thread of each part.
 _COLUMNS = 128
@@ -49,6 +50,7 @@ def merge_splits_kernel(
         tl.store(lse + row, tl.where(some > 0, top + tl.log(total), float("-inf")))
 
 
+@operation()
 def merge_splits(
     partial_out: torch.Tensor, partial_lse: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Bytes that a program copies, and positions that it looks up. 16 KiB is 8 loads of 16 bytes for each of 128 threads.
 _COPIED_BYTES, _LOOKED_UP, _WARPS = 16384, 2048, 4
@@ -90,6 +91,7 @@ def store_rows_kernel(
     copy_tile(rows + row[:, None] * row_stride, pool + page * page_stride + offset * WIDTH, keep, WIDTH, PADDED)
 
 
+@operation(writes=("pool",))
 def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes ``rows [R, width]`` to ``slots [R]`` of the pool; rows with slot −1 are dropped.
 
@@ -165,6 +167,7 @@ def slots_of_kernel(
     tl.store(slots + at, slot.to(tl.int32), mask=inside)
 
 
+@operation()
 def slots_of(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Most pairs that are ranked by counting, which is one launch but takes the square of them; more are sorted.
 COUNTED_PAIRS = 8192
@@ -66,6 +67,7 @@ def order_kernel(
     tl.store(ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
 
 
+@operation()
 def expert_order(experts: torch.Tensor, count: int) -> Order:
     """Sorts token-expert pairs by expert, with no synchronisation of host and device.
 
@@ -120,6 +122,7 @@ def combine_kernel(y, places, weights, out, width, K: tl.constexpr, BLOCK: tl.co
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
+@operation()
 def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Weighted sum of every token's rows: the same bits each time.
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.e4m3 import SMALLEST_AMAX, converts_e4m3, quantize_tile
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
@@ -64,6 +65,7 @@ def quantize_rows_kernel(
     tl.store(scales + block, scale, mask=inside)
 
 
+@operation()
 def quantize_rows(
     values: torch.Tensor, block: int = 128, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ import triton.language as tl
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.quantize import quantize_rows_reference
 from dsa_engine.kernels.rope import check_angles, load_angles, load_pairs, turn
 from dsa_engine.kernels.store_index_keys import load_rest, parts, rotate_first_reference
@@ -64,6 +65,7 @@ def quantize_index_queries_kernel(
         tl.store(scales + at, scale, mask=inside)
 
 
+@operation()
 def quantize_index_queries(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -54,6 +55,7 @@ def _launch(
     return normed, summed
 
 
+@operation()
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises ``x [..., width]`` and scales it by ``weight [width]``; the result has the dtype of ``x``."""
     if x.shape[-1] != weight.shape[0]:
@@ -64,6 +66,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _launch(rows, None, weight, eps)[0].view(x.shape)
 
 
+@operation()
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Values a program, 64 a thread: 8 loads of 16 bytes in flight for 2-byte types, and the angles of a token are loaded
 # once for as many heads as fit.
@@ -120,6 +121,7 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
     return x.view(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
+@operation(writes=("out",))
 def apply_rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:

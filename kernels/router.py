@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def _top(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -129,6 +130,7 @@ def _launch(
     return experts, weights
 
 
+@operation()
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -31,6 +32,7 @@ def silu_mul_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
+@operation()
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``[..., 2·width]`` (gate, then up) to ``[..., width]``."""
     if gate_up.shape[-1] % 2:

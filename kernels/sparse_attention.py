@@ -26,6 +26,7 @@ from dsa_engine.kernels.online_softmax import (
     store_nothing,
     store_results,
 )
+from dsa_engine.kernels.operation import operation
 
 # Gathered rows of one block on a CPU stay within the cache; measured best of 0.5 to 16 MiB.
 _CPU_BLOCK_BYTES = 1 << 20
@@ -142,6 +143,7 @@ def _launch(
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
 
+@operation()
 def sparse_attention(
     q: torch.Tensor,
     pool: torch.Tensor,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.cache_format import IndexKeyFormat
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import as_pool, copy_tile, page_and_offset, rows_at_once, store_rows_reference
 
 _WARPS = 4
@@ -49,6 +50,7 @@ def store_cache_rows_kernel(
         tl.store((at_page + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32)), scale, mask=keep)
 
 
+@operation(writes=("latent_pool", "key_pool"))
 def store_cache_rows(
     latent_pool: torch.Tensor, key_pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
 ) -> None:

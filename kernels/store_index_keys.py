@@ -20,6 +20,7 @@ from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.fp8_cache import index_key_views
 from dsa_engine.kernels.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
 from dsa_engine.kernels.quantize import quantize_rows_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
@@ -143,6 +144,7 @@ def parts(dim: int, rotated: int, least: int) -> dict[str, int]:
     }
 
 
+@operation(writes=("out",))
 def store_index_keys(
     projected: torch.Tensor,
     norm_weight: torch.Tensor,

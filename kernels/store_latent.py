@@ -16,6 +16,7 @@ from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
 from dsa_engine.kernels.rms_norm import rms_norm_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
@@ -89,6 +90,7 @@ def store_latent_kernel(
         store_pairs(target + ROTATED_AT, a.to(element), b.to(element), keep, HALF, HALF_PADDED, INTERLEAVED)
 
 
+@operation(writes=("out",))
 def store_latent(
     compressed: torch.Tensor,
     norm_weight: torch.Tensor,

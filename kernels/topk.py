@@ -21,6 +21,7 @@ import torch
 import triton
 
 from dsa_engine.kernels.launch import config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.topk_kernel import select_topk_kernel
 
 LARGEST_K = 4096  # of the kernel
@@ -142,6 +143,7 @@ def select_by_kernel(
     return _launch(best, k, None, config, 1, positions)
 
 
+@operation()
 def select_topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The k best positions of each row of ``scores [R, W]`` (float32).
 

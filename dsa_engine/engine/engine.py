@@ -26,6 +26,7 @@ from torch.profiler import record_function
 
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
@@ -92,6 +93,7 @@ class Engine:
                 self.model = Model(config, runtime, modules)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
+        by_reference = check_kernels(self.model, config, self.mesh, stored, options)
         cached = config.with_mtp(modules)
         token_bytes = cache_bytes_per_token(cached, stored)
         pages = affordable_pages(
@@ -111,7 +113,7 @@ class Engine:
             num_drafts=drafts,
         )
         self.graphs = None
-        if device.type == "cuda" and not options.enforce_eager:
+        if device.type == "cuda" and not options.enforce_eager and not by_reference:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh, num_drafts=drafts)
         self.runner = ModelRunner(
             self.model, self.cache, config, self.mesh, options.seed, self.graphs, num_drafts=drafts

@@ -58,6 +58,7 @@ def fake_engine(folder: Path, model: str, world: int, **options: Any) -> Iterato
         chosen = EngineOptions(
             folder,
             device="cuda",
+            kernels="triton",
             load_format="dummy",
             hf_overrides=LAYERS,
             progress=False,

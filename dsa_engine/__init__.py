@@ -2,7 +2,7 @@
 
 from dsa_engine.errors import CapacityError, CheckpointError
 from dsa_engine.llm import LLM
-from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
+from dsa_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamPiece
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.version import __version__
@@ -11,6 +11,8 @@ __all__ = [
     "LLM",
     "CapacityError",
     "CheckpointError",
+    "CompletionOutput",
+    "Logprob",
     "ParallelConfig",
     "RequestMetrics",
     "RequestOutput",

@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
@@ -21,6 +22,8 @@ from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.vllm_options import answer
+
+_RANK_0_SPEAKS_S = 10.0
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -46,8 +49,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpFormatter} | named)
 
     def error(self, message: str) -> NoReturn:
-        first = os.environ.get("RANK", "0") == "0"  # all ranks were given the same
-        self.exit(2, f"error: {message}; see {self.prog} --help\n" if first else None)
+        if os.environ.get("RANK", "0") != "0":  # all ranks were given the same, and one says so
+            time.sleep(_RANK_0_SPEAKS_S)  # the launcher ends all as soon as one has ended
+            self.exit(2)
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Also called for a subcommand: so it is the subcommand that knows what may have been meant."""

@@ -11,19 +11,19 @@ from dsa_engine.model.config import DTYPES
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.option_fields import (
     BOOL,
-    INT,
     JSON_OBJECT,
     POSITIVE_INT,
+    SEED,
     STR,
     Kind,
     Options,
     choice,
     documented,
     instance_of,
-    is_number,
     option,
     options_of,
 )
+from dsa_engine.parallel.value_checks import number
 from dsa_engine.sizes import parse_bytes
 from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.vllm_options import answer
@@ -39,21 +39,20 @@ def _check_model(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a folder, a hub id or 'demo', not {value!r}")
 
 
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM
+
+
 def _check_dtype(name: str, value: Any) -> None:
     STR.check(name, value)
-    if value != "auto" and value not in DTYPES:
+    if value != "auto" and value not in DTYPES and value not in _DTYPE_ALIASES:
         raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPES)}, not {value!r}")
-
-
-def _check_fraction(name: str, value: Any) -> None:
-    if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}")
 
 
 def _check_size(name: str, value: Any) -> None:
     parse_bytes(value, name)
 
 
+_FRACTION = number(above=0, most=1)
 _SIZE = Kind(_check_size, metavar="SIZE")
 
 
@@ -128,7 +127,7 @@ class EngineOptions(Options):
         help="prefill chunk per rank",
     )
     max_prefill_share: float = option(
-        Kind(_check_fraction, float, metavar="SHARE"),
+        Kind(_FRACTION, float, metavar="SHARE"),
         0.5,
         "of the steps taken while some request decodes, at most this fraction prefill others, in (0, 1]; 1 puts "
         "prefill first: best for the time to first token, worst for the time per token.",
@@ -144,7 +143,7 @@ class EngineOptions(Options):
         aliases=("kv_cache_memory_bytes",),
     )
     gpu_memory_utilization: float = option(
-        Kind(_check_fraction, float, metavar="FRACTION"),
+        Kind(_FRACTION, float, metavar="FRACTION"),
         0.92,
         "of a GPU's memory that may be in use, by weights, activations, workspace and caches together, in (0, 1]; the "
         "caches get what is left of it. Without effect where cache_memory is given, and on a CPU.",
@@ -197,7 +196,7 @@ class EngineOptions(Options):
         "run the indexer's prolog on a stream of its own on CUDA, beside MLA's; False shows what that gains.",
         help="run the indexer's prolog in order, not beside MLA's",
     )
-    seed: int = option(INT, 0, "of dummy weights and of requests without a seed of their own.")
+    seed: int = option(SEED, 0, "of dummy weights and of requests without a seed of their own.")
     progress: bool = option(
         BOOL,
         True,
@@ -212,6 +211,7 @@ class EngineOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
         if self.speculative_config:
             SpeculativeConfig(**self.speculative_config)
 

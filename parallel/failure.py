@@ -19,7 +19,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.launch_environment import launched_rank, several_processes
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes
 from dsa_engine.parallel.peers import State, name_of, state_of, wake
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -51,6 +51,11 @@ def report_failures(*, connect_s: float | None = None, brief: tuple[type[Excepti
         _reporter.brief = brief or _reporter.brief
         if connect_s is not None:
             _reporter.connect(connect_s)
+
+
+def run_store() -> dist.Store | None:
+    """The store of the run, where :func:`report_failures` has connected to it."""
+    return None if _reporter is None else _reporter.store
 
 
 class _Reporter:
@@ -106,7 +111,7 @@ class _Reporter:
 
     def _first(self, mine: str) -> str:
         """Leaves this rank's error in the store, and returns the run's first one."""
-        if self.store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self.store is None and launched_store():
             self.connect(_STORE_WAIT.total_seconds())  # torchrun's store is there from the beginning
         if self.store is None:
             return mine

@@ -1,4 +1,4 @@
-"""What the launcher (``torchrun``) says in the environment of each process: RANK and WORLD_SIZE."""
+"""What the launcher (``torchrun``) says in the environment of each process: its rank, and where the run's store is."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def several_processes() -> bool:
         return launched_rank()[1] > 1
     except ValueError:
         return False
+
+
+def launched_store() -> bool:
+    """Whether the launcher keeps the store of the run: it is there before any rank has begun."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _number(name: str, default: str, least: int, allowed: str, end: int | None = None) -> int:

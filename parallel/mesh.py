@@ -15,7 +15,7 @@ import atexit
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.launch_environment import launched_rank
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -74,7 +75,13 @@ class Mesh:
         self.tp = self._group(config.tp_size)
 
     @classmethod
-    def create(cls, config: ParallelConfig, device: str = "auto", ranks: Sequence[int] | None = None) -> Mesh:
+    def create(
+        cls,
+        config: ParallelConfig,
+        device: str = "auto",
+        ranks: Sequence[int] | None = None,
+        same: Callable[[], Mapping[str, str]] | None = None,
+    ) -> Mesh:
         """Joins the world that ``torchrun`` describes in the environment, or makes a mesh of one process.
 
         A process group that the program has made before is used as it is.
@@ -84,10 +91,11 @@ class Mesh:
             device: "cpu", "cuda", "cuda:N", or "auto" (CUDA where there is one).
             ranks: of the run that form this mesh, ascending; default: all. Meshes of different ranks know nothing of
                 each other and may run different requests at the same time.
+            same: gives texts by name that have to be the same on all ranks of the mesh; called where there are several.
 
         Raises:
-            ValueError: the sizes do not divide the mesh, the device does not exist, this process is none of
-                ``ranks``, or the environment names no rank of a run.
+            ValueError: the ranks differ in a text of ``same``, the sizes do not divide the mesh, the device does not
+                exist, this process is none of ``ranks``, or the environment names no rank of a run.
             TimeoutError: whoever listens at MASTER_ADDR and MASTER_PORT does not answer as the store of a run.
         """
         report_failures()
@@ -98,10 +106,20 @@ class Mesh:
         if ranks is not None:
             _check_ranks(ranks, global_size, global_rank)
         chosen = choose_device(device)
+        members = list(range(global_size)) if ranks is None else list(ranks)
+        to_compare = [] if same is None or len(members) == 1 else [same]
+
+        def compare_once() -> None:
+            if to_compare:
+                mine = {"the kind of device": chosen.type, **to_compare.pop()()}
+                compare(mine, members, global_rank, config.timeout)
+
         if global_size > 1 and not dist.is_initialized():
             cuda = chosen.type == "cuda"
-            if global_rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            if global_rank > 0 or launched_store():
                 report_failures(connect_s=config.timeout)  # else this rank is to hold the store itself
+            if launched_store():
+                compare_once()  # before what would go wrong on ranks that differ
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
                 timeout=timedelta(seconds=config.timeout),
@@ -110,6 +128,7 @@ class Mesh:
             )
             atexit.register(_leave)
             report_failures(connect_s=config.timeout)
+        compare_once()
         if ranks is None:
             mesh = cls(config, global_rank, global_size, chosen)
         else:

@@ -55,14 +55,11 @@ def run_info(args: argparse.Namespace) -> None:
         ("float32", torch.float32, counts.bytes_float32),
     ):
         weights = total - elsewhere * dtype.itemsize
-        try:
-            per_token = cache_bytes_per_token(config, cache_format(config, dtype))
-        except ValueError:  # no FP8 format for the model's sizes
-            per_token = None
-        tokens = max(0, memory - weights) // per_token if per_token else None
-        rows.append(
-            {"dtype": name, "weight_bytes": weights, "cache_bytes_per_token": per_token, "tokens_that_fit": tokens}
-        )
+        per_token, in_fp8 = (_cache_bytes(config, stored) for stored in (dtype, torch.float8_e4m3fn))
+        row = {"dtype": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
+        for key, each in (("tokens_that_fit", per_token), ("tokens_that_fit_in_fp8_caches", in_fp8)):
+            row[key] = max(0, memory - weights) // each if each else None
+        rows.append(row)
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
         result |= {"mtp_parameters": counts.mtp, "ranks": args.ranks, "memory_bytes": memory, "per_dtype": rows}
@@ -76,10 +73,18 @@ def run_info(args: argparse.Namespace) -> None:
     table = []
     for r in rows:
         per_token, tokens = r["cache_bytes_per_token"], r["tokens_that_fit"]
-        cached = ("no such format", "-") if per_token is None else (f"{per_token:,} B", f"{tokens:,}")
+        cached = ["no such format", "-"] if per_token is None else [f"{per_token:,} B", f"{tokens:,}"]
+        in_fp8 = r["tokens_that_fit_in_fp8_caches"]
+        cached.append("-" if in_fp8 is None else f"{in_fp8:,}")
         table.append((r["dtype"], format_bytes(r["weight_bytes"]), *cached))
-    print(format_table(("dtype", "weights per rank", "cache per token", "cached tokens that fit"), table))
-    print(
-        "\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load. Caches are FP8 with "
-        "kv_cache_dtype='fp8', whatever the weights"
-    )
+    columns = ("dtype", "weights per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
+    print(format_table(columns, table))
+    print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load")
+
+
+def _cache_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:
+    """Of a token; None where the model's sizes have no FP8 format."""
+    try:
+        return cache_bytes_per_token(config, cache_format(config, dtype))
+    except ValueError:
+        return None

@@ -30,15 +30,15 @@ class Calls:
         self.turns = Turns(engine)
         self.open: set[Call] = set()  # those with requests
 
-    def new(self) -> Call:
-        """A call of this thread, which ends with the block that it is the ``with`` of.
+    def new(self, asynchronous: bool = False) -> Call:
+        """A call of this thread, or of an event loop.
 
         Raises:
             RuntimeError: this thread may not use the engine now (:meth:`.turns.Turns.check`).
         """
-        self.turns.check()
+        self.turns.check(asynchronous)
         self.free_abandoned()
-        return Call(self)
+        return Call(self, None if asynchronous else threading.current_thread())
 
     def together(self) -> AbstractContextManager[None]:
         """A block in which ranks wait for each other (:meth:`.turns.Turns.together`)."""
@@ -64,11 +64,16 @@ class Calls:
 
 
 class Call:
-    """Requests that are made together and end together."""
+    """Requests that are made together and end together: with the block that the call is the ``with`` of, with a
+    generator (:meth:`of`), or with :meth:`end`.
 
-    def __init__(self, calls: Calls):
+    Attributes:
+        thread: that waits for them; None: an event loop does.
+    """
+
+    def __init__(self, calls: Calls, thread: threading.Thread | None):
         self._calls = calls
-        self.thread: threading.Thread | None = threading.current_thread()
+        self.thread = thread
         self.requests: list[Request] = []
         self._generator: weakref.ref[Any] | None = None
         self._protection = uninterrupted()
@@ -124,6 +129,19 @@ class Call:
             Exception: of a step that it was part of.
         """
         piece = self._calls.turns.run(partial(_piece, request, first))
+        self._raise()
+        return piece
+
+    async def run_in_background(self) -> None:
+        """:meth:`run` for an event loop, which goes on meanwhile."""
+        self._calls.turns.run_in_background(self.requests)
+        await self._calls.turns.wait(self._ended)
+        self._raise()
+
+    async def next_piece(self, request: Request, first: int) -> StreamPiece:
+        """:meth:`piece` for an event loop, which goes on meanwhile."""
+        self._calls.turns.run_in_background([request])
+        piece = await self._calls.turns.wait(partial(_piece, request, first))
         self._raise()
         return piece
 

@@ -18,18 +18,21 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.request_checks import check_prompt, check_token_ids
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
@@ -72,7 +75,7 @@ class Engine:
                 f"max_model_len {self.max_model_len} exceeds the model's {config.max_position_embeddings} positions; "
                 "lower it, or raise max_position_embeddings with hf_overrides"
             )
-        self.mesh = options.parallel.create_mesh(options.device)
+        self.mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
         device = self.mesh.device
         self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
         stored = cache_format(config, cache_dtype(options.kv_cache_dtype, self.dtype))  # refused before anything loads
@@ -144,13 +147,20 @@ class Engine:
     def prepare(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """A request for :meth:`queue`, which cannot fail; raises what :meth:`add` raises. Any thread may call it."""
         self._check_prompt(prompt, room=1)
+        check_token_ids(params, self.config.vocab_size)
         room = self.max_model_len - len(prompt)
-        if params.max_tokens > room:
+        if params.max_tokens is None or params.max_tokens > room:
             # As in vLLM: the model's length ends a request that asks for more.
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        self.scheduler.check(len(prompt), params.max_tokens)
-        text = TextStream(tokenizer, params.stop_strings, params.min_tokens) if tokenizer else None
-        return Request(-1, prompt, params, arrival=time.perf_counter(), text=text)
+        text, bad_words = None, []
+        if tokenizer and params.detokenize:
+            how = (params.include_stop_str_in_output, params.skip_special_tokens)
+            text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how)
+        if tokenizer:
+            bad_words = [ids for word in params.bad_words or () for ids in tokenizer.word_ids(word)]
+        request = Request(-1, prompt, params, time.perf_counter(), text, bad_words)
+        self.scheduler.check(len(prompt), request.max_tokens)
+        return request
 
     def queue(self, request: Request) -> None:
         """Takes a request of :meth:`prepare`: it runs with the next steps, unless it has ended meanwhile."""
@@ -244,11 +254,13 @@ class Engine:
         if sampled.drafts is not None:
             self.scheduler.verified(sampled.request, sampled.drafts)
 
-    def finish(self, request: Request, reason: str, error: str | None = None) -> None:
+    def finish(
+        self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None
+    ) -> None:
         """Ends a request, in whatever state, and frees its pages; without effect on one that has ended."""
         with uninterrupted():
             if request.finish_reason is None:
-                request.finish_reason, request.error = reason, error
+                request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
                 self.scheduler.finish(request)
 
     def fail(self, error: Exception) -> bool:
@@ -326,20 +338,7 @@ class Engine:
             self.finish(request, "abort")
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
-        if not prompt:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(prompt) + room > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, max_model_len is {self.max_model_len}"
-                + (f", of which at least {room} must be left for the output" if room else "")
-                + "; shorten the prompt or raise max_model_len"
-            )
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= self.config.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}"
-            )
+        check_prompt(prompt, room, self.max_model_len, self.config.vocab_size)
 
 
 def _is_due(chunk: Chunk) -> bool:

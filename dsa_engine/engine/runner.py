@@ -90,7 +90,7 @@ class ModelRunner:
             sampled: ``Samples.tokens`` of the step before, where they have not been read.
         """
         batch, hidden = self._forward(plan, sampled)
-        samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden))
+        samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
         return samples if self._drafter is None else self._drafter.draft(plan, batch, hidden, samples, self._graphs)
 
     @torch.inference_mode()

@@ -130,7 +130,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
-        self.check(len(request.prompt), request.params.max_tokens)
+        self.check(len(request.prompt), request.max_tokens)
         insort(self._waiting, request, key=_arrival)
 
     def adopt(self, request: Request) -> None:
@@ -139,7 +139,7 @@ class Scheduler:
         Raises:
             CapacityError: there is no room for it now.
         """
-        self.check(len(request.prompt), request.params.max_tokens)
+        self.check(len(request.prompt), request.max_tokens)
         free, load = self._ledger.free, self._load()
         need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
@@ -203,7 +203,7 @@ class Scheduler:
         token that it may still have is never drafted: nothing would be gained.
         """
         request.rewind(len(request) - 1)
-        request.drafts = drafts[: max(0, request.params.max_tokens - request.num_output_tokens - 1)]
+        request.drafts = drafts[: max(0, request.max_tokens - request.num_output_tokens - 1)]
 
     def finish(self, request: Request) -> None:
         """Forgets a request, in whatever state, and frees its pages on every rank; ``Engine.finish`` ends it."""
@@ -282,14 +282,14 @@ class Scheduler:
 
     def _choose_owner(self, request: Request, ranks: Iterable[int], load: _Load) -> int:
         free = self._ledger.free
-        most = self._max_pages(len(request.prompt), request.params.max_tokens)
+        most = self._max_pages(len(request.prompt), request.max_tokens)
         return min(ranks, key=lambda r: (free[r] - load.future_pages[r] < most, load.tokens[r], -free[r]))
 
     def _load(self) -> _Load:
         ranks = len(self._ledger.free)
         load = _Load([0] * ranks, [0] * ranks, [0] * ranks)
         for other in self._running:
-            most = self._max_pages(len(other.prompt), other.params.max_tokens)
+            most = self._max_pages(len(other.prompt), other.max_tokens)
             more = most - self._ledger.held(other, other.owner)
             load.tokens[other.owner] += len(other)
             load.future_pages[other.owner] += more
@@ -301,7 +301,7 @@ class Scheduler:
         module's rows up to the one before the last draft."""
         verified = self._num_drafts if request.prefilled else 0
         more = verified + max(0, self._num_drafts - 1)
-        most = len(request.prompt) + request.params.max_tokens - 1
+        most = len(request.prompt) + request.max_tokens - 1
         return pages_for(max(len(request), min(len(request) + more, most)), self._page_size)
 
     def _max_pages(self, prompt_len: int, max_tokens: int) -> int:
@@ -311,7 +311,7 @@ class Scheduler:
 
 def _decodes(request: Request) -> bool:
     """Whether it decodes; not where its last token is sampled and only to be read."""
-    return request.prefilled and request.num_output_tokens < request.params.max_tokens
+    return request.prefilled and request.num_output_tokens < request.max_tokens
 
 
 def _decode_chunk(request: Request) -> Chunk:

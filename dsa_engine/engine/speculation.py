@@ -217,7 +217,7 @@ def count_accepted(samples: Samples) -> torch.Tensor:
 
 def _room(request: Request) -> int:
     """Tokens that it may still get."""
-    return request.params.max_tokens - request.num_output_tokens
+    return request.max_tokens - request.num_output_tokens
 
 
 def _ranks(step: StepPlan, samples: Samples) -> list[int]:

@@ -88,8 +88,8 @@ class Turns:
         self._background: list[Request] = []  # of asynchronous calls
         self._background_thread: threading.Thread | None = None
 
-    def check(self) -> None:
-        """Whether this thread may use the engine now.
+    def check(self, asynchronous: bool = False) -> None:
+        """Whether this thread, or its event loop, may use the engine now.
 
         Raises:
             RuntimeError: on several ranks, it is another thread than the one that made the engine, or a call has been
@@ -99,7 +99,7 @@ class Turns:
             raise RuntimeError("a call from within another call of the same thread, which would wait for it")
         if not self._in_step:
             return
-        if self._thread != threading.get_ident():
+        if asynchronous or self._thread != threading.get_ident():
             raise RuntimeError(
                 "on several ranks, only the thread that has made the LLM may use it (and no asynchronous call): "
                 "requests of several threads would come in another order on each rank"
@@ -198,8 +198,9 @@ class Turns:
     def run_in_background(self, requests: list[Request]) -> None:
         """Has a thread run steps until these requests have ended."""
         with uninterrupted(), self._mutex:
-            self._background += requests
-            if self._background_thread is None:
+            more = [one for one in requests if one.finish_reason is None and one not in self._background]
+            self._background += more
+            if more and self._background_thread is None:
                 self._background_thread = threading.Thread(target=self._drive, name="dsa_engine steps")
                 self._background_thread.start()
 

@@ -17,7 +17,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.request import Request
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks
 from dsa_engine.measure.percentiles import percentiles
-from dsa_engine.parallel.option_fields import is_number
+from dsa_engine.parallel.value_checks import is_number
 from dsa_engine.sampling_params import SamplingParams
 
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from dsa_engine.errors import CheckpointError
-from dsa_engine.model.config_keys import Keys, shown
+from dsa_engine.model.config_keys import Keys
 from dsa_engine.model.config_overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.model.rope_config import RopeConfig
+from dsa_engine.parallel.value_checks import shown
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

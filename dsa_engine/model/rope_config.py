@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.model.config_keys import Keys, shown
+from dsa_engine.model.config_keys import Keys
+from dsa_engine.parallel.value_checks import shown
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,9 @@ def wanted(
     made: dict[str, Wanted] = {}
     prompts = [random_ids(length, seed=length) for length in LENGTHS]
     params = [GREEDY if i % 2 else SAMPLED | {"seed": i} for i in range(len(prompts))]
+    # Rows that see drafts: what depends on the tokens before counts them.
+    params[0] = params[0] | {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    params[1] = params[1] | {"presence_penalty": 0.7}
 
     def get(model: str) -> Wanted:
         if model not in made:

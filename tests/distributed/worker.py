@@ -14,16 +14,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
+from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled
+from dsa_engine.outputs import CompletionOutput, RequestOutput
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -47,12 +49,15 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     for request in case.get("generate", []):
         params = [SamplingParams(**p) for p in request["params"]]
         if "every" in case:
-            outs = one_by_one(llm, request["prompts"], params, case["every"])
+            outs: Sequence[CompletionOutput | RequestOutput] = one_by_one(
+                llm, request["prompts"], params, case["every"]
+            )
         else:
             outs = llm.generate(request["prompts"], params)
         result["tokens"].append([out.token_ids for out in outs])
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
-        result["logprobs"].append([out.logprobs for out in outs])
+        plain = [out.logprobs and [{token: float(x) for token, x in of.items()} for of in out.logprobs] for out in outs]
+        result["logprobs"].append(plain)
     result["drafts"] = drafts
     result["preemptions"] = engine.scheduler.preemptions
     result["launched_ahead"] = engine.launched_ahead
@@ -63,7 +68,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     return result
 
 
-def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[RequestOutput]:
+def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[CompletionOutput]:
     """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
     requests: list[Request] = []
     step = 0
@@ -73,7 +78,7 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams],
             requests.append(llm.engine.add(prompts[number], params[number]))
         llm.engine.step()
         step += 1
-    return [request.request_output() for request in requests]
+    return [request.completion(0) for request in requests]
 
 
 def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], tuple[int, list[int]]]:

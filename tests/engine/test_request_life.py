@@ -78,7 +78,10 @@ def test_a_request_that_forbids_every_token(llm: LLM) -> None:
     params = SamplingParams(max_tokens=10, min_tokens=3, stop_token_ids=list(range(320)))
     fine, failed = llm.generate(TEXTS[:2], [GREEDY, params])
     assert fine.finish_reason == "length" and failed.finish_reason == "error"
-    assert failed.error == "no token is left to sample: min_tokens with its stop_token_ids forbids every one"
+    assert failed.error == (
+        "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its stop_token_ids, "
+        "forbid every one"
+    )
 
 
 @pytest.mark.parametrize("at", [0, 3, 9])

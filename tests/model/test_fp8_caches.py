@@ -83,7 +83,7 @@ def quantised(model: Any, patch: pytest.MonkeyPatch) -> Any:
     return naive
 
 
-def load(folder: Path, **options: Any) -> LLM:
+def load(folder: Path | str, **options: Any) -> LLM:
     defaults = {"device": "cpu", "kv_cache_dtype": "fp8", "cache_memory": "32MiB", "progress": False}
     return LLM(folder, **(defaults | options))
 
@@ -135,6 +135,18 @@ def test_tokens_depend_on_the_request_alone(model: Any, random_ids: Callable[...
     assert llm.engine.cache.pages == 90
     assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == alone
     assert llm.engine.scheduler.preemptions > 0
+
+
+def test_drafts_change_no_token() -> None:
+    """Speculative decoding over FP8 caches, the module's own layer included; the prompt is longer than index_topk."""
+    text = Path(__file__).read_text()
+    tokens = []
+    for config in ({}, {"speculative_config": {"num_speculative_tokens": 2}}):
+        llm = load("demo", max_model_len=1024, **config)
+        (out,) = llm.generate([llm.tokenizer.encode(text)[:400]], GREEDY)
+        tokens.append(out.token_ids)
+    assert len(llm.engine.cache.latent) == 4
+    assert tokens[0] == tokens[1]
 
 
 def test_sizes_that_the_format_cannot_hold_are_refused_before_anything_loads(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dsa_engine.parallel import Mesh, ParallelConfig, failure
 from dsa_engine.parallel import mesh as mesh_module
+from dsa_engine.parallel.agreement import differences
 from dsa_engine.parallel.launch_environment import launched_rank, several_processes
 from dsa_engine.parallel.peers import name_of, state_of, wake
 
@@ -153,3 +154,10 @@ def test_only_ranks_that_may_be_the_cause_are_named(
     three.kill()
     os.waitid(os.P_PID, three.pid, os.WEXITED | os.WNOWAIT)
     assert reporter._lost(after).startswith("no word from rank 1: "), "torchrun has ended the other one since"
+
+
+def test_differences_are_named() -> None:
+    assert differences({0: {"a": "1", "c": "3"}, 1: {"a": "2", "c": "3"}, 2: {"a": "1", "b": "x", "c": "3"}}) == [
+        "a is 1 on rank 0, 2 and 2 on rank 1",
+        "b is not known on rank 0, 1 and x on rank 2",
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class FakeConfig(ParallelConfig):
     world: int = 1
     skew: float = 1.0
 
-    def create_mesh(self, device: str = "auto") -> FakeMesh:
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> FakeMesh:
         return FakeMesh(self, 0, self.world, choose_device(device))
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.e4m3 import SMALLEST_AMAX, converts_e4m3, quantize_tile
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
 
@@ -93,7 +94,7 @@ def quantize_rows(
     rows = values if values.dim() == 2 and values.stride(1) == 1 else values.contiguous().view(-1, width)
     if scales.numel():
         blocks = max(1, _TILE // block)
-        quantize_rows_kernel[(triton.cdiv(scales.numel(), blocks),)](
+        quantize_rows_kernel[(cdiv(scales.numel(), blocks),)](
             rows, codes.view(torch.uint8), scales, scales.numel(), rows.stride(0),
             PER_ROW=per_row, SIZE=block, BLOCKS=blocks,
             POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,

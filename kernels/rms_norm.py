@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
 
@@ -45,7 +46,7 @@ def _launch(
     normed = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
     if rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         # 8 elements, one 16-byte load, a thread at least, and at most 16 warps: 7168 columns take 16 a thread.
         warps = min(16, max(1, block // 256))
         rms_norm_kernel[(rows,)](

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
 
@@ -46,9 +47,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         # 8 elements, 16 bytes of each half, a thread. Compiled for sm_90, not yet measured on a device.
-        block = min(1024, triton.next_power_of_2(width))
+        block = min(1024, next_power_of_2(width))
         warps = max(1, block // 256)
-        silu_mul_kernel[(rows.shape[0], triton.cdiv(width, block))](
+        silu_mul_kernel[(rows.shape[0], cdiv(width, block))](
             rows, out, rows.stride(0), width, BLOCK=block, num_warps=warps
         )
     return out.view(*gate_up.shape[:-1], width)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import dot_precision, runs_triton
 from dsa_engine.kernels.merge_splits import merge_splits
 from dsa_engine.kernels.online_softmax import (
@@ -137,7 +138,7 @@ def _launch(
         sparse_attention_kernel[(plan.programs, splits)](
             q, rows.values, rows.scales, rows.rotated, slots, slots if counts is None else counts, out, lse, tokens, k,
             scale * LOG2_E, rows.value_stride, rows.scale_stride, rows.rotated_stride,
-            BLOCK_SCAN=max(16, triton.next_power_of_2(k)), COUNTED=counts is not None,
+            BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
             PRECISION=dot_precision(q.dtype), **plan.constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)

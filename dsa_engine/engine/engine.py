@@ -49,6 +49,9 @@ from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import parse_bytes
 from dsa_engine.tokenizer import TextStream, Tokenizer
 
+# How long the ranks wait for the one whose disk is slowest: longer than for a collective (`ParallelConfig.timeout`).
+_LOADING_S = 7200.0
+
 
 class Engine:
     """Loads a model and runs requests on it.
@@ -96,6 +99,7 @@ class Engine:
                 self.model = Model(config, runtime, modules)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
+        self.mesh.meet(_LOADING_S)
         by_reference = check_kernels(self.model, config, self.mesh, stored, options)
         cached = config.with_mtp(modules)
         token_bytes = cache_bytes_per_token(cached, stored)

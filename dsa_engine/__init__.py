@@ -2,7 +2,14 @@
 
 from dsa_engine.errors import CapacityError, CheckpointError
 from dsa_engine.llm import LLM
-from dsa_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamPiece
+from dsa_engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+    StreamPiece,
+)
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.version import __version__
@@ -17,6 +24,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SpeculationMetrics",
     "StreamPiece",
     "__version__",
 ]

@@ -3,7 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SpeculationMetrics:
+    """What became of drafts; the counts have vLLM's names."""
+
+    num_drafts: int  # steps that verified some
+    num_draft_tokens_per_pos: tuple[int, ...]  # drafts verified, of the first token behind a known one, the second, …
+    num_accepted_tokens_per_pos: tuple[int, ...]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.num_draft_tokens_per_pos)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.num_accepted_tokens_per_pos)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a step with drafts brought, its own included; nan where there was none."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else math.nan
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Of the drafts of each position, the fraction that was accepted."""
+        pairs = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs]
+
+    @classmethod
+    def of(cls, verified: Sequence[tuple[int, int]]) -> SpeculationMetrics:
+        """``verified``: of each step, how many drafts there were and how many of them were accepted."""
+        steps = [(drafts, accepted) for drafts, accepted in verified if drafts]
+        positions = range(max((drafts for drafts, _ in steps), default=0))
+        return cls(
+            len(steps),
+            tuple(sum(drafts > i for drafts, _ in steps) for i in positions),
+            tuple(sum(accepted > i for _, accepted in steps) for i in positions),
+        )
 
 
 @dataclass(frozen=True)
@@ -13,14 +53,22 @@ class RequestMetrics:
     ttft_s: float  # from the request to its first token; nan where an error left it without one
     tpot_s: float | None  # per token after the first; None where there is only one
     preemptions: int = 0  # times that it lost its cache pages to an older request and was prefilled again
+    speculation: SpeculationMetrics | None = None  # None where no drafts were verified
 
     @classmethod
     def of(
-        cls, arrival: float, first: float | None, last: float | None, tokens: int, preemptions: int
+        cls,
+        arrival: float,
+        first: float | None,
+        last: float | None,
+        tokens: int,
+        preemptions: int,
+        speculation: SpeculationMetrics | None = None,
     ) -> RequestMetrics:
         if first is None or last is None:
-            return cls(math.nan, None, preemptions)
-        return cls(first - arrival, (last - first) / (tokens - 1) if tokens > 1 else None, preemptions)
+            return cls(math.nan, None, preemptions, speculation)
+        tpot = (last - first) / (tokens - 1) if tokens > 1 else None
+        return cls(first - arrival, tpot, preemptions, speculation)
 
 
 class Logprob(float):

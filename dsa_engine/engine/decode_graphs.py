@@ -41,7 +41,6 @@ class DecodeGraphs:
         model, cache, config, mesh: of the engine.
         capture: replay CUDA graphs; False runs the same padded steps kernel by kernel.
         fewest_tokens: the smallest context bucket; shorter contexts gain nothing from graphs of their own.
-        num_drafts: that are made behind every step.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class DecodeGraphs:
         *,
         capture: bool = True,
         fewest_tokens: int = 4096,
-        num_drafts: int = 0,
     ):
         self._model = model
         self._cache = cache
@@ -61,7 +59,6 @@ class DecodeGraphs:
         self._mesh = mesh
         self._capture = capture
         self._fewest_tokens = fewest_tokens
-        self._num_drafts = num_drafts
         self._batches: dict[Bucket, ForwardBatch] = {}  # whose tensors are written anew in every step
         self._graphs: dict[Hashable, _Captured] = {}  # of a bucket, or of what is run behind one
         self._pool = torch.cuda.graph_pool_handle() if capture else None
@@ -85,9 +82,9 @@ class DecodeGraphs:
         """Rows and longest context, in tokens, of the graphs captured so far."""
         return sorted((bucket.rows, bucket.context) for bucket in self._graphs if isinstance(bucket, Bucket))
 
-    def pad(self, step: StepPlan) -> StepPlan:
-        """A decode step in the rows of its bucket, as :meth:`forward` runs it."""
-        return step.padded(self._config, self._fewest_tokens, self._num_drafts)
+    def pad(self, step: StepPlan, num_drafts: int = 0) -> StepPlan:
+        """A decode step, with drafts made behind it, in the rows of its bucket, as :meth:`forward` runs it."""
+        return step.padded(self._config, self._fewest_tokens, num_drafts)
 
     def ready(self, step: StepPlan) -> bool:
         """Whether :meth:`forward` has nothing to capture first; ``step`` is padded."""

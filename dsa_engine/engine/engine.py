@@ -117,21 +117,32 @@ class Engine:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_prefill_share=options.max_prefill_share,
-            num_drafts=drafts,
         )
         self.graphs = None
         if device.type == "cuda" and not options.enforce_eager and not by_reference:
-            self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh, num_drafts=drafts)
-        self.runner = ModelRunner(
-            self.model, self.cache, config, self.mesh, options.seed, self.graphs, num_drafts=drafts
-        )
-        # With drafts, which tokens the next step computes is known when this one has been read.
-        self.async_scheduling = (
-            device.type == "cuda" and options.async_scheduling and self.mesh.static_decode and not drafts
-        )
+            self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
+        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
+        self.draft(drafts)
         self.launched_ahead = self._next_id = 0
         self._scheduled: list[Chunk] = []  # the next step, until it has been launched
         self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
+
+    def draft(self, num_drafts: int) -> None:
+        """Has so many drafts made of every request in a step, from now on: 0, or up to ``num_speculative_tokens``.
+
+        Raises:
+            ValueError: more than that.
+            RuntimeError: requests are running.
+        """
+        most = self.options.speculation.num_speculative_tokens if self.options.speculation else 0
+        if not 0 <= num_drafts <= most:
+            raise ValueError(f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {most}")
+        if self.scheduler.has_work:
+            raise RuntimeError("the engine is busy with requests; finish them first")
+        self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
+        # With drafts, which tokens the next step computes is known when this one has been read.
+        ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
+        self.async_scheduling = ahead and not num_drafts
 
     def progress(self, total: int, unit: str, title: str, shown: bool = True) -> Any:
         """See :func:`progress_bar`; only on rank 0, and where it was not turned off."""
@@ -226,6 +237,8 @@ class Engine:
             self.scheduler.computed(chunks)
             for request, indices in launched.indices.items():
                 request.placeholders += indices
+            for request, found in launched.prompt_logprobs.items():
+                request.add_prompt_logprobs(found)
             if launched.indices:
                 self.launched_ahead += bool(self._in_flight)
                 self._in_flight.append(launched)
@@ -250,6 +263,8 @@ class Engine:
 
     def _take(self, sampled: Sampled, now: float) -> None:
         """Gives a request its new tokens, up to the one that ends it."""
+        if sampled.request.drafts:
+            sampled.request.verified.append((len(sampled.request.drafts), len(sampled.tokens) - 1))
         for token in sampled.tokens:
             ending = sampled.request.append(token, now, self.config.eos_token_ids)
             if ending is not None:

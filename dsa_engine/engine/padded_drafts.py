@@ -42,14 +42,12 @@ class PaddedDrafts:
 
     Args:
         model, cache, mesh: of the engine.
-        num_drafts: of every request.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, num_drafts: int):
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh):
         self._model = model
         self._cache = cache
         self._mesh = mesh
-        self._num_drafts = num_drafts
         self._frequencies = model.config.rope.inverse_frequencies().to(mesh.device)
         self._buffers: dict[Bucket, _Buffers] = {}
 
@@ -73,7 +71,7 @@ class PaddedDrafts:
             graphs: captures and replays the passes.
 
         Returns:
-            int64 ``[ranks · requests of the bucket, num_drafts]``, valid until the next call.
+            int64 ``[ranks · requests of the bucket, rows a request - 1]``, valid until the next call.
         """
         bucket, device = step.bucket, self._mesh.device
         assert bucket is not None, "a step is padded before it is run here"
@@ -93,13 +91,14 @@ class PaddedDrafts:
         buffers.last.copy_(row + more)
         buffers.positions.copy_(position + more)
         buffers.limits.copy_(limit)
-        return graphs.run(("drafts", bucket), lambda: self._passes(buffers, batch, hidden))
+        count = bucket.rows_per_request - 1
+        return graphs.run(("drafts", bucket), lambda: self._passes(buffers, batch, hidden, count))
 
-    def _passes(self, buffers: _Buffers, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def _passes(self, buffers: _Buffers, batch: ForwardBatch, hidden: torch.Tensor, count: int) -> torch.Tensor:
         passed_on = self._model.draft(0, hidden, replace(batch, input_ids=buffers.input_ids), self._cache)
         state = passed_on[buffers.last]
         drafts: list[torch.Tensor] = []
-        for number in range(self._num_drafts):
+        for number in range(count):
             if number:
                 state = self._model.draft(0, state, self._rows_behind(buffers, batch, drafts[-1], number), self._cache)
             drafts.append(self._model.own_logits(state, state.shape[0]).argmax(dim=-1))

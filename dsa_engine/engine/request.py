@@ -7,11 +7,11 @@ placeholder: the index at which it lies in the ``tokens`` of the step that sampl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, StreamPiece
+from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import TextStream
 
@@ -48,9 +48,9 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)  # of each output token, where they are asked for
-    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
+    verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
@@ -62,10 +62,13 @@ class Request:
     finish_reason: str | None = None  # of its ending
     error: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
     exception: Exception | None = None  # of a step that it was part of; whoever waits for it is to raise this
 
     def __post_init__(self) -> None:
         self.num_prefill_tokens = len(self.prompt)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing stands before the first token
 
     def __len__(self) -> int:
         return len(self.prompt) + self.num_output_tokens
@@ -127,6 +130,12 @@ class Request:
             return Ending("error", f"its tokens could not be decoded to text: {type(error).__name__}: {error}")
         return ending
 
+    def add_prompt_logprobs(self, found: Mapping[int, Logprobs]) -> None:
+        """Takes those of the prompt's next tokens, by position."""
+        assert self.prompt_logprobs is not None
+        for position in sorted(found):
+            self.prompt_logprobs[position:] = [found[position]]
+
     def _stop_token(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
         """How the request ends if this token, the last of the output, ends it."""
         params = self.params
@@ -178,6 +187,12 @@ class Request:
             stop_reason=self.stop_reason,
         )
 
+    def decoded_prompt_logprobs(self) -> list[Logprobs | None] | None:
+        """With the text of each token, where text is made."""
+        if self.prompt_logprobs is None or self.text is None:
+            return self.prompt_logprobs
+        return [None if of is None else self.text.decoded(of) for of in self.prompt_logprobs]
+
     def completion(self, index: int) -> CompletionOutput:
         """The whole output of a request that has ended, as number ``index`` of its prompt; not of one that is
         streamed."""
@@ -190,7 +205,12 @@ class Request:
             token_ids=whole.token_ids,
             finish_reason=self.finish_reason,
             metrics=RequestMetrics.of(
-                self.arrival, self.first_token_time, self.last_token_time, len(self.output), self.preemptions
+                self.arrival,
+                self.first_token_time,
+                self.last_token_time,
+                len(self.output),
+                self.preemptions,
+                SpeculationMetrics.of(self.verified) if self.verified else None,
             ),
             stop_reason=self.stop_reason,
             error=self.error,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan, build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
 from dsa_engine.engine.speculation import Drafter
@@ -29,9 +30,10 @@ class ModelRunner:
         seed: of requests without a seed of their own.
         graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
         max_decode_rows: a step in which every request has at most so many rows, on one rank, is a decode step.
-        num_drafts: that the MTP module makes of a request in a step.
 
     Attributes:
+        num_drafts: that the MTP module makes of a request in a step; 0: it does not run.
+        drafter: makes them; None in a model without the module.
         observers: each is called with the plan of every forward pass, before it runs.
     """
 
@@ -44,7 +46,6 @@ class ModelRunner:
         seed: int,
         graphs: DecodeGraphs | None = None,
         max_decode_rows: int = 1,
-        num_drafts: int = 0,
     ):
         self._model = model
         self._cache = cache
@@ -52,20 +53,22 @@ class ModelRunner:
         self._mesh = mesh
         self._sampler = Sampler(config, mesh, seed)
         self._graphs = graphs
-        self._max_decode_rows = max(max_decode_rows, 1 + num_drafts)
-        self._drafter = Drafter(model, cache, mesh, num_drafts, self._plan_of) if num_drafts else None
+        self._max_decode_rows = max_decode_rows
+        self.num_drafts = 0
+        self.drafter = Drafter(model, cache, mesh, self._plan_of) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
         step = self._plan_of(chunks)
         if self._graphs is not None and self._is_static(step):
-            return self._graphs.pad(step)
+            return self._graphs.pad(step, self.num_drafts)
         return step
 
     def _plan_of(self, chunks: list[Chunk]) -> StepPlan:
         layout = self._mesh.config.cp_layout
-        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, self._max_decode_rows)
+        rows = max(self._max_decode_rows, 1 + self.num_drafts)
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         for observer in self.observers:
             observer(step)
         return step
@@ -91,7 +94,12 @@ class ModelRunner:
         """
         batch, hidden = self._forward(plan, sampled)
         samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
-        return samples if self._drafter is None else self._drafter.draft(plan, batch, hidden, samples, self._graphs)
+        if of_prompts := prompt_logprobs(self._model, plan, hidden):
+            samples = replace(samples, prompt_logprobs=of_prompts)
+        if self.num_drafts == 0:
+            return samples
+        assert self.drafter is not None
+        return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts, self._graphs)
 
     @torch.inference_mode()
     def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:

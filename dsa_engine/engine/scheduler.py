@@ -48,9 +48,9 @@ class Scheduler:
         max_num_batched_tokens: most tokens a rank prefills in a step.
         max_prefill_share: of the steps taken while some request decodes, at most this share are prefill steps, in
             (0, 1]; 1 puts prefill first.
-        num_drafts: most drafts of a request in a step.
 
     Attributes:
+        num_drafts: most drafts of a request in a step.
         preemptions: times that a running request has lost its pages to an older one.
     """
 
@@ -65,7 +65,6 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_share: float,
-        num_drafts: int = 0,
     ):
         self._groups = [range(first, first + cp_size) for first in range(0, world_size, cp_size)]
         self._page_size = page_size
@@ -73,7 +72,7 @@ class Scheduler:
         self._group_tokens = max_num_batched_tokens * cp_size
         self._budget: list[int] = []  # tokens that each group can still take in the step being planned
         self._max_prefill_share = max_prefill_share
-        self._num_drafts = num_drafts
+        self.num_drafts = 0
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._ledger = PageLedger(rank, world_size, pages)
         self._waiting: deque[Request] = deque()  # both in order of arrival
@@ -299,8 +298,8 @@ class Scheduler:
     def _pages_with_drafts(self, request: Request) -> int:
         """Pages of its tokens, of the drafts that its next step verifies, and of those that this step then makes: the
         module's rows up to the one before the last draft."""
-        verified = self._num_drafts if request.prefilled else 0
-        more = verified + max(0, self._num_drafts - 1)
+        verified = self.num_drafts if request.prefilled else 0
+        more = verified + max(0, self.num_drafts - 1)
         most = len(request.prompt) + request.max_tokens - 1
         return pages_for(max(len(request), min(len(request) + more, most)), self._page_size)
 

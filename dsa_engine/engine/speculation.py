@@ -56,19 +56,20 @@ class Drafter:
 
     Args:
         model, cache, mesh: of the engine.
-        num_drafts: of a request in a step.
         plan: makes the plan of a step from its chunks.
+
+    Attributes:
+        assume: decides, in place of the tokens, how many of a request's drafts are accepted; for measuring where
+            tokens mean nothing.
     """
 
-    def __init__(
-        self, model: Model, cache: KVCache, mesh: Mesh, num_drafts: int, plan: Callable[[list[Chunk]], StepPlan]
-    ):
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, plan: Callable[[list[Chunk]], StepPlan]):
         self._model = model
         self._cache = cache
         self._mesh = mesh
         self._plan = plan
-        self._static = PaddedDrafts(model, cache, mesh, num_drafts)
-        self.num_drafts = num_drafts
+        self._static = PaddedDrafts(model, cache, mesh)
+        self.assume: Callable[[Request], int] | None = None
 
     def draft(
         self,
@@ -76,6 +77,7 @@ class Drafter:
         batch: ForwardBatch,
         hidden: torch.Tensor,
         samples: Samples,
+        count: int,
         graphs: DecodeGraphs | None = None,
     ) -> Samples:
         """Finds what was accepted, and drafts the tokens behind; every rank takes part.
@@ -84,29 +86,30 @@ class Drafter:
             step, batch: of the step that the model has computed.
             hidden: its normed hidden states ``[T, hidden]``.
             samples: what was sampled from it.
+            count: drafts of every request.
             graphs: run the passes of a padded step.
         """
         ids = [p.next_token_ids(batch.tp_rows, samples.indices) for p in plans_of(step, self._mesh.tp)]
         shifted = known_ids(torch.tensor(ids, dtype=torch.int64), samples.tokens, self._mesh.device)
         if step.bucket is not None and graphs is not None and samples.indices:
-            return self._padded(step, batch, hidden, samples, shifted, graphs)
+            return self._padded(step, batch, hidden, samples, shifted, count, graphs)
         passed_on = self._model.draft(0, hidden, replace(batch, input_ids=shifted), self._cache)
         if not samples.indices:
             return samples
-        accepted = count_accepted(samples)
+        accepted = self._accepted(samples)
         mine = [i for i, rank in enumerate(_ranks(step, samples)) if rank == self._mesh.rank]
         # Each request's last row: of its rows of logits, the one behind its accepted drafts.
         first = self._indices([list(samples.indices.values())[i].start for i in mine])
         most = max(len(p.logits_rows) for p in step.ranks)
         rows = upload(step.ranks[self._mesh.rank].rows_with_logits, hidden.device)
         last = rows[first - self._mesh.rank * most + accepted[self._indices(mine)]]
-        counts = accepted.tolist()  # which rows the next pass has depends on it
+        known = accepted.tolist()  # which rows the next pass has depends on it
         drafting = [
-            _Drafting(request, rank, len(request) + count + 1, self._wanted(_room(request), count))
-            for request, rank, count in zip(samples.indices, _ranks(step, samples), counts, strict=True)
+            _Drafting(request, rank, len(request) + kept + 1, _wanted(count, _room(request), kept))
+            for request, rank, kept in zip(samples.indices, _ranks(step, samples), known, strict=True)
         ]
-        drafts = self._chain(drafting, passed_on[last])
-        return replace(samples, verified=lambda: list(zip(counts, drafts(), strict=True)))
+        drafts = self._chain(drafting, passed_on[last], count)
+        return replace(samples, verified=lambda: list(zip(known, drafts(), strict=True)))
 
     def _padded(
         self,
@@ -115,14 +118,15 @@ class Drafter:
         hidden: torch.Tensor,
         samples: Samples,
         input_ids: torch.Tensor,
+        count: int,
         graphs: DecodeGraphs,
     ) -> Samples:
         """The same in static shapes: the host does not wait for what was accepted."""
         assert step.bucket is not None
-        accepted = count_accepted(samples)
+        accepted = self._accepted(samples)
         order = {request: i for i, request in enumerate(samples.indices)}
         drafts = download(self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs))
-        counts = download(accepted)
+        known = download(accepted)
         places = {
             chunk.request: rank * step.bucket.requests + i
             for rank, plan in enumerate(step.ranks)
@@ -132,19 +136,19 @@ class Drafter:
 
         def verified() -> list[tuple[int, list[int]]]:
             rows, found = drafts(), []
-            for request, count, room in zip(samples.indices, counts(), rooms, strict=True):
-                found.append((count, rows[places[request]][: self._wanted(room, count)]))
+            for request, kept, room in zip(samples.indices, known(), rooms, strict=True):
+                found.append((kept, rows[places[request]][: _wanted(count, room, kept)]))
             return found
 
         return replace(samples, verified=verified)
 
-    def _chain(self, drafting: list[_Drafting], hidden: torch.Tensor) -> Callable[[], list[list[int]]]:
+    def _chain(self, drafting: list[_Drafting], hidden: torch.Tensor, count: int) -> Callable[[], list[list[int]]]:
         """Drafts for every request; ``hidden`` are the module's states of this rank's, in their order."""
         mesh, ranks = self._mesh, [one.rank for one in drafting]
         mine = [one for one in drafting if one.rank == mesh.rank]
         tokens = self._most_likely(hidden, ranks)
         drafts, active = [tokens], list(range(len(mine)))
-        for number in range(1, self.num_drafts):
+        for number in range(1, count):
             going_on = [one for one in drafting if one.wanted > number]
             if not going_on:
                 break
@@ -193,9 +197,10 @@ class Drafter:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
         return self._model.own_logits(hidden, most).argmax(dim=-1)
 
-    def _wanted(self, room: int, accepted: int) -> int:
-        """Drafts that a request can use: its last token is not drafted, nothing would be gained."""
-        return max(0, min(self.num_drafts, room - accepted - 2))
+    def _accepted(self, samples: Samples) -> torch.Tensor:
+        if self.assume is None:
+            return count_accepted(samples)
+        return self._indices([min(len(request.drafts), self.assume(request)) for request in samples.indices])
 
     def _indices(self, numbers: list[int]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self._mesh.device)
@@ -218,6 +223,11 @@ def count_accepted(samples: Samples) -> torch.Tensor:
 def _room(request: Request) -> int:
     """Tokens that it may still get."""
     return request.max_tokens - request.num_output_tokens
+
+
+def _wanted(count: int, room: int, accepted: int) -> int:
+    """Drafts that a request can use: its last token is not drafted, nothing would be gained."""
+    return max(0, min(count, room - accepted - 2))
 
 
 def _ranks(step: StepPlan, samples: Samples) -> list[int]:

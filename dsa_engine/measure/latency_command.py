@@ -4,11 +4,13 @@ latency."""
 from __future__ import annotations
 
 import argparse
+import json
 
-from dsa_engine.arguments import add_engine_arguments, lengths, reported
+from dsa_engine.arguments import add_engine_arguments, json_object, lengths, reported
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
+from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.full_depth import FullDepth
@@ -20,6 +22,7 @@ from dsa_engine.measure.report import caption, run_report, write_json
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.output_files import check_outputs
+from dsa_engine.speculative_config import MOST_DRAFTS
 
 OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
@@ -42,6 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
             choices=("random",),
             help="fill the caches with random rows instead of computing the prompts",
         )
+        parser.add_argument(
+            "--num-speculative-tokens",
+            type=draft_counts,
+            metavar="LIST",
+            help="drafts a step, such as 0,1,2,3: one after the other in one run (default: of --speculative-config)",
+        )
+    parser.add_argument(
+        "--acceptance",
+        metavar="RATES",
+        help="with drafts: assume that so many are accepted, by position, such as 0.9,0.8; default: what the model "
+        "says, or where caches are random or ranks emulated 0.85 and falling",
+    )
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
 
@@ -57,6 +72,10 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
         ValueError, OSError: an option or a file is not possible; then nothing has been measured.
     """
     _check(args, metric)
+    counts = getattr(args, "num_speculative_tokens", None)
+    if counts and max(counts):
+        given = json_object(args.speculative_config, "--speculative-config")
+        args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # all of them, before any is measured
@@ -64,9 +83,10 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
             check_latency(engine, input_len, args.output_len, batch_size, _fills_cache(args))
     depth = FullDepth.of(llm)
     results = [
-        _measure(llm, args, metric, input_len, batch_size, links)
+        _measure(llm, args, input_len, batch_size, links, num_drafts)
         for input_len in args.input_len
         for batch_size in args.batch_size
+        for num_drafts in counts or [engine.runner.num_drafts]
     ]
     if engine.mesh.reports:
         scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
@@ -97,10 +117,11 @@ def _check(args: argparse.Namespace, metric: str) -> None:
         )
     check_outputs(args.json, args.profile, args.plot)
     check_plot(args.plot)
+    _acceptance(args, 0)
 
 
 def _measure(
-    llm: LLM, args: argparse.Namespace, metric: str, input_len: int, batch_size: int, links: Links
+    llm: LLM, args: argparse.Namespace, input_len: int, batch_size: int, links: Links, num_drafts: int
 ) -> LatencyResult:
     return measure_latency(
         llm,
@@ -112,7 +133,30 @@ def _measure(
         seed=args.seed,
         links=links,
         fill_cache=_fills_cache(args),
+        num_drafts=num_drafts,
+        acceptance=_acceptance(args, num_drafts),
     )
+
+
+def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:
+    """What is assumed of drafts; None where the model decides."""
+    if args.acceptance is not None:
+        try:
+            return AssumedAcceptance(tuple(float(rate) for rate in args.acceptance.split(",")))
+        except ValueError as error:
+            raise ValueError(f"--acceptance {args.acceptance}: {error}") from error
+    meaningless = _fills_cache(args) or args.emulate_world is not None
+    return AssumedAcceptance.default(num_drafts) if meaningless and num_drafts else None
+
+
+def draft_counts(text: str) -> list[int]:
+    """ "0,1,2,3" as numbers of drafts."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) <= MOST_DRAFTS for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"give numbers from 0 to {MOST_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
+        )
+    return [int(part) for part in parts]
 
 
 def _profile(engine: Engine, args: argparse.Namespace) -> None:

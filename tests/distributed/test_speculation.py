@@ -36,6 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
 LENGTHS = (1, 3, 15, 16, 17, 75, 40)  # of prompts: shorter than index_topk, around it, beyond it
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 22, "ignore_eos": True}
+# What a token costs depends on the tokens before it, drafts included.
+PENALISED = GREEDY | {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3, "min_tokens": 20}
 OPTIONS = {"device": "cpu", "max_model_len": 128, "page_size": 4, "cache_memory": "4MiB", "progress": False}
 
 
@@ -107,7 +109,7 @@ def wanted(
 ) -> Callable[[str], Wanted]:
     made: dict[str, Wanted] = {}
     prompts = [random_ids(length, seed=length) for length in LENGTHS]
-    params = [GREEDY if i % 2 else SAMPLED | {"seed": i} for i in range(len(prompts))]
+    params = [(GREEDY, SAMPLED | {"seed": i}, PENALISED)[i % 3] for i in range(len(prompts))]
     # Rows that see drafts: what depends on the tokens before counts them.
     params[0] = params[0] | {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     params[1] = params[1] | {"presence_penalty": 0.7}

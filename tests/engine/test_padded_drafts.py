@@ -50,7 +50,7 @@ def test_padded_steps_with_drafts(
             return super().run(name, function)
 
     engine.runner._graphs = Counted(
-        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=32, num_drafts=DRAFTS
+        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=32
     )
     original, accepted = engine.scheduler.verified, []
 

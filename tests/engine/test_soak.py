@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
+from dsa_engine.engine.request import Request
 
 ROOM = 64  # tokens in the cache
 HALF = 250  # requests
@@ -175,3 +176,25 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
     llm._calls.new()  # what the next call finds
     assert not engine.scheduler.has_work
     assert engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.own_free_pages == engine.cache.pages
+
+
+@pytest.mark.slow
+def test_soak_with_drafts(tiny_llm: Callable[..., LLM]) -> None:
+    """Steps bring one to four tokens, whatever the module says: how many is decided here."""
+    llm = tiny_llm(ROOM, speculative_config={"num_speculative_tokens": 3})
+    engine, rng = llm.engine, random.Random(1)
+    accepted: Counter[int] = Counter()
+
+    def decide(request: Request) -> int:
+        accepted[count := (len(request) * 7 + request.id) % (len(request.drafts) + 1)] += 1
+        return count
+
+    assert engine.runner.drafter is not None
+    engine.runner.drafter.assume = decide
+    ended = run(llm, rng, 2 * HALF)
+    print(ended, accepted, f"{engine.scheduler.preemptions} preemptions")
+    assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
+    assert engine.scheduler.preemptions > 20 and set(accepted) == {0, 1, 2, 3}
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.free_pages == [engine.cache.pages]
+    assert engine.scheduler.own_free_pages == engine.cache.pages

@@ -46,7 +46,7 @@ CASES = {
     ("deepseek_v32", 1, "dequantize"): Held(190, 103, 34, 3.4),
     ("deepseek_v32", 8, "dequantize"): Held(298, 130, 35, 3.5),
     ("deepseek_v32", 64, "dequantize"): Held(288, 130, 35, 1.15),
-    ("deepseek_v3", 8, "dequantize"): Held(700, 98, 35, 3.4),
+    ("deepseek_v3", 8, "dequantize"): Held(1660, 98, 35, 3.4),
     ("glm_moe_dsa", 8, "dequantize"): Held(295, 130, 35, 3.1),
     # The released models as they are: a quantisation for each product, and in decode sums in several parts.
     ("deepseek_v32", 8, None): Held(325, 181, 35, 3.55),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dsa_engine.llm import LLM
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
+from dsa_engine.vllm_options import answer
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -23,17 +25,41 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if action.help is None or "default" in action.help:
+        if action.help is None or "default" in action.help or default is argparse.SUPPRESS:
             return action.help
-        if any(default is nothing for nothing in (None, False, argparse.SUPPRESS)):
+        if not action.option_strings:
             return action.help
-        words = ",".join(map(str, default)) if isinstance(default, list) else str(default)
+        if default is None or default is False:
+            words = "none" if default is None else "off"
+        else:
+            words = ",".join(map(str, default)) if isinstance(default, list) else str(default)
         return f"{action.help} (default: {words})".replace("%", "%%")
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an option, and which one may have been meant."""
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **{"formatter_class": HelpFormatter} | named)
+
+    def error(self, message: str) -> NoReturn:
+        first = os.environ.get("RANK", "0") == "0"  # all ranks were given the same
+        self.exit(2, f"error: {message}; see {self.prog} --help\n" if first else None)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Also called for a subcommand: so it is the subcommand that knows what may have been meant."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = next((word for word in unknown if word.startswith("--")), unknown[0]).partition("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            instead = answer(word.lstrip("-").replace("-", "_"), None) or (f"did you mean {near[0]}?" if near else "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {instead}" if instead else ""))
+        return parsed, unknown
+
+
+def argument_parser(description: str | None) -> Parser:
     """The parser of a script."""
-    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    return Parser(description=description)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +93,7 @@ def _add(group: argparse._ArgumentGroup, options: type) -> None:
         elif kind.parse is not None:
             group.add_argument(
                 flag,
+                *(f"--{alias.replace('_', '-')}" for alias in option.aliases),
                 type=kind.parse,
                 default=f.default,
                 choices=kind.choices,

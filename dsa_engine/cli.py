@@ -9,7 +9,7 @@ import sys
 import torch
 
 from dsa_engine.arguments import (
-    HelpFormatter,
+    Parser,
     add_engine_arguments,
     check_outputs,
     json_object,
@@ -34,14 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     run(lambda: args.command(args))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsa-engine", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="dsa-engine", description=__doc__)
     parser.add_argument("--version", action="version", version=f"dsa_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser(
-        "generate", help="generate from a prompt and print the text as it comes", formatter_class=HelpFormatter
-    )
+    generate = commands.add_parser("generate", help="generate from a prompt and print the text as it comes")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the text to go on from; '-' reads it from standard input")
     prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to go on from")
@@ -61,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser(
         "info",
         help="parameters, bytes per dtype, cache bytes per token, and what fits",
-        formatter_class=HelpFormatter,
     )
     info.add_argument("model", metavar="MODEL", help="a Hugging Face model folder (config.json is enough), or 'demo'")
     info.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")

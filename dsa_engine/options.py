@@ -22,10 +22,13 @@ from dsa_engine.parallel.option_fields import (
     instance_of,
     is_number,
     option,
+    options_of,
 )
 from dsa_engine.sizes import parse_bytes
+from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
 def _check_model(name: str, value: Any) -> None:
@@ -41,7 +44,7 @@ def _check_dtype(name: str, value: Any) -> None:
 
 def _check_fraction(name: str, value: Any) -> None:
     if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}; 1 puts prefill first")
+        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}")
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -75,6 +78,14 @@ class EngineOptions(Options):
         help="auto, float32, bfloat16 or float16",
     )
     device: str = option(STR, "auto", '"auto", "cpu", "cuda" or "cuda:N".', help="auto, cpu, cuda or cuda:N")
+    quantization: Quantization | None = option(
+        choice(Quantization),
+        None,
+        "what the weights of linear layers and experts are kept and multiplied in. None: as the checkpoint stores "
+        'them, where the device multiplies so. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
+        '"int4-experts": so, or an error.',
+        help="of linear layers and experts; default: as they are stored, where the device multiplies so",
+    )
     load_format: LoadFormat = option(
         choice(LoadFormat),
         "auto",
@@ -113,12 +124,21 @@ class EngineOptions(Options):
         "prefill first: best for the time to first token, worst for the time per token.",
         help="most prefill steps while some request decodes, in (0, 1]; 1: prefill first",
     )
-    page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.")
+    page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.", aliases=("block_size",))
     cache_memory: int | str | None = option(
         _SIZE,
         None,
-        'bytes of the caches on each rank, or a size such as "4GiB"; default: from what is free.',
+        'bytes of the caches on each rank, or a size such as "4GiB"; default: on CUDA what gpu_memory_utilization '
+        "leaves, on a CPU half of what is free, at most 4 GiB.",
         help="of each rank's caches, e.g. 4GiB; default: what is free",
+        aliases=("kv_cache_memory_bytes",),
+    )
+    gpu_memory_utilization: float = option(
+        Kind(_check_fraction, float, metavar="FRACTION"),
+        0.92,
+        "of a GPU's memory that may be in use, by weights, activations, workspace and caches together, in (0, 1]; the "
+        "caches get what is left of it. Without effect where cache_memory is given, and on a CPU.",
+        help="of a GPU's memory for everything; caches get what is left",
     )
     workspace: int | str | None = option(
         _SIZE,
@@ -163,3 +183,9 @@ class EngineOptions(Options):
         ParallelConfig,
         "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world.",
     )
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        if any(name == f.name for f, _ in options_of(ParallelConfig)):
+            return f"it is one of ParallelConfig: parallel=ParallelConfig({name}={value!r})"
+        return answer(name, value)

@@ -43,16 +43,21 @@ class Option:
         kind: of its value. None is allowed too where it is the default.
         doc: for the docstring.
         help: for the command line, where a flag that turns the option off may need other words.
+        aliases: other names for the same, as other engines have them.
     """
 
     kind: Kind
     doc: str
     help: str
+    aliases: tuple[str, ...] = ()
 
 
-def option(kind: Kind, default: Any, doc: str, *, help: str | None = None) -> Any:
+def option(kind: Kind, default: Any, doc: str, *, help: str | None = None, aliases: tuple[str, ...] = ()) -> Any:
     """A dataclass field that is an option; a ``default`` that is a class is called for every instance anew."""
-    metadata = {"option": Option(kind, doc, help or doc.rstrip("."))}
+    about = Option(
+        kind, f"{doc} Also called {', '.join(aliases)}." if aliases else doc, help or doc.rstrip("."), aliases
+    )
+    metadata = {"option": about}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -77,6 +82,12 @@ class Options:
             elif value is not None or f.default is not None:
                 about.kind.check(f.name, value)
 
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        """What to use instead of an option that is none of this class; "": nothing, it can be left out; None: nothing
+        is known of it."""
+        return None
+
 
 def documented(cls: type[C]) -> type[C]:
     """Completes a dataclass of options: its docstring lists them, and an unknown name is answered with the nearest."""
@@ -84,12 +95,7 @@ def documented(cls: type[C]) -> type[C]:
 
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **named: Any) -> None:
-        for name in named:
-            if name not in shown.parameters:
-                near = difflib.get_close_matches(name, shown.parameters, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join([*shown.parameters][1:])}"
-                raise TypeError(f"there is no option {name!r}; {hint}")
-        init(self, *args, **named)
+        init(self, *args, **_known(cls, [*shown.parameters][1:], named))
 
     anew = {f.name for f, _ in options_of(cls) if f.default_factory is not MISSING}
     plain = inspect.signature(init)
@@ -103,6 +109,30 @@ def documented(cls: type[C]) -> type[C]:
     cls.__init__ = checked_init  # type: ignore[method-assign]
     cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{describe(cls)}"
     return cls
+
+
+def _known(cls: Any, names: list[str], named: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, by their own names.
+
+    Raises:
+        TypeError: one is not known, with what to use instead or the nearest name; or it was given twice.
+    """
+    aliases = {alias: f.name for f, about in options_of(cls) for alias in about.aliases}
+    known: dict[str, Any] = {}
+    for name, value in named.items():
+        own = aliases.get(name, name)
+        if own in known:
+            raise TypeError(f"{', '.join([own, *(a for a in aliases if aliases[a] == own)])} are the same; give one")
+        if own in names:
+            known[own] = value
+            continue
+        instead = cls.answer(name, value) if issubclass(cls, Options) else None
+        if instead is None:
+            near = difflib.get_close_matches(name, [*names, *aliases], n=1)
+            instead = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(names)}"
+        if instead:
+            raise TypeError(f"there is no option {name!r}; {instead}")
+    return known
 
 
 def takes_options_of(cls: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:

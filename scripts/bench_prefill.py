@@ -18,7 +18,7 @@ from dsa_engine.measure.plots import check_plot, plot_prefill
 from dsa_engine.measure.prefill_benchmark import measure_prefill
 from dsa_engine.measure.prefill_tables import print_prefill
 from dsa_engine.measure.random_prompt import random_prompt
-from dsa_engine.measure.report import environment, write_json
+from dsa_engine.measure.report import caption, run_report, write_json
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 
 
@@ -80,16 +80,15 @@ def main() -> None:
             engine.prefill(prompts[-1])
     if not first:
         return
+    about = run_report(llm, reported(args), num_processes(engine))
     if args.json:
-        where = environment(engine.mesh.device, engine.dtype, num_processes(engine))
-        where |= to_json(engine, links)
         loaded = {"load_seconds": [rank[0] for rank in load], "weight_bytes_read": [int(rank[1]) for rank in load]}
-        write_json(args.json, {**where, "options": reported(args), **loaded, "results": listed})
+        write_json(args.json, {**about, **to_json(engine, links), **loaded, "results": listed})
     if args.dump_logits:
         with open(args.dump_logits, "wb") as file:
             np.save(file, results[-1].logits.numpy())
     if args.plot:
-        plot_prefill(listed, args.plot, title(engine))
+        plot_prefill(listed, args.plot, caption(about, title(engine)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dsa_engine.arguments import add_engine_arguments, argument_parser, check_ou
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
-from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.report import format_table, run_report, write_json
 
 # What is turned off, and the options that do it.
 VARIANTS = {
@@ -55,8 +55,8 @@ def main() -> None:
             setattr(chosen, option, True)
         llm, links = measured_llm(chosen)
         engine, mesh = llm.engine, llm.engine.mesh
-        where = environment(mesh.device, engine.dtype, num_processes(engine))
-        about, above = to_json(engine, links), heading(engine, links)
+        above = heading(engine, links)
+        about = run_report(llm, reported(args), num_processes(engine)) | to_json(engine, links)
         for input_len in args.input_len:  # all of them, before any is measured
             check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)
         for input_len in args.input_len:
@@ -85,8 +85,10 @@ def main() -> None:
     print(
         format_table(("turned off", *(f"{figure} ms at {n:,}" for n in args.input_len)), table(results, args.input_len))
     )
+    if mesh.device.type != "cuda":
+        print("\nOn a CPU there is nothing to turn off: all rows are the same work, and their ratios are noise.")
     if args.json:
-        write_json(args.json, {**where, **about, "options": reported(args), "results": results})
+        write_json(args.json, {**about, "results": results})
 
 
 def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:

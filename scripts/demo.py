@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import check_outputs, read_text, run
+from dsa_engine.arguments import argument_parser, check_outputs, read_text, run
 from dsa_engine.measure.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--nproc-per-node", type=int, default=2, help="processes")
     parser.add_argument("--prompt-file", metavar="PATH", help="a text; default: sources of Python's standard library")
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens of the document with its facts")

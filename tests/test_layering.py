@@ -36,8 +36,9 @@ LAYERS = (
         "model.rope_config",
         "model.config_keys",
         "model.config_overrides",
+        "model.quantization_config",
     ),  # what a model is
-    ("errors", "logs", "progress", "sizes", "version"),
+    ("errors", "logs", "progress", "sizes", "version", "vllm_options"),
     ("parallel",),
     ("kernels",),
 )

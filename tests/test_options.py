@@ -12,6 +12,7 @@ import pytest
 from dsa_engine import LLM, ParallelConfig
 from dsa_engine.arguments import add_engine_arguments, argument_parser, engine_options, parallel_from
 from dsa_engine.options import EngineOptions
+from dsa_engine.vllm_options import _ANSWERS
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -47,7 +48,10 @@ def test_the_command_line_has_the_defaults() -> None:
         (("--enforce-eager",), "enforce_eager", True),
         (("--no-async-scheduling",), "async_scheduling", False),
         (("--no-progress",), "progress", False),
+        (("--block-size", "16"), "page_size", 16),
+        (("--gpu-memory-utilization", "0.5"), "gpu_memory_utilization", 0.5),
         (("--load-format", "dummy"), "load_format", "dummy"),
+        (("--quantization", "dequantize"), "quantization", "dequantize"),
     ],
 )
 def test_an_argument_is_an_option(words: tuple[str, ...], name: str, value: Any) -> None:
@@ -65,12 +69,59 @@ def test_help_says_every_default(capsys: pytest.CaptureFixture[str]) -> None:
         parsed("--help")
     text = " ".join(capsys.readouterr().out.split())
     for line in (
-        "--page-size PAGE_SIZE tokens per cache page (default: 64)",
+        "--page-size PAGE_SIZE, --block-size PAGE_SIZE tokens per cache page (default: 64)",
         "--seed SEED of dummy weights and of requests without a seed of their own (default: 0)",
         "--max-model-len MAX_MODEL_LEN default: the model's",
         "--timeout SECONDS for a collective (default: 600.0)",
+        "--enforce-eager no CUDA graphs in decode (default: off)",
     ):
         assert line in text, text
+    parser = argument_parser("A script.")
+    add_engine_arguments(parser)
+    parser.add_argument("--json", help="write the result here")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "write the result here (default: none)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--max-num-seq", "x"), "error: argument --max-num-seqs: invalid int value: 'x'; see "),
+        (("--max-len", "5"), "error: unrecognized arguments: --max-len 5; did you mean --max-model-len?; see "),
+        (("--zzz",), "error: unrecognized arguments: --zzz; see "),
+        (
+            ("--tensor-parallel-size=2",),
+            "error: unrecognized arguments: --tensor-parallel-size=2; start the program with torchrun --nproc-per-node",
+        ),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed(*words)
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message) and captured.err.endswith(" --help\n") and captured.out == ""
+    assert captured.err.count("\n") == 1
+
+
+def test_other_names_of_an_option_and_what_vllm_calls_what_is_done_anyway() -> None:
+    assert EngineOptions(block_size=16, kv_cache_memory_bytes=1 << 20) == EngineOptions(
+        page_size=16, cache_memory=1 << 20
+    )
+    assert (
+        EngineOptions(tensor_parallel_size=1, enable_prefix_caching=False, tokenizer_mode="auto", enable_lora=False)
+        == EngineOptions()
+    )
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
+        EngineOptions(tensor_parallel_size=True)
+
+
+def test_no_answer_is_about_an_option_that_exists() -> None:
+    own = {f.name for f in fields(EngineOptions)} | {f.name for f in fields(ParallelConfig)}
+    assert not own & _ANSWERS.keys()
+    text = " ".join(answer for answer, _ in _ANSWERS.values())
+    for name in ("cache_memory", "max_num_batched_tokens", "max_prefill_share", "enforce_eager", "cp_size"):
+        assert name in text and name in own  # what is recommended exists
 
 
 def test_none_stands_for_what_is_made_anew() -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in the Hugging Face layout: read, write, make at random, convert from FP8."""
 
 from dsa_engine.checkpoint.convert import dequantize_checkpoint
+from dsa_engine.checkpoint.dummy import DummyReader
 from dsa_engine.checkpoint.layout import (
     ParameterCounts,
     TensorSpec,
@@ -8,7 +9,7 @@ from dsa_engine.checkpoint.layout import (
     released_tensors,
 )
 from dsa_engine.checkpoint.random_init import write_random_checkpoint
-from dsa_engine.checkpoint.reader import CheckpointReader, DummyReader, Reader, Source
+from dsa_engine.checkpoint.reader import CheckpointReader, Reader, Source
 from dsa_engine.checkpoint.released import RELEASED_CONFIGS, released_config
 from dsa_engine.checkpoint.writer import SafetensorsWriter, WrittenCheckpoint
 

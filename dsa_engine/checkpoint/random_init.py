@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from dsa_engine.checkpoint.dummy import fill_normal
 from dsa_engine.checkpoint.layout import RELEASED_BLOCK_SIZE, TensorSpec, released_tensors
-from dsa_engine.checkpoint.reader import Source, fill_normal
+from dsa_engine.checkpoint.reader import Source
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.kernels.fp8 import quantize_blocks
 from dsa_engine.model.config import ModelConfig

@@ -1,12 +1,12 @@
 """Reads the part of each tensor that this rank keeps, out of safetensors files, straight into the model's parameters.
 
-Only the bytes of that part are asked from the files, FP8 blocks are expanded on the way, and no copy larger than
-``CHUNK_ELEMENTS`` is made, so that a checkpoint loads into no more memory than the model itself.
+Only the bytes of that part are asked from the files. FP8 blocks are expanded on the way into a parameter of plain
+numbers; a parameter of codes takes the bytes as they are stored. No copy larger than ``CHUNK_ELEMENTS`` is made, so
+that a checkpoint loads into no more memory than the model itself.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import KeysView
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.fp8 import dequantize_blocks
 
 SCALE_SUFFIX = "_scale_inv"
-RANDOM_BLOCK_ELEMENTS = 1 << 22  # drawn from one generator
 CHUNK_ELEMENTS = 1 << 24  # a temporary of at most 64 MiB in float32
 
 # safetensors' names for the dtypes that a checkpoint may hold.
@@ -30,6 +29,7 @@ STORED_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
 }
 
 
@@ -41,6 +41,12 @@ class Source:
     into: torch.Tensor  # 1-D or 2-D, filled in place, converted to its dtype and device; its shape is the part kept
     shape: tuple[int, ...]  # the full shape that the checkpoint must hold
     start: tuple[int, ...] = ()  # where the part starts in every dimension; () means at the origin
+    scale_of: torch.dtype | None = None  # of a scale: the dtype of the codes that it multiplies; it must be above 0
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether ``into`` takes what is stored as it is: values of its dtype mean nothing without their scales."""
+        return not self.into.is_floating_point() or self.into.dtype == torch.float8_e4m3fn
 
     def __post_init__(self) -> None:
         start = self.start or (0,) * len(self.shape)
@@ -56,7 +62,7 @@ class Source:
 
 
 class Reader(Protocol):
-    """What the model asks of a reader: :class:`CheckpointReader` or :class:`DummyReader`."""
+    """What the model asks of a reader: :class:`CheckpointReader`, or :class:`.dummy.DummyReader`."""
 
     bytes_read: int
 
@@ -110,7 +116,8 @@ class CheckpointReader:
         stored = self._slice(source.name)
         self._check_shape(source.name, stored, source.shape)
         dtype = self._dtype(source.name, stored)
-        scales = self._scales(source) if dtype == torch.float8_e4m3fn else None
+        self._check_kind(source, dtype)
+        scales = self._scales(source) if dtype == torch.float8_e4m3fn and not source.holds_codes else None
         if source.into.numel() == 0:
             return
         # Chunks end where blocks end, so that no scale is read twice.
@@ -132,7 +139,12 @@ class CheckpointReader:
         part = self._read(source.name, stored, (slice(first, last), *rest))
         if scales is None:
             into.copy_(part)
-            self._check_finite(source.name, into)
+            if source.holds_codes:
+                self._check_codes(source.name, part)
+            elif source.scale_of is not None:
+                self._check_scales(source.name, into)
+            else:
+                self._check_finite(source.name, into)
             return
         assert self.block_size is not None
         start = (first, source.start[1])
@@ -141,16 +153,42 @@ class CheckpointReader:
             for offset, size, block in zip(start, into.shape, self.block_size, strict=True)
         )
         scale_inv = self._read(source.name + SCALE_SUFFIX, scales, blocks).float()
-        if not bool(((scale_inv > 0) & scale_inv.isfinite()).all()):
-            wrong = scale_inv[~((scale_inv > 0) & scale_inv.isfinite())][0].item()
-            name = source.name + SCALE_SUFFIX
-            raise CheckpointError(
-                f"{self._file_of[name]}: {name!r} holds the scale {wrong}; scales must be finite and above 0: the file "
-                "is damaged, get it again"
-            )
+        self._check_scales(source.name + SCALE_SUFFIX, scale_inv)
         # On a GPU the FP8 bytes cross the bus and are expanded there.
         into.copy_(dequantize_blocks(part.to(into.device), scale_inv.to(into.device), self.block_size, start))
         self._check_finite(source.name, into)
+
+    def _check_kind(self, source: Source, stored: torch.dtype) -> None:
+        """Codes go where codes are expected, scales are plain numbers, and integers mean nothing elsewhere."""
+        what = f"{self._file_of[source.name]}: {source.name!r}"
+        if source.holds_codes and stored != source.into.dtype:
+            raise CheckpointError(
+                f"{what} is {stored}, where config.json's quantization_config says {source.into.dtype}; name it there "
+                "among the modules that are not quantised, or load with quantization='dequantize'"
+            )
+        if source.scale_of is not None and (stored == torch.float8_e4m3fn or not stored.is_floating_point):
+            raise CheckpointError(f"{what} has dtype {stored}; scales must be float32")
+        if not source.holds_codes and not stored.is_floating_point:
+            raise CheckpointError(f"{what} is {stored}, where config.json implies plain numbers")
+
+    def _check_scales(self, name: str, scales: torch.Tensor) -> None:
+        good = (scales > 0) & scales.isfinite()
+        if not bool(good.all()):
+            raise CheckpointError(
+                f"{self._file_of[name]}: {name!r} holds the scale {scales[~good][0].item()}; scales must be finite and "
+                "above 0: the file is damaged, get it again"
+            )
+
+    def _check_codes(self, name: str, codes: torch.Tensor) -> None:
+        """Of e4m3 codes two are NaN; all integers are codes."""
+        if codes.dtype != torch.float8_e4m3fn:
+            return
+        nan = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
+        if nan:
+            raise CheckpointError(
+                f"{self._file_of[name]}: {name!r} holds {nan} value(s) that are not finite (NaN): the file is damaged, "
+                "get it again"
+            )
 
     def _check_finite(self, name: str, loaded: torch.Tensor) -> None:
         """One NaN in a norm or a gate gives finite, wrong output everywhere: better no model than that one."""
@@ -224,46 +262,3 @@ class CheckpointReader:
                 f"supported are {', '.join(STORED_DTYPES)}"
             )
         return STORED_DTYPES[found]
-
-
-class DummyReader:
-    """Random weights of the right shape, with nothing read (``load_format="dummy"``).
-
-    An element depends only on ``(seed, name, index)``, so any sharding gives the same model: a matrix is drawn in
-    blocks of rows, each from a generator of its own, and a part draws only the blocks that it touches.
-    """
-
-    def __init__(self, seed: int = 0):
-        self.seed = seed
-        self.bytes_read = 0
-
-    def load(self, source: Source) -> None:
-        """Fills ``source.into``: norm weights with ones, biases with zeros, matrices with normal values of std 0.02."""
-        if source.name.endswith("norm.weight"):
-            source.into.fill_(1.0)
-        elif source.name.endswith("bias"):
-            source.into.zero_()
-        else:
-            fill_normal(source, self.seed, std=0.02)
-
-
-def fill_normal(source: Source, seed: int, std: float, mean: float = 0.0) -> None:
-    """Fills ``source.into`` with normal values that depend on ``(seed, name, index)`` and the type of device only."""
-    row_elements = math.prod(source.shape[1:])
-    block_rows = max(RANDOM_BLOCK_ELEMENTS // row_elements, 1)
-    first, end = source.start[0], source.start[0] + source.into.shape[0]
-    columns = tuple(slice(s, s + n) for s, n in zip(source.start[1:], source.into.shape[1:], strict=True))
-    for block in range(first // block_rows, -(-end // block_rows)):
-        top = block * block_rows
-        rows = min(block_rows, source.shape[0] - top)
-        generator = torch.Generator(source.into.device).manual_seed(stable_seed(seed, source.name, block))
-        values = torch.empty(rows, *source.shape[1:], device=source.into.device).normal_(mean, std, generator=generator)
-        low, high = max(first, top), min(end, top + rows)
-        where = (slice(low - top, high - top), *columns)
-        source.into[low - first : high - first].copy_(values[where])
-
-
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the text of ``parts``, the same in every process (Python's ``hash`` is not)."""
-    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -40,7 +40,7 @@ from dsa_engine.model.profile_stages import observed
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.progress import progress_bar
-from dsa_engine.quantization import Unquantized
+from dsa_engine.quantization import weight_format
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import parse_bytes
 from dsa_engine.tokenizer import TextStream, Tokenizer
@@ -79,7 +79,7 @@ class Engine:
             runtime = Runtime(
                 self.mesh,
                 self.dtype,
-                Unquantized(self.dtype, device),
+                weight_format(config.quantization, options.quantization, self.dtype, device),
                 self.workspace,
                 options.overlap_shared_expert,
                 options.overlap_indexer,

@@ -27,7 +27,13 @@ def default_workspace(device: torch.device) -> int:
 
 
 def default_cache_memory(
-    config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype, device: torch.device, workspace: int
+    config: ModelConfig,
+    tokens: int,
+    gathered: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    workspace: int,
+    utilization: float,
 ) -> int:
     """Bytes for the caches from what is free now, the weights being loaded.
 
@@ -38,10 +44,12 @@ def default_cache_memory(
         dtype: of activations and caches.
         device: of this rank.
         workspace: bytes set apart for score tiles.
+        utilization: fraction of a GPU's memory that may be in use by everything together, other programs included.
     """
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        return max(0, int(0.9 * (free - workspace - activation_bytes(config, tokens, gathered, dtype))))
+        free, total = torch.cuda.mem_get_info(device)
+        held_back = (1 - utilization) * total
+        return max(0, int(free - held_back - workspace - activation_bytes(config, tokens, gathered, dtype)))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_ranks)
 
@@ -86,7 +94,8 @@ def affordable_pages(
         # all_gather brings every rank's tokens; all_to_all as many as this rank has, twice that where it is skewed.
         ranks = mesh.world_size
         meeting = tokens * (ranks if options.parallel.moe_dispatch == "all_gather" else min(ranks, 2))
-        memory = default_cache_memory(config, tokens, meeting, dtype, device, workspace)
+        utilization = options.gpu_memory_utilization
+        memory = default_cache_memory(config, tokens, meeting, dtype, device, workspace, utilization)
     else:
         memory = parse_bytes(options.cache_memory, "cache_memory")
     useful = options.max_num_seqs * pages_for(max_model_len, page_size)

@@ -37,7 +37,7 @@ def _columns(metric: str, emulated: bool) -> list[str]:
     name = metric.upper()
     unit = "input tokens/s" if metric == "ttft" else "output tokens/s"
     if emulated:
-        return [f"computed {name} ms", "communication ms", "sum ms", "overlapped ms", f"{unit} per device"]
+        return [f"computed {name} ms", "modelled communication ms", "sum ms", "overlapped ms", f"{unit} per device"]
     return [*(f"{which} {name} ms" for which in ("median", "p90", "p99")), unit, "per device"]
 
 

@@ -15,7 +15,7 @@ from dsa_engine.measure.generation_benchmark import LatencyResult, check_latency
 from dsa_engine.measure.generation_tables import print_latencies, size_of
 from dsa_engine.measure.plots import check_plot, plot_latency
 from dsa_engine.measure.random_prompt import random_prompt
-from dsa_engine.measure.report import environment, write_json
+from dsa_engine.measure.report import caption, run_report, write_json
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
 
@@ -52,12 +52,12 @@ def measure_and_report(metric: str, description: str, output_len: int) -> None:
         if depth:
             print(depth.line(size_of(result), metric, times))
     listed = [r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)]
+    about = run_report(llm, reported(args), num_processes(engine))
     if args.json:
-        where = environment(engine.mesh.device, engine.dtype, num_processes(engine))
-        where |= {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-        write_json(args.json, {**where, **to_json(engine, links), "options": reported(args), "results": listed})
+        graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
+        write_json(args.json, {**about, **graphs, **to_json(engine, links), "results": listed})
     if args.plot:
-        plot_latency(listed, metric, args.plot, title(engine))
+        plot_latency(listed, metric, args.plot, caption(about, title(engine)))
 
 
 def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace:

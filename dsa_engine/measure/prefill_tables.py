@@ -27,7 +27,7 @@ def print_prefill(result: PrefillResult, this_rank: int) -> None:
     rows = [
         (one + i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)
     ]
-    print(format_table(("rank", "peak memory", "attention pairs", "sent"), rows))
+    print(format_table(("rank", "peak memory", "query-key pairs (causal)", "sent"), rows))
     means = mean_stages(result.stage_seconds)
     total = sum(means.values())
     stages = [

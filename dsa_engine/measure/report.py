@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsa_engine.llm import LLM
 from dsa_engine.version import __version__
 
 
 def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """Where a result was measured: device, dtype, ranks, threads and versions."""
+    """Where and when a result was measured: date, commit of a checkout, device, dtype, ranks, threads and versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     packages = {"dsa_engine": __version__, "python": platform.python_version()}
     for package in ("torch", "triton", "transformers"):
@@ -25,12 +29,59 @@ def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> di
         except PackageNotFoundError:
             continue
     return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
         "device": name,
         "dtype": str(dtype).removeprefix("torch."),
         "world_size": world_size,
         "threads_per_rank": torch.get_num_threads(),
         "versions": packages,
     }
+
+
+def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """What is needed to compare a run with another, or to repeat it.
+
+    Args:
+        given: the options of the command line, as they were typed.
+        world_size: number of processes.
+
+    Returns:
+        :func:`environment`; "model", its name and shape; "options", those given; "options_in_force", all of the engine
+        and of its ranks, defaults included.
+    """
+    engine = llm.engine
+    shape = {name: _plain(v) for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
+    in_force = asdict(engine.options) | {"parallel": asdict(engine.mesh.config)}
+    return {
+        **environment(engine.mesh.device, engine.dtype, world_size),
+        "model": {"name": model_name(llm), **shape},
+        "options": dict(given),
+        "options_in_force": {name: _plain(value) for name, value in in_force.items()},
+    }
+
+
+def model_name(llm: LLM) -> str:
+    """The model for people: "demo", or the name of its folder."""
+    return Path(llm.engine.options.model).absolute().name
+
+
+def caption(report: Mapping[str, Any], emulated: str = "") -> str:
+    """What stands above a plot: model, device, dtype, ranks and date of :func:`run_report`.
+
+    Args:
+        emulated: what is emulated; "" for nothing.
+    """
+    model, ranks, threads = report["model"], report["world_size"], report["threads_per_rank"]
+    processes = f"{threads} thread{'s' * (threads > 1)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+    parts = (
+        f"{model['name']}, {model['num_hidden_layers']} layers",
+        report["device"],
+        report["dtype"],
+        processes,
+        report["date"][:10],
+    )
+    return " · ".join(parts) + (f"\n{emulated}" if emulated else "")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -63,6 +114,33 @@ def write_json(path: str | Path, result: dict[str, Any]) -> None:
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     partial.replace(target)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it."""
+    if isinstance(value, dict):
+        return {name: _plain(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | int | float | None) else str(value).removeprefix("torch.")
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that runs, "-dirty" where files differ from it; None where it is not one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None
 
 
 def _cell(value: object) -> str:

@@ -49,19 +49,20 @@ class Latency:
     def to_json(self, rate: str | None = None) -> dict[str, Any]:
         """As JSON; with ``rate``, such as "input_throughput", tokens/s too, in all and for each device.
 
-        Of an emulated rank the percentiles are called "computed_…", and ``"<name>_ms"`` holds what is modelled.
+        "<name>_samples_ms" are the single measurements. Of an emulated rank the percentiles and samples are called
+        "computed_…", and "<name>_ms" holds what is modelled.
         """
         if self.communication is None:
-            result: dict[str, Any] = dict(percentiles(self.name, self.seconds))
+            result = self._measured(self.name)
             rates = {"": self.median}
         else:
-            result = dict(percentiles(f"computed_{self.name}", self.seconds))
+            result = self._measured(f"computed_{self.name}")
             result[f"{self.name}_ms"] = {
                 "computed": self.median * 1e3,
-                "communication": self.communication.seconds * 1e3,
+                "modelled_communication": self.communication.seconds * 1e3,
                 "not_overlapped": self.not_overlapped * 1e3,
                 "overlapped": self.overlapped * 1e3,
-                "communication_by_stage": {name: s * 1e3 for name, s in self.communication.total.items()},
+                "modelled_communication_by_stage": {name: s * 1e3 for name, s in self.communication.total.items()},
             }
             rates = {"_not_overlapped": self.not_overlapped, "_overlapped": self.overlapped}
         if rate:
@@ -69,6 +70,9 @@ class Latency:
                 result[rate + suffix] = self.tokens / seconds
                 result[f"{rate}_per_device{suffix}"] = self.tokens / seconds / self.ranks
         return result
+
+    def _measured(self, name: str) -> dict[str, Any]:
+        return {**percentiles(name, self.seconds), f"{name}_samples_ms": [round(s * 1e3, 4) for s in self.seconds]}
 
     def scaled(self, stages: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
         """Milliseconds at another depth: each stage's part of the median times the stage's factor.

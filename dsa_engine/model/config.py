@@ -16,6 +16,7 @@ import torch
 from dsa_engine.errors import CheckpointError
 from dsa_engine.model.config_keys import Keys, shown
 from dsa_engine.model.config_overrides import merge_overrides, refuse_unknown, without_aliases
+from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
@@ -69,7 +70,12 @@ class ModelConfig:
     routed_scaling_factor: float
     # checkpoint
     num_nextn_predict_layers: int
-    weight_block_size: tuple[int, int] | None  # FP8 checkpoints: rows and columns that share one scale
+    quantization: QuantizationConfig | None  # how its linear weights are stored; None: in plain numbers
+
+    @property
+    def weight_block_size(self) -> tuple[int, int] | None:
+        """FP8 checkpoints: rows and columns that share one scale."""
+        return self.quantization.weight_block_size if self.quantization else None
 
     @property
     def qk_head_dim(self) -> int:
@@ -157,7 +163,7 @@ class ModelConfig:
             norm_topk_prob=keys.flag("norm_topk_prob", True),
             routed_scaling_factor=keys.number("routed_scaling_factor", most=1e6),
             num_nextn_predict_layers=keys.size("num_nextn_predict_layers", 0, least=0),
-            weight_block_size=_weight_block_size(keys),
+            quantization=QuantizationConfig.from_keys(keys),
         )
         config._check()
         refuse_unknown(overrides, keys.asked | raw.keys())
@@ -226,13 +232,6 @@ def _refuse_unsupported(keys: Keys) -> None:
             raise ValueError(f"{key} = {shown(value)} is not supported; supported is {supported!r}")
     if "q_lora_rank" in keys.raw and keys.raw["q_lora_rank"] is None:
         raise ValueError("q_lora_rank = null (a full-rank q_proj) is not supported; give the rank of q_a_proj")
-    quantization = keys.part("quantization_config").raw
-    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
-    if keys.get("quantization_config") is not None and (method, fmt) != ("fp8", "e4m3"):
-        raise ValueError(
-            f"quantization_config {shown(method)}/{shown(fmt)} is not supported; "
-            "supported is quant_method 'fp8' with fmt 'e4m3' and weight_block_size"
-        )
 
 
 def _dtype(keys: Keys) -> torch.dtype:
@@ -241,16 +240,6 @@ def _dtype(keys: Keys) -> torch.dtype:
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"dtype {shown(name)} is not supported; supported are {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _weight_block_size(keys: Keys) -> tuple[int, int] | None:
-    if keys.get("quantization_config") is None:
-        return None
-    block = keys.part("quantization_config").get("weight_block_size")
-    whole = isinstance(block, list) and len(block) == 2
-    if not whole or not all(isinstance(b, int) and not isinstance(b, bool) and 0 < b < 2**24 for b in block):
-        raise ValueError(f"quantization_config.weight_block_size must be [rows, columns], not {shown(block)}")
-    return block[0], block[1]
 
 
 def _mlp_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """What weights are stored as: a class for every format, in a file of its own.
 
 A layer asks its ``WeightFormat`` for the linear layers and experts that it needs and calls them; it never learns what
-their weights look like. Today there is one format, :class:`Unquantized`. Norms, the router, the indexer's head weights,
-the embedding and the LM head are no format's matter: they are plain parameters of their layers.
+their weights look like. :func:`weight_format` chooses, by the checkpoint's ``quantization_config``. Norms, the router,
+the indexer's head weights, the embedding and the LM head are no format's matter: they are plain parameters of their
+layers.
 """
 
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat, Weights
+from dsa_engine.quantization.choose import weight_format
 from dsa_engine.quantization.unquantized import Unquantized
 
-__all__ = ["GroupedExperts", "Linear", "Matrix", "Unquantized", "WeightFormat", "Weights"]
+__all__ = ["GroupedExperts", "Linear", "Matrix", "Unquantized", "WeightFormat", "Weights", "weight_format"]

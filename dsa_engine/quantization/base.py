@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.model.quantization_config import WeightScheme
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,24 @@ class WeightFormat(ABC):
     @abstractmethod
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
         """One expert for each of ``prefixes``, which the names of its three matrices in the checkpoint begin with."""
+
+
+class StoredFormat(WeightFormat):
+    """Codes and scales, kept as a checkpoint holds them.
+
+    Args:
+        scheme: how they are stored.
+        dtype: of activations.
+        device: where they are kept.
+
+    Raises:
+        ValueError: a scheme, or a device, that the class is not made for; the text names it and says what is possible.
+    """
+
+    @abstractmethod
+    def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device): ...
+
+    @staticmethod
+    @abstractmethod
+    def is_default_on(device: torch.device) -> bool:
+        """Whether a checkpoint in this format is computed in it unless something else was asked for."""

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
+from dsa_engine.checkpoint import dummy as dummy_module
 from dsa_engine.checkpoint import reader as reader_module
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.fp8 import dequantize_blocks, quantize_blocks
@@ -250,7 +251,7 @@ def test_a_source_that_contradicts_itself() -> None:
 
 
 def test_dummy_weights_depend_on_seed_name_and_index_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "RANDOM_BLOCK_ELEMENTS", 300)  # several blocks of rows
+    monkeypatch.setattr(dummy_module, "RANDOM_BLOCK_ELEMENTS", 300)  # several blocks of rows
     reader = DummyReader(seed=3)
 
     def load(
@@ -322,3 +323,53 @@ def test_fp8_codes_that_are_nan(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match=r"'w' holds 1 value\(s\) that are not finite"),
     ):
         reader.load(Source("w", torch.empty(50, 21), (50, 21)))
+
+
+def test_codes_and_scales_as_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "CHUNK_ELEMENTS", 100)
+    tensors, _ = fp8_tensors("w", (50, 21))
+    integers = torch.randint(-128, 128, (50, 21), dtype=torch.int8)
+    with CheckpointReader(write(tmp_path, tensors | {"i": integers}), BLOCK) as reader:
+        codes, scales = torch.empty(32, 8, dtype=torch.float8_e4m3fn), torch.empty(2, 1)
+        reader.load(Source("w", codes, (50, 21), (16, 8)))
+        reader.load(Source("w_scale_inv", scales, (4, 3), (1, 1), scale_of=codes.dtype))
+        assert torch.equal(codes.view(torch.uint8), tensors["w"].view(torch.uint8)[16:48, 8:16])
+        assert torch.equal(scales, tensors["w_scale_inv"][1:3, 1:2])
+        assert reader.bytes_read == 32 * 8 + 2 * 4
+        whole = torch.empty(50, 21, dtype=torch.int8)
+        reader.load(Source("i", whole, (50, 21)))
+        assert torch.equal(whole, integers)
+
+
+def test_codes_and_scales_that_are_none(tmp_path: Path) -> None:
+    tensors, _ = fp8_tensors("w", (50, 21))
+    tensors["w"].view(torch.uint8)[3, 4] = 0xFF
+    tensors["w_scale_inv"][2, 1] = 0
+    tensors |= {"plain": torch.ones(50, 21), "i": torch.ones(50, 21, dtype=torch.int8)}
+    codes, scales = torch.empty(50, 21, dtype=torch.float8_e4m3fn), torch.empty(4, 3)
+    wrong = {
+        r"'w' holds 1 value\(s\) that are not finite \(NaN\)": Source("w", codes, (50, 21)),
+        "'w_scale_inv' holds the scale 0.0; scales must be": Source(
+            "w_scale_inv", scales, (4, 3), scale_of=codes.dtype
+        ),
+        "'plain' is torch.float32, where .* says torch.float8_e4m3fn; name it": Source("plain", codes, (50, 21)),
+        "'i' is torch.int8, where config.json implies plain numbers": Source("i", torch.empty(50, 21), (50, 21)),
+        "'i' has dtype torch.int8; scales must be": Source("i", torch.empty(50, 21), (50, 21), scale_of=codes.dtype),
+    }
+    with CheckpointReader(write(tmp_path, tensors), BLOCK) as reader:
+        for error, source in wrong.items():
+            with pytest.raises(CheckpointError, match=error):
+                reader.load(source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_dummy_codes_have_the_spread_of_dummy_weights(dtype: torch.dtype) -> None:
+    codes, scale = torch.empty(100, 400, dtype=dtype), torch.empty(1, 4)
+    reader = DummyReader(seed=3)
+    reader.load(Source("w", codes, (100, 400)))
+    reader.load(Source("w_scale", scale, (1, 4), scale_of=dtype))
+    assert len(scale.unique()) == 1
+    assert 0.018 < (codes.float() * scale[0, 0]).std() < 0.022
+    part = torch.empty(10, 400, dtype=dtype)
+    reader.load(Source("w", part, (100, 400), (20, 0)))
+    assert torch.equal(part.view(torch.uint8), codes[20:30].view(torch.uint8))

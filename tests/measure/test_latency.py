@@ -20,8 +20,8 @@ def test_results_keep_measured_and_modelled_apart() -> None:
     result = Latency("ttft", [0.2, 0.1, 0.3], 100, 4, modelled).to_json("input_throughput")
     assert "median_ttft_ms" not in result, "the name stands for what was measured"
     assert result["median_computed_ttft_ms"] == pytest.approx(200)
-    assert {k: v for k, v in result["ttft_ms"].items() if k != "communication_by_stage"} == pytest.approx(
-        {"computed": 200, "communication": 300, "not_overlapped": 500, "overlapped": 400}
+    assert {k: v for k, v in result["ttft_ms"].items() if k != "modelled_communication_by_stage"} == pytest.approx(
+        {"computed": 200, "modelled_communication": 300, "not_overlapped": 500, "overlapped": 400}
     )
     assert result["input_throughput_per_device_overlapped"] == pytest.approx(100 / 0.4 / 4)
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import Source
-from dsa_engine.engine import engine
-from dsa_engine.quantization import Linear, Matrix, Unquantized
+from dsa_engine.quantization import Linear, Matrix, Unquantized, choose
 from dsa_engine.quantization.unquantized import UnquantizedExperts
 
 CPU = torch.device("cpu")
@@ -123,7 +122,7 @@ def test_no_layer_knows_how_weights_are_stored(demo_cache: Path, monkeypatch: py
         return llm.prompt_logits(prompt), list(generated), llm
 
     logits, tokens, plain = results()
-    monkeypatch.setattr(engine, "Unquantized", Transposed)
+    monkeypatch.setattr(choose, "Unquantized", Transposed)
     other_logits, other_tokens, other = results()
     assert other_tokens == tokens
     assert float((other_logits - logits).norm() / logits.norm()) < 1e-3

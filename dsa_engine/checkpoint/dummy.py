@@ -1,0 +1,71 @@
+"""Random weights of the right shape, made where they are needed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from dsa_engine.checkpoint.reader import Source
+
+RANDOM_BLOCK_ELEMENTS = 1 << 22  # drawn from one generator
+
+# Of codes: the largest, and the scale under which random ones are well within it.
+_DUMMY_CODES = {torch.float8_e4m3fn: (448.0, 2.0**-12), torch.int8: (127.0, 2.0**-11)}
+
+
+class DummyReader:
+    """Random weights of the right shape, with nothing read (``load_format="dummy"``).
+
+    An element depends only on ``(seed, name, index)``, so any sharding gives the same model: a matrix is drawn in
+    blocks of rows, each from a generator of its own, and a part draws only the blocks that it touches.
+    """
+
+    def __init__(self, seed: int = 0):
+        self.seed = seed
+        self.bytes_read = 0
+
+    def load(self, source: Source) -> None:
+        """Fills ``source.into``: norm weights with ones, biases with zeros, matrices with normal values of std 0.02;
+        codes such that they have it after scaling."""
+        if source.scale_of is not None:
+            source.into.fill_(_DUMMY_CODES[source.scale_of][1])
+        elif source.holds_codes:
+            fill_normal(source, self.seed, std=0.02 / _DUMMY_CODES[source.into.dtype][1])
+        elif source.name.endswith("norm.weight"):
+            source.into.fill_(1.0)
+        elif source.name.endswith("bias"):
+            source.into.zero_()
+        else:
+            fill_normal(source, self.seed, std=0.02)
+
+
+def fill_normal(source: Source, seed: int, std: float, mean: float = 0.0) -> None:
+    """Fills ``source.into`` with normal values that depend on ``(seed, name, index)`` and the type of device only.
+
+    Codes are rounded, and cut at the end of their range.
+    """
+    row_elements = math.prod(source.shape[1:])
+    block_rows = max(RANDOM_BLOCK_ELEMENTS // row_elements, 1)
+    first, end = source.start[0], source.start[0] + source.into.shape[0]
+    columns = tuple(slice(s, s + n) for s, n in zip(source.start[1:], source.into.shape[1:], strict=True))
+    for block in range(first // block_rows, -(-end // block_rows)):
+        top = block * block_rows
+        rows = min(block_rows, source.shape[0] - top)
+        generator = torch.Generator(source.into.device).manual_seed(stable_seed(seed, source.name, block))
+        values = torch.empty(rows, *source.shape[1:], device=source.into.device).normal_(mean, std, generator=generator)
+        if source.holds_codes:
+            most = _DUMMY_CODES[source.into.dtype][0]
+            values.clamp_(-most, most)
+            if not source.into.is_floating_point():
+                values.round_()
+        low, high = max(first, top), min(end, top + rows)
+        where = (slice(low - top, high - top), *columns)
+        source.into[low - first : high - first].copy_(values[where])
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from the text of ``parts``, the same in every process (Python's ``hash`` is not)."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,94 @@
+"""Which class a weight is born with: by what the checkpoint says of it, what was asked for, and what the device can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsa_engine.model.quantization_config import QuantizationConfig, WeightScheme
+from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat, WeightFormat
+from dsa_engine.quantization.unquantized import Unquantized
+
+# What the ``quantization`` option calls a scheme, by the type and bits of its codes. A checkpoint with several schemes
+# is called by the last of them in this order.
+WORDS = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4-experts"}
+
+# The class of each.
+FORMATS: dict[str, type[StoredFormat]] = {}
+
+
+def weight_format(
+    config: QuantizationConfig | None, quantization: str | None, dtype: torch.dtype, device: torch.device
+) -> WeightFormat:
+    """The format in which all linear layers and experts of a model are made.
+
+    Args:
+        config: of the checkpoint; None where its weights are plain numbers.
+        quantization: the engine's option: one of ``WORDS``, "dequantize", or None.
+        dtype: of activations, and of weights in plain numbers.
+        device: of this rank.
+
+    Raises:
+        ValueError: the checkpoint is of another kind than was asked for, the device cannot compute in it, or there is
+            no class for one of its schemes; the text says what is possible.
+    """
+    word = word_for(config)
+    if quantization not in (None, "dequantize", word):
+        raise ValueError(
+            f"quantization={quantization!r} needs a checkpoint that is stored so; this one is "
+            f"{'in plain numbers' if word is None else repr(word)}: leave the option out, or convert the checkpoint "
+            "with scripts/convert_checkpoint.py"
+        )
+    plain = Unquantized(dtype, device)
+    if config is None:
+        return plain
+    if config.weight_block_size is not None:  # FP8 blocks, which the reader can expand
+        made = FORMATS.get("fp8")
+        if quantization == "dequantize" or (quantization is None and not (made and made.is_default_on(device))):
+            return plain
+    elif quantization == "dequantize":
+        raise ValueError(f"quantization='dequantize' expands released FP8 blocks only; this checkpoint is {word!r}")
+    return ByName(config, {scheme: _format_of(scheme)(scheme, dtype, device) for scheme in config.schemes}, plain)
+
+
+def word_for(config: QuantizationConfig | None) -> str | None:
+    """What the ``quantization`` option calls a checkpoint; None: in plain numbers, or it has no word for it."""
+    kinds = {(scheme.type, scheme.bits) for scheme in config.schemes} if config else set()
+    words = [word for kind, word in WORDS.items() if kind in kinds]
+    return words[-1] if words else None
+
+
+def _format_of(scheme: WeightScheme) -> type[StoredFormat]:
+    made = FORMATS.get(WORDS.get((scheme.type, scheme.bits), ""))
+    if made is None:
+        raise ValueError(f"weights in {scheme.name} are not supported; supported are {', '.join(FORMATS)}")
+    return made
+
+
+class ByName(WeightFormat):
+    """Each weight in the format of the scheme that the checkpoint has for its name."""
+
+    def __init__(self, config: QuantizationConfig, formats: dict[WeightScheme, WeightFormat], plain: WeightFormat):
+        self._config, self._formats, self._plain = config, formats, plain
+
+    def linear(self, *parts: Matrix) -> Linear:
+        return self._of([part.name for part in parts]).linear(*parts)
+
+    def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
+        matrices = ("gate_proj", "up_proj", "down_proj")
+        names = [f"{prefix}.{matrix}.weight" for prefix in prefixes for matrix in matrices]
+        return self._of(names).experts(prefixes, hidden, intermediate)
+
+    def _of(self, names: Sequence[str]) -> WeightFormat:
+        """The format of weights that are multiplied together."""
+        schemes = {self._config.scheme_of(name): name for name in names}
+        if len(schemes) > 1:
+            (one, first), (other, second) = list(schemes.items())[:2]
+            kinds = [scheme.name if scheme else "plain numbers" for scheme in (one, other)]
+            raise ValueError(
+                f"quantization_config: {first!r} is {kinds[0]}, {second!r} is {kinds[1]}; they are multiplied "
+                "together and must be stored alike"
+            )
+        (scheme,) = schemes
+        return self._plain if scheme is None else self._formats[scheme]

@@ -1,0 +1,80 @@
+"""What vLLM's users type that has another name here, or is no option at all: each gets an answer of its own.
+
+Options with the same name and meaning (``max_model_len``, ``enforce_eager``, …) are simply there, and those with
+another name and the same meaning are aliases in ``options.py``. docs/COMING_FROM_VLLM.md has the whole table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TORCHRUN = "start the program with torchrun --nproc-per-node N: all ranks serve one model"
+_ONE_MODEL = "there is one way to run a model here; leave it out"
+_NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint"
+_NO_HUB = "nothing is downloaded here; get the folder with `hf download` and give its path or its hub id"
+_NO_IMAGES = "models here read text only; leave it out"
+
+# name: (what to use instead, the values that mean what is done anyway and are accepted)
+_ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "tensor_parallel_size": (
+        f"{_TORCHRUN}; heads are not divided, but prompts (cp_size) and experts are, see ParallelConfig",
+        (1,),
+    ),
+    "pipeline_parallel_size": (f"layers are not divided over ranks; {_TORCHRUN}", (1,)),
+    "data_parallel_size": (f"{_TORCHRUN}, and ParallelConfig(cp_size=…) smaller than N makes several groups", (1,)),
+    "prefill_context_parallel_size": (f"{_TORCHRUN}; the option is parallel=ParallelConfig(cp_size=…)", (1,)),
+    "decode_context_parallel_size": ("a request is decoded by one rank, which has all of its cache", (1,)),
+    "enable_expert_parallel": ("experts are always divided over all ranks", (True,)),
+    "distributed_executor_backend": (_TORCHRUN, ("external_launcher", None)),
+    "swap_space": ("requests that give way are computed again, nothing is swapped; leave it out", (0, None)),
+    "cpu_offload_gb": ("weights stay on the device; use more ranks, or fewer layers with hf_overrides", (0,)),
+    "num_gpu_blocks_override": ('use cache_memory, such as "40GiB"', (None,)),
+    "enable_prefix_caching": ("there is no prefix cache; every prompt is computed in full", (False, None)),
+    "enable_chunked_prefill": ("prompts are always prefilled in chunks, of max_num_batched_tokens", (True, None)),
+    "max_seq_len_to_capture": ("CUDA graphs cover every length; enforce_eager=True does without them", (None,)),
+    "max_logprobs": ("SamplingParams(logprobs=…) says how many; there is no other limit", ()),
+    "disable_log_stats": ("DSA_ENGINE_LOG_LEVEL sets what is logged; leave it out", (True, False)),
+    "disable_custom_all_reduce": ("collectives are NCCL's; leave it out", (True, False)),
+    "compilation_config": (
+        "nothing is compiled by torch.compile; enforce_eager=True does without CUDA graphs",
+        (None,),
+    ),
+    "attention_backend": (_ONE_MODEL, (None,)),
+    "attention_config": (_ONE_MODEL, (None,)),
+    "model_impl": (_ONE_MODEL, ("auto",)),
+    "runner": ("models here generate", ("auto", "generate")),
+    "task": ("models here generate", ("auto", "generate")),
+    "convert": ("models here generate", ("auto", "none")),
+    "enable_lora": (_NO_LORA, (False,)),
+    "max_lora_rank": (_NO_LORA, ()),
+    "max_loras": (_NO_LORA, ()),
+    "tokenizer": ("the tokenizer is that of the model folder; put its files there", (None,)),
+    "tokenizer_mode": ("the tokenizer is what transformers makes of the model folder", ("auto", "hf")),
+    "skip_tokenizer_init": ("the tokenizer is loaded when text is used; give lists of token ids", (False,)),
+    "revision": (_NO_HUB, (None,)),
+    "tokenizer_revision": (_NO_HUB, (None,)),
+    "code_revision": (_NO_HUB, (None,)),
+    "download_dir": (_NO_HUB, (None,)),
+    "hf_token": (_NO_HUB, (None,)),
+    "hf_config_path": ("config.json is that of the model folder; hf_overrides replaces keys of it", (None,)),
+    "served_model_name": ("there is no server; leave it out", (None,)),
+    "limit_mm_per_prompt": (_NO_IMAGES, (None,)),
+    "mm_processor_kwargs": (_NO_IMAGES, (None,)),
+    "allowed_local_media_path": (_NO_IMAGES, ("", None)),
+    "scheduling_policy": ("requests are served first come, first served", ("fcfs",)),
+    "max_num_partial_prefills": ("max_prefill_share says how many steps prefill while others decode", (1,)),
+    "kv_transfer_config": ("caches are not sent between engines", (None,)),
+    "structured_outputs_config": ("output is not constrained by a grammar; leave it out", (None,)),
+    "calculate_kv_scales": ("the FP8 cache has scales of its own in every row; leave it out", (False,)),
+    "use_tqdm_on_load": ("progress=False shows no bars", (True,)),
+    "verbose": ("DSA_ENGINE_LOG_LEVEL sets what is logged", ()),
+}
+
+
+def answer(name: str, value: Any) -> str | None:
+    """What to say to somebody who gives vLLM's option ``name``: what to use here; "" where ``value`` asks for what is
+    done anyway; None where nothing is known of such an option."""
+    if name not in _ANSWERS:
+        return None
+    text, same = _ANSWERS[name]
+    return "" if any(type(value) is type(one) and value == one for one in same) else text

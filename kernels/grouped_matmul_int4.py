@@ -22,6 +22,19 @@ from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors
 _REFERENCE_ROWS = 1024
 
 
+def matmul_int4_reference(
+    x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``x [R, in]`` by one matrix ``[out, in / 8]``: ``[R, out]``."""
+    out = torch.empty(x.shape[0], packed.shape[0], dtype=dtype, device=x.device)
+    x = x.float()
+    for top in range(0, packed.shape[0], _REFERENCE_ROWS):
+        part = slice(top, top + _REFERENCE_ROWS)
+        sums = x @ dequantize_int4(packed[part], scale[part], torch.float32).t()
+        out[:, part] = sums if x_scale is None else sums.mul_(x_scale[:, None])
+    return out
+
+
 def grouped_matmul_int4_reference(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -31,14 +44,12 @@ def grouped_matmul_int4_reference(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     out = torch.empty(x.shape[0], packed.shape[1], dtype=dtype, device=x.device)
-    x = x.float()
     first = 0
     for group, count in enumerate(counts.tolist()):
-        rows = slice(first, first + count)
-        for top in range(0, packed.shape[1] if count else 0, _REFERENCE_ROWS):
-            part = slice(top, top + _REFERENCE_ROWS)
-            sums = x[rows] @ dequantize_int4(packed[group, part], scale[group, part], torch.float32).t()
-            out[rows, part] = sums if x_scale is None else sums.mul_(x_scale[rows, None])
+        if count:
+            rows = slice(first, first + count)
+            row_scale = None if x_scale is None else x_scale[rows]
+            out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
         first += count
     return out
 

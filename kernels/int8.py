@@ -39,7 +39,7 @@ def quantize_rows_int8_reference(
 def nearest_int8(x):
     """The integer nearest to x, ties to even, as int8; |x| is at most 127, or is cut to it."""
     # Beside 1.5 · 2^23 the steps of float32 are 1: the addition rounds.
-    rounded = (x + 12582912.0) - 12582912.0
+    rounded = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # NaN: of rows that nobody serves
     return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
 

@@ -1,11 +1,14 @@
 """Writes a checkpoint folder, streaming: one tensor in memory at a time, and nothing at the target until it is whole.
 
 All tensors are announced first, so that a shard's header, which lists their offsets, can be written before their
-data. The folder is built under a temporary name beside the target and renamed at the end.
+data. The folder is built under a temporary name beside the target and renamed at the end. A run that is to be resumed
+keeps that folder with the shards that are finished.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -26,6 +29,8 @@ from dsa_engine.errors import CheckpointError
 from dsa_engine.sizes import parse_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
+_UNFINISHED = ".part"  # behind the name of a shard while it is written
+_LOCK = ".lock"
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -38,6 +43,7 @@ class WrittenCheckpoint:
     tensors: int
     tensor_bytes: int
     dequantized: int = 0  # FP8 weights that a conversion expanded
+    quantized: int = 0  # weights that a conversion quantised
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -45,6 +51,7 @@ class WrittenCheckpoint:
             "files": self.shards,
             "tensors": self.tensors,
             "dequantized": self.dequantized,
+            "quantized": self.quantized,
             "bytes": self.tensor_bytes,
         }
 
@@ -91,14 +98,22 @@ class SafetensorsWriter:
         target: the folder to make; it must not exist, or be empty.
         tensors: every tensor to come, in the order in which it will come.
         max_shard_size: bytes, or text such as "5GB" or "512MiB"; a tensor that is larger gets a shard of its own.
+        resume: says what is written, down to every option. Shards that an interrupted run with the same text has
+            finished are kept, and :meth:`done` says which tensors they hold. Without it nothing is left of such a run.
 
     Raises:
-        CheckpointError: the target exists and is not empty, or its disk has too little room.
+        CheckpointError: the target exists and is not empty, its disk has too little room, or another process is
+            writing the same.
         ValueError: no tensors, a name given twice, a dtype that cannot be stored, or a bad shard size.
     """
 
     def __init__(
-        self, target: str | Path, tensors: Iterable[TensorSpec], *, max_shard_size: int | str = DEFAULT_SHARD_SIZE
+        self,
+        target: str | Path,
+        tensors: Iterable[TensorSpec],
+        *,
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+        resume: str | None = None,
     ):
         self.target = Path(os.path.abspath(target))
         limit = parse_bytes(max_shard_size, "max_shard_size")
@@ -107,20 +122,26 @@ class SafetensorsWriter:
         specs = [spec for shard in self._shards for spec in shard.specs]
         total = sum(spec.nbytes for spec in specs)
         self.written = WrittenCheckpoint(self.target, len(self._shards), len(specs), total)
-        self._expected = iter(specs)
-        self._left = len(specs)
         self._shard_of = {spec.name: shard for shard in self._shards for spec in shard.specs}
         self._current: _Shard | None = None
         self._file: BinaryIO | None = None
         self._begins: dict[str, int] = {}
         self._extra: dict[str, bytes | Path] = {}
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.target.parent).free
-        if total > free:
-            raise CheckpointError(f"{self.target} needs {total:,} bytes, but its disk has only {free:,} bytes free")
+        self._resume = resume
         # Beside the target, so that the rename stays on one file system. The name says what a killed run left.
-        self._temporary = self.target.with_name(f"{self.target.name}.incomplete-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        self._temporary.mkdir()
+        own = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if resume is None else _digest(resume, self._shards)
+        self._temporary = self.target.with_name(f"{self.target.name}.incomplete-{own}")
+        self._temporary.mkdir(exist_ok=resume is not None)
+        self._lock = _lock(self._temporary) if resume is not None else None
+        self._kept = {spec.name for shard in self._shards if self._is_finished(shard) for spec in shard.specs}
+        left = [spec for spec in specs if spec.name not in self._kept]
+        self._expected = iter(left)
+        self._left = len(left)
+        needed, free = sum(spec.nbytes for spec in left), shutil.disk_usage(self.target.parent).free
+        if needed > free:
+            self._clean_up()
+            raise CheckpointError(f"{self.target} needs {needed:,} bytes, but its disk has only {free:,} bytes free")
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -134,7 +155,11 @@ class SafetensorsWriter:
         finally:
             if self._file is not None:
                 self._file.close()
-            shutil.rmtree(self._temporary, ignore_errors=True)  # gone already when _finish renamed it
+            self._clean_up()
+
+    def done(self, name: str) -> bool:
+        """Whether an earlier run has written this tensor: then it must not be written again."""
+        return name in self._kept
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Takes the next tensor, which must be the one announced.
@@ -166,7 +191,7 @@ class SafetensorsWriter:
 
     def _open(self, shard: _Shard) -> None:
         self._close_shard()
-        self._file = (self._temporary / shard.name).open("wb")
+        self._file = (self._temporary / (shard.name + _UNFINISHED)).open("wb")
         self._current = shard
         header, self._begins, size = shard.layout()
         self._file.write(header)
@@ -176,6 +201,19 @@ class SafetensorsWriter:
         if self._file is not None:
             _sync_and_close(self._file)
             self._file = None
+            assert self._current is not None
+            path = self._temporary / self._current.name
+            os.rename(path.with_name(path.name + _UNFINISHED), path)
+
+    def _is_finished(self, shard: _Shard) -> bool:
+        return self._resume is not None and (self._temporary / shard.name).is_file()
+
+    def _clean_up(self) -> None:
+        """Removes what is not to be resumed; gone already where :meth:`_finish` renamed it."""
+        if self._resume is None or not any(map(self._is_finished, self._shards)):
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
     def _finish(self) -> None:
         if self._left:
@@ -192,6 +230,8 @@ class SafetensorsWriter:
             with (self._temporary / name).open("wb") as file:
                 file.write(content.read_bytes() if isinstance(content, Path) else content)
                 _sync_and_close(file)
+        if self._lock is not None:
+            (self._temporary / _LOCK).unlink()
         _sync_folder(self._temporary)
         try:
             os.rename(self._temporary, self.target)  # replaces an empty folder, refuses any other
@@ -205,6 +245,21 @@ class SafetensorsWriter:
             return
         if not self.target.is_dir() or any(self.target.iterdir()):
             raise CheckpointError(f"{self.target} exists and is not an empty folder; remove it, or give another")
+
+
+def _digest(resume: str, shards: list[_Shard]) -> str:
+    return hashlib.blake2b(f"{resume}\n{shards}".encode(), digest_size=6).hexdigest()
+
+
+def _lock(folder: Path) -> BinaryIO:
+    """Holds a folder for this process until the file is closed."""
+    file = (folder / _LOCK).open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise CheckpointError(f"another process is writing {folder}; wait for it, or end it") from error
+    return file
 
 
 def _plan_shards(tensors: Iterable[TensorSpec], limit: int) -> list[_Shard]:

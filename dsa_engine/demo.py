@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import shutil
+import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.checkpoint.checksums import is_as_written
+from dsa_engine.checkpoint.leftovers import remove_leftovers
 from dsa_engine.checkpoint.random_init import write_random_checkpoint
 from dsa_engine.checkpoint.released import released_config
 from dsa_engine.errors import CheckpointError
 
-VERSION = 1  # raise it when the weights or the tokenizer change but the configuration does not
+CHECKSUMS = "checksums.json"  # in the folder: the SHA-256 of every other file
+VERSION = 2  # raise it when the weights or the tokenizer change but the configuration does not
 SEED = 0
 BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 SPECIAL_TOKENS = (BOS, EOS, "<|User|>", "<|Assistant|>")
@@ -37,6 +44,8 @@ Random weights, never trained: the text that this model makes means nothing. It 
 at a small size, and serves to run dsa_engine without a download. The folder is made by `dsa_engine.demo`, may be
 deleted at any time, and is made again when needed.
 """
+
+logger = logging.getLogger(__name__)
 
 
 def trained_folder() -> Path:
@@ -95,7 +104,7 @@ def demo_config() -> dict[str, Any]:
 
 
 def demo_folder() -> Path:
-    """The folder of the random model, written on first use (10 MB, well under a second).
+    """The folder of the random model, written on first use (10 MB, well under a second), and anew where it is damaged.
 
     It lies in ``$DSA_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``. Any number of
     processes may call this at once: each writes its own temporary folder, the first to finish gives it its name, and
@@ -107,12 +116,14 @@ def demo_folder() -> Path:
     config = demo_config()
     content = json.dumps([VERSION, SEED, config, CHAT_TEMPLATE, README], sort_keys=True)
     folder = cache_folder() / f"demo-v{VERSION}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-    if _is_whole(folder):
+    if is_as_written(folder, CHECKSUMS):
         return folder
     try:
-        write_random_checkpoint(folder, config, seed=SEED, fp8=True, extra_files=demo_files())
+        remove_leftovers(folder)
+        _put_away(folder)
+        write_random_checkpoint(folder, config, seed=SEED, fp8=True, extra_files=demo_files(), checksums=CHECKSUMS)
     except CheckpointError:
-        if not _is_whole(folder):  # otherwise another process was first, with the same content
+        if not is_as_written(folder, CHECKSUMS):  # otherwise another process was first, with the same content
             raise
     except OSError as error:
         cause = f"cannot write the random demo model to {folder.parent}: {error}"
@@ -121,14 +132,32 @@ def demo_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where the engine keeps files of its own."""
+    """Where the engine keeps files of its own.
+
+    Raises:
+        CheckpointError: the user has no home folder, and none was named.
+    """
     if os.environ.get("DSA_ENGINE_CACHE"):
         return Path(os.environ["DSA_ENGINE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsa_engine"
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "dsa_engine"
+    try:
+        return Path.home() / ".cache" / "dsa_engine"
+    except RuntimeError as error:
+        raise CheckpointError("there is no home folder for the cache; set DSA_ENGINE_CACHE to a folder") from error
 
 
-def _is_whole(folder: Path) -> bool:
-    return (folder / "config.json").is_file()  # the rename makes the folder appear with all its files
+def _put_away(folder: Path) -> None:
+    """Removes a damaged folder. It is renamed first: what another process has just made anew is not torn apart."""
+    if not folder.exists():
+        return
+    logger.warning("%s is damaged; it is made again", folder)
+    aside = folder.with_name(f"{folder.name}.damaged-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    with suppress(FileNotFoundError):  # another process was first
+        folder.rename(aside)
+        if is_as_written(aside, CHECKSUMS) and not folder.exists():
+            aside.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def demo_files() -> dict[str, str]:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsa_engine.chat_template import Message, conversations
+from dsa_engine.engine.agreement import agree_on_call
+from dsa_engine.engine.call import Call, Calls
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.interrupts import uninterrupted
-from dsa_engine.engine.request import Request
 from dsa_engine.engine.start_log import log_start
+from dsa_engine.generation import Asked, add_requests, outputs_of, show_progress
 from dsa_engine.logs import set_up_logging
+from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.option_fields import takes_options_of
+from dsa_engine.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
-
-Prompt = str | Seq[int]
+from dsa_engine.sizes import format_bytes
+from dsa_engine.tokenizer import Tokenizer, check_tokenizer
+from dsa_engine.vllm_options import method_answer
 
 
 class LLM:
@@ -42,9 +46,12 @@ class LLM:
         set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
+        check_tokenizer(self.folder)  # before the weights, which may take minutes
         self.engine = Engine(self.folder, options)
         log_start(self.engine, self.folder)
+        self._calls = Calls(self.engine)
         self._tokenizer: Tokenizer | None = None
+        self._loading = threading.Lock()  # one thread loads it
 
     def generate(
         self,
@@ -60,14 +67,189 @@ class LLM:
         requests are gone, their pages are free and the engine is as before.
 
         Args:
-            prompts: texts or lists of token ids; a single one is taken as a list of one.
+            prompts: texts, lists or arrays of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a
+                single one is taken as a list of one. Of an empty list nothing is generated.
             sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
         Raises:
             ValueError, CapacityError: a prompt or its parameters are not possible; then nothing has been run.
         """
-        many = _as_list(prompts)
+        asked = self._ask(prompts, sampling_params)
+        self._agree("generate", asked)
+        with self._calls.new() as call:
+            add_requests(call, asked)
+            with self.engine.progress(len(call.requests), "requests", "generating", use_tqdm) as bar:
+                call.run(None if getattr(bar, "disable", False) else lambda: show_progress(bar, call.requests))
+            return outputs_of(asked, call.requests)
+
+    async def agenerate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """:meth:`generate` in an event loop. Requests of all tasks and threads run together; those of a task that is
+        cancelled end. Not on several ranks.
+
+        Raises:
+            RuntimeError: there are several ranks.
+            ValueError, CapacityError: as :meth:`generate`.
+        """
+        call = self._calls.new(asynchronous=True)
+        asked = await asyncio.to_thread(self._ask, prompts, sampling_params)
+        try:
+            add_requests(call, asked)
+            await call.run_in_background()
+            return outputs_of(asked, call.requests)
+        finally:
+            call.end()
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Like :meth:`generate`, for one conversation or several, through the checkpoint's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists; a content may be a list of
+                parts ``{"type": "text", "text": "…"}``.
+            chat_template, …, tools: of :func:`dsa_engine.chat_template.render`.
+        """
+        prompts = []
+        for conversation in conversations(messages):
+            text = self.tokenizer.chat_text(
+                conversation,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+            )
+            # The template writes the special tokens itself.
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """Generates for one prompt and yields its pieces as they come; the last one has a ``finish_reason``.
+
+        Text that could still change (half a character, the beginning of a stop string) waits for the next piece.
+        Closing the iterator ends the request; so does an error or an interrupt in it. ``contextlib.closing`` closes it
+        at once where a loop over it is left early. Errors are those of :meth:`generate`.
+        """
+        call = self._calls.new()
+        pieces = self._pieces(call, prompt, sampling_params or SamplingParams())
+        call.of(pieces)
+        return pieces
+
+    def _pieces(self, call: Call, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
+        asked = self._ask_stream(prompt, params)
+        self._agree("stream", [asked])
+        try:
+            request = call.add(asked.tokens, params, asked.tokenizer)
+            streamed, ended = 0, False
+            while not ended:
+                piece = call.piece(request, streamed)
+                streamed += len(piece.token_ids)
+                ended = piece.finish_reason is not None
+                yield piece
+        finally:
+            call.end()
+
+    def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """:meth:`stream` in an event loop: ``async for piece in llm.astream(…)``. Not on several ranks.
+
+        Once begun, the request runs whether or not anybody waits for a piece, until it ends or the generator is closed
+        (``contextlib.aclosing`` does that at once where a loop over it is left early).
+        """
+        call = self._calls.new(asynchronous=True)
+        pieces = self._async_pieces(call, prompt, sampling_params or SamplingParams())
+        call.of(pieces)
+        return pieces
+
+    async def _async_pieces(
+        self, call: Call, prompt: Prompt, params: SamplingParams
+    ) -> AsyncGenerator[StreamPiece, None]:
+        asked = await asyncio.to_thread(self._ask_stream, prompt, params)
+        try:
+            request = call.add(asked.tokens, params, asked.tokenizer)
+            streamed, ended = 0, False
+            while not ended:
+                piece = await call.next_piece(request, streamed)
+                streamed += len(piece.token_ids)
+                ended = piece.finish_reason is not None
+                yield piece
+        finally:
+            call.end()
+
+    def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
+        """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
+        tokens = self._encode(_only(prompt))
+        self.engine.check(tokens)
+        agree_on_call(self.engine.mesh, "prompt_logits", [tokens], [], self._calls.together())
+        return self._calls.alone(lambda: self.engine.prompt_logits(tokens))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
+        if self._tokenizer is None:
+            if not Tokenizer.lies_in(self.folder):
+                raise ValueError(
+                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or "
+                    "bad words"
+                )
+            with self._loading:
+                self._tokenizer = self._tokenizer or Tokenizer(self.folder, self.engine.options.trust_remote_code)
+        return self._tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer as ``transformers`` made it."""
+        return self.tokenizer.hf
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether outputs have texts, and prompts may be some."""
+        return Tokenizer.lies_in(self.folder)
+
+    def __repr__(self) -> str:
+        engine = self.engine
+        config, cache, mesh = engine.config, engine.cache, engine.mesh
+        return (
+            f"LLM({str(engine.options.model)!r}: {config.model_type}, {config.num_hidden_layers} layers, "
+            f"{str(engine.dtype).removeprefix('torch.')} on {mesh.device}, rank {mesh.rank} of {mesh.world_size}, "
+            f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
+        )
+
+    if not TYPE_CHECKING:  # to which any name would be an attribute then
+
+        def __getattr__(self, name: str) -> Any:
+            """Only asked for what there is not."""
+            instead = method_answer(name)
+            raise AttributeError(f"LLM has no {name!r}" + (f": {instead}" if instead else ""), name=name, obj=self)
+
+    def _encode(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if not prompt.text:
+            raise ValueError("the prompt is empty; give some text or token ids")
+        return self.tokenizer.encode(prompt.text)
+
+    def _agree(self, kind: str, asked: Seq[Asked]) -> None:
+        tokens, params = [one.tokens for one in asked], [one.params for one in asked]
+        agree_on_call(self.engine.mesh, kind, tokens, params, self._calls.together())
+
+    def _ask(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[Asked]:
+        many = parse_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(many)
         elif not isinstance(sampling_params, (list, tuple)):
@@ -78,151 +260,33 @@ class LLM:
                 raise ValueError(
                     f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
                 )
-        prepared = [self._prepare(prompt, p) for prompt, p in zip(many, params, strict=True)]
-        self._agree([tokens for tokens, _ in prepared], params)
-        requests: list[Request] = []
-        try:
-            for (tokens, tokenizer), p in zip(prepared, params, strict=True):
-                with uninterrupted():  # no request is queued without being remembered here
-                    requests.append(self.engine.add(tokens, p, tokenizer))
-            with self.engine.progress(len(requests), "requests", "generating", use_tqdm) as bar:
-                while any(request.finish_reason is None for request in requests):
-                    self.engine.step()
-                    bar.set_postfix_str(_progress(requests), refresh=False)
-                    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
-            return [request.request_output() for request in requests]
-        finally:
-            self._abort(requests)
+        asked = []
+        for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
+            with of_many(number, len(many)):
+                asked.append(self._prepare(prompt, p))
+        return asked
 
-    def chat(
-        self,
-        messages: Seq[dict[str, str]] | Seq[Seq[dict[str, str]]],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Like :meth:`generate`, for one conversation or several, through the checkpoint's chat template.
-
-        Args:
-            messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists.
-        """
-        if not messages:
-            raise ValueError("the conversation is empty; give at least one message")
-        if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, not {messages!r:.80}")
-        several: Any = [messages] if isinstance(messages[0], dict) else messages
-        for conversation in several:
-            if not isinstance(conversation, (list, tuple)) or not all(
-                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in conversation
-            ):
-                raise TypeError(f"a conversation is a list of {{'role': …, 'content': …}}, not {conversation!r:.80}")
-        prompts = [self.tokenizer.chat(list(conversation)) for conversation in several]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
-        """Generates for one prompt and yields its pieces as they come; the last one has a ``finish_reason``.
-
-        Text that could still change (half a character, the beginning of a stop string) waits for the next piece.
-        Closing the iterator ends the request; so does an error or an interrupt in it. ``contextlib.closing`` closes it
-        at once where a loop over it is left early. Errors are those of :meth:`generate`.
-        """
-        params = sampling_params or SamplingParams()
-        tokens, tokenizer = self._prepare(prompt, params)
-        self._agree([tokens], [params])
-        requests: list[Request] = []
-        streamed, ended = 0, False
-        try:
-            with uninterrupted():
-                requests.append(request := self.engine.add(tokens, params, tokenizer))
-            while not ended:
-                # Steps serve all that runs: another caller may have brought tokens, or the end.
-                ended = request.finish_reason is not None
-                if ended or len(request.output) > streamed:
-                    piece = request.piece(streamed)
-                    streamed += len(piece.token_ids)
-                    yield piece
-                else:
-                    self.engine.step()
-        finally:
-            self._abort(requests)
-
-    def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
-        """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
-        return self.engine.prompt_logits(self._encode(prompt))
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
-        if self._tokenizer is None:
-            if not Tokenizer.lies_in(self.folder):
-                raise ValueError(
-                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings"
-                )
-            self._tokenizer = Tokenizer(self.folder, self.engine.options.trust_remote_code)
-        return self._tokenizer
-
-    def _abort(self, requests: list[Request]) -> None:
-        """Ends those that have not ended."""
-        with uninterrupted():
-            for request in requests:
-                self.engine.finish(request, "abort")
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty; give some text or token ids")
-            return self.tokenizer.encode(prompt)
-        listed = isinstance(prompt, Seq) and not isinstance(prompt, bytes)
-        if not listed or not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-            raise TypeError(f"a prompt is a text or a list of integer token ids, not {prompt!r:.80}")
-        return list(prompt)
-
-    def _agree(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """``ValueError`` where the ranks were given different requests: nothing good would come of them."""
-        mesh = self.engine.mesh
-        if mesh.world_size == 1:
-            return
-        digest = blake2b(repr((prompts, params)).encode(), digest_size=7).digest()
-        mine = torch.tensor([int.from_bytes(digest, "big")], device=mesh.device)
-        everybodys = mesh.world.all_gather(mine).tolist()
-        others = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]
-        if others:
+    def _ask_stream(self, prompt: Prompt, params: SamplingParams) -> Asked:
+        asked = self._prepare(_only(prompt), params)
+        if params.n > 1 or params.prompt_logprobs is not None:
             raise ValueError(
-                f"rank(s) {', '.join(map(str, others))} were given other requests than rank 0; give every rank the "
-                "same prompts and sampling parameters: each gets all outputs"
+                "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
             )
+        return asked
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], Tokenizer | None]:
-        """The tokens of a prompt, and what makes text of its output; everything that takes time before it is queued."""
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> Asked:
+        """All that takes time before a prompt is queued."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
-        # Stop strings need text: where there is no tokenizer, this says so before anything runs.
-        texts = bool(params.stop_strings) or Tokenizer.lies_in(self.folder)
+        # Some parameters need text: where there is no tokenizer, this says so before anything runs.
+        texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
-        return self._encode(prompt), tokenizer
+        return Asked(prompt, params, self._encode(prompt), tokenizer)
 
 
-def resolve_model(model: str | Path) -> Path:
-    """The folder of a model; "demo" comes with the package, "demo-random" is made on first use."""
-    if str(model) not in ("demo", "demo-random"):
-        return Path(model)
-    from dsa_engine.demo import demo_folder, trained_folder  # only who asks for a demo model pays for making it
-
-    return trained_folder() if str(model) == "demo" else demo_folder()
-
-
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or not isinstance(prompts, Seq) or isinstance(next(iter(prompts), None), int):
-        return [prompts]  # type: ignore[list-item]
-    if len(prompts) == 0:
-        raise ValueError("no prompts; give a text, a list of token ids, or a list of those")
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _progress(requests: list[Request]) -> str:
-    prompts = sum(len(r.prompt) for r in requests)
-    computed = sum(min(r.num_computed_tokens, len(r.prompt)) for r in requests)
-    preemptions = sum(r.preemptions for r in requests)
-    return f"prefilled {computed:,} of {prompts:,} tokens, generated {sum(len(r.output) for r in requests):,}" + (
-        f", preempted {preemptions:,} times" if preemptions else ""
-    )
+def _only(prompt: Prompt) -> ParsedPrompt:
+    """What is asked for one prompt only."""
+    parsed = parse_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
+    if len(parsed) != 1:
+        raise TypeError(f"give one prompt, not {len(parsed)}")
+    return parsed[0]

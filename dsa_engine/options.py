@@ -11,46 +11,47 @@ from dsa_engine.model.config import DTYPES
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.option_fields import (
     BOOL,
-    INT,
     JSON_OBJECT,
     POSITIVE_INT,
+    SEED,
     STR,
     Kind,
     Options,
     choice,
     documented,
     instance_of,
-    is_number,
     option,
     options_of,
 )
+from dsa_engine.parallel.value_checks import number
 from dsa_engine.sizes import parse_bytes
+from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8"]  # vLLM's words
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
 def _check_model(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be a folder or 'demo', not {value!r}")
+        raise TypeError(f"{name} must be a folder, a hub id or 'demo', not {value!r}")
+
+
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM
 
 
 def _check_dtype(name: str, value: Any) -> None:
     STR.check(name, value)
-    if value != "auto" and value not in DTYPES:
+    if value != "auto" and value not in DTYPES and value not in _DTYPE_ALIASES:
         raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPES)}, not {value!r}")
-
-
-def _check_fraction(name: str, value: Any) -> None:
-    if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be a number in (0, 1], not {value!r}")
 
 
 def _check_size(name: str, value: Any) -> None:
     parse_bytes(value, name)
 
 
+_FRACTION = number(above=0, most=1)
 _SIZE = Kind(_check_size, metavar="SIZE")
 
 
@@ -66,9 +67,9 @@ class EngineOptions(Options):
     model: str | Path = option(
         Kind(_check_model),
         "demo",
-        'a Hugging Face folder (config.json, safetensors, tokenizer files); "demo", a small trained model; or '
-        '"demo-random", an untrained one.',
-        help="a Hugging Face model folder, or 'demo' (default)",
+        "a Hugging Face folder (config.json, safetensors, tokenizer files); a hub id whose files are in the local "
+        'Hugging Face cache; "demo", a small trained model; or "demo-random", an untrained one.',
+        help="a Hugging Face model folder, a hub id in the local cache, or 'demo' (default)",
     )
     _: KW_ONLY
     dtype: str = option(
@@ -104,6 +105,13 @@ class EngineOptions(Options):
         "let the model folder's tokenizer run Python code of its own, as in vLLM; read that code first.",
         help="let the model folder's tokenizer run Python code of its own",
     )
+    kv_cache_dtype: KVCacheDtype = option(
+        choice(KVCacheDtype),
+        "auto",
+        '"auto" caches in the dtype of the run; "fp8" in 656 bytes a latent row and 132 an index key of DeepSeek-V3.2, '
+        'with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        help="auto: the dtype of the run; fp8: about half of bfloat16's bytes",
+    )
     max_model_len: int | None = option(
         POSITIVE_INT,
         None,
@@ -118,7 +126,7 @@ class EngineOptions(Options):
         help="prefill chunk per rank",
     )
     max_prefill_share: float = option(
-        Kind(_check_fraction, float, metavar="SHARE"),
+        Kind(_FRACTION, float, metavar="SHARE"),
         0.5,
         "of the steps taken while some request decodes, at most this fraction prefill others, in (0, 1]; 1 puts "
         "prefill first: best for the time to first token, worst for the time per token.",
@@ -134,7 +142,7 @@ class EngineOptions(Options):
         aliases=("kv_cache_memory_bytes",),
     )
     gpu_memory_utilization: float = option(
-        Kind(_check_fraction, float, metavar="FRACTION"),
+        Kind(_FRACTION, float, metavar="FRACTION"),
         0.92,
         "of a GPU's memory that may be in use, by weights, activations, workspace and caches together, in (0, 1]; the "
         "caches get what is left of it. Without effect where cache_memory is given, and on a CPU.",
@@ -145,6 +153,14 @@ class EngineOptions(Options):
         None,
         "bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.",
         help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU",
+    )
+    speculative_config: dict[str, Any] = option(
+        JSON_OBJECT,
+        dict,
+        "draft tokens and verify them, several a step, as in vLLM: ``{}`` does not, "
+        '``{"method": "mtp", "num_speculative_tokens": 1}`` does; see '
+        ":class:`dsa_engine.speculative_config.SpeculativeConfig`.",
+        help='speculative decoding, such as {"method": "mtp", "num_speculative_tokens": 1}',
     )
     enforce_eager: bool = option(
         BOOL,
@@ -171,7 +187,7 @@ class EngineOptions(Options):
         "run the indexer's prolog on a stream of its own on CUDA, beside MLA's; False shows what that gains.",
         help="run the indexer's prolog in order, not beside MLA's",
     )
-    seed: int = option(INT, 0, "of dummy weights and of requests without a seed of their own.")
+    seed: int = option(SEED, 0, "of dummy weights and of requests without a seed of their own.")
     progress: bool = option(
         BOOL,
         True,
@@ -183,6 +199,17 @@ class EngineOptions(Options):
         ParallelConfig,
         "a :class:`dsa_engine.ParallelConfig`: how to use the ranks of a torchrun world.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if self.speculative_config:
+            SpeculativeConfig(**self.speculative_config)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None where none are."""
+        return SpeculativeConfig(**self.speculative_config) if self.speculative_config else None
 
     @classmethod
     def answer(cls, name: str, value: Any) -> str | None:

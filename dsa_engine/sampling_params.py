@@ -1,78 +1,160 @@
-"""Sampling parameters: how the tokens of one request are chosen."""
+"""Sampling parameters: how the tokens of one request are chosen, and what is made of them."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dsa_engine.parallel.option_fields import BOOL, SEED, Kind, Options, documented, option
+from dsa_engine.parallel.value_checks import integer, list_of, number, or_none, shown
+from dsa_engine.vllm_options import sampling_answer
+
+_MOST_OUTPUTS = 4096  # of one prompt
 
 
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a text that is not empty, not {shown(value)}")
+
+
+_TEXTS = list_of(_check_text, "non-empty strings")
+_TOKEN_ID = integer(0, 2**31 - 1)
+_TOKEN_IDS = list_of(_TOKEN_ID, "token ids")
+_BIAS = number(-100, 100)
+
+
+def _check_stop(name: str, value: Any) -> None:
+    if not isinstance(value, (str, list, tuple)):
+        raise ValueError(f"{name} must be a string or a list of strings, not {shown(value)}")
+    _TEXTS(name, [value] if isinstance(value, str) else value)
+
+
+def _check_allowed(name: str, value: Any) -> None:
+    _TOKEN_IDS(name, value)
+    if not value:
+        raise ValueError(f"{name} must name at least one token; None allows all")
+
+
+def _check_logit_bias(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a dictionary of token ids and numbers, not {shown(value)}")
+    for token, bias in value.items():
+        _TOKEN_ID(f"a token id in {name}", token)
+        _BIAS(f"{name}[{token}]", bias)
+
+
+_PENALTY = Kind(number(-2, 2))
+_COUNT = Kind(integer(0))
+
+
+@documented
 @dataclass(frozen=True)
-class SamplingParams:
-    """How to choose the tokens of one request; names and meanings as in vLLM.
+class SamplingParams(Options):
+    """How to choose the tokens of one request, and what to make of them; names and meanings as in vLLM.
 
-    Attributes:
-        temperature: 0 takes the most likely token; above, logits are divided by it.
-        top_p: sample from the most likely tokens that together have this probability, in (0, 1].
-        top_k: sample from this many most likely tokens; 0 or -1 for all.
-        min_p: sample from tokens that are at least this many times as likely as the most likely one, in [0, 1]; comes
-            before top_k, and top_k before top_p.
-        max_tokens: at most this many tokens are generated.
-        min_tokens: no end-of-sequence token, stop token or stop string before this many.
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end the output, besides the model's end-of-sequence tokens.
-        ignore_eos: go on after an end-of-sequence token.
-        seed: makes the request reproducible whatever else is in the batch; default: from the engine's seed.
-        logprobs: return the log-probabilities of this many most likely tokens and of the sampled one, for each output
-            token; 0 for the sampled one alone, None for none.
+    What changes a token's logit comes in this order: ``allowed_token_ids``, ``bad_words``, ``min_tokens``,
+    ``logit_bias``, penalties, temperature; then ``min_p``, ``top_k`` and ``top_p`` leave the tokens to draw from.
+
+    Raises:
+        TypeError, ValueError: a parameter is not known or not possible; the text says what is.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
+    n: int = option(
+        Kind(integer(1, _MOST_OUTPUTS)),
+        1,
+        "outputs for the prompt, each computed for itself; with a seed the i-th of them, from 0, has the seed + i.",
+    )
+    presence_penalty: float = option(
+        _PENALTY, 0.0, "is subtracted from the logit of every token that the output has, from -2 to 2."
+    )
+    frequency_penalty: float = option(
+        _PENALTY, 0.0, "the same, times how often the output has the token, from -2 to 2."
+    )
+    repetition_penalty: float = option(
+        Kind(number(0.001, 1000)),
+        1.0,
+        "divides the logit of every token that prompt or output have, if it is above 0, and multiplies it otherwise.",
+    )
+    temperature: float = option(Kind(number(0)), 1.0, "0 takes the most likely token; above, logits are divided by it.")
+    top_p: float = option(
+        Kind(number(above=0, most=1)),
+        1.0,
+        "sample from the most likely tokens that together have this probability, in (0, 1].",
+    )
+    top_k: int = option(Kind(integer(-1)), 0, "sample from this many most likely tokens; 0 or -1 for all.")
+    min_p: float = option(
+        Kind(number(0, 1)),
+        0.0,
+        "sample from tokens that are at least this many times as likely as the most likely one, in [0, 1]; comes "
+        "before top_k, and top_k before top_p.",
+    )
+    max_tokens: int | None = option(
+        Kind(or_none(integer(1))),
+        16,
+        "at most this many tokens are generated; None: as many as max_model_len leaves room for.",
+    )
+    min_tokens: int = option(
+        Kind(integer(0)), 0, "no end-of-sequence token, stop token or stop string before this many."
+    )
+    stop: str | list[str] | None = option(Kind(_check_stop), None, "strings that end the text.")
+    stop_token_ids: list[int] | None = option(
+        Kind(_TOKEN_IDS), None, "token ids that end the output, besides the model's end-of-sequence tokens."
+    )
+    include_stop_str_in_output: bool = option(
+        BOOL, False, "the text keeps the stop string, or the text of the stop token, that ended it."
+    )
+    ignore_eos: bool = option(BOOL, False, "go on after an end-of-sequence token.")
+    allowed_token_ids: list[int] | None = option(Kind(_check_allowed), None, "only these tokens are generated.")
+    logit_bias: dict[int, float] | None = option(
+        Kind(_check_logit_bias), None, "token id -> a number from -100 to 100 that is added to its logit."
+    )
+    bad_words: list[str] | None = option(
+        Kind(_TEXTS),
+        None,
+        "words that are not generated: the last token of a word is forbidden where the output ends with the others.",
+    )
+    seed: int | None = option(
+        SEED,
+        None,
+        "makes the request reproducible whatever else is in the batch; default: from the engine's seed.",
+    )
+    logprobs: int | None = option(
+        _COUNT,
+        None,
+        "return the log-probabilities of this many most likely tokens and of the sampled one, for each output token; "
+        "0 for the sampled one alone, None for none.",
+    )
+    prompt_logprobs: int | None = option(_COUNT, None, "the same for each token of the prompt but the first.")
+    detokenize: bool = option(BOOL, True, "make text of the output.")
+    skip_special_tokens: bool = option(BOOL, True, "leave special tokens out of the text.")
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if not (value is None or isinstance(value, (list, tuple)) or (name == "stop" and isinstance(value, str))):
-                kinds = "a string or a list" if name == "stop" else "a list"
-                raise ValueError(f"{name} must be {kinds}, not {value!r}")
+        super().__post_init__()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, not {value!r}")
-        for name in ("top_k", "max_tokens", "min_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1], not {self.min_p}")
-        if self.top_k < -1:
-            raise ValueError(f"top_k must be -1 or 0 (all tokens) or positive, not {self.top_k}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"min_tokens must lie in 0 … max_tokens ({self.max_tokens}), not {self.min_tokens}")
-        if not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop must be non-empty strings, not {self.stop!r}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise ValueError(f"seed must be an integer, not {self.seed!r}")
-        asked = self.logprobs
-        if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 0):
-            raise ValueError(f"logprobs must be None, 0 (the sampled token) or a number of tokens, not {asked!r}")
-        if not all(isinstance(t, int) and 0 <= t < 2**31 for t in self.stop_token_ids or ()):
-            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must lie in 0 … max_tokens ({self.max_tokens}), not {shown(self.min_tokens)}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 with temperature 0, where all outputs would be equal, not {self.n}")
+        if self.seed is not None and self.seed + self.n > 2**64:
+            raise ValueError(f"seed + n must be at most 2**64: each output has a seed of its own; not seed {self.seed}")
+        if stop and not self.detokenize:
+            raise ValueError(f"stop strings need detokenize=True: they are looked for in the text; not {shown(stop)}")
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        return sampling_answer(name, value)
+
+    def of_each_output(self) -> list[SamplingParams]:
+        """The parameters of each of the ``n`` outputs by itself."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        first, *others = [replace(self, n=1, seed=seed) for seed in seeds]
+        return [first, *(replace(other, prompt_logprobs=None) for other in others)]
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on which tokens there have been."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from dsa_engine.parallel.value_checks import is_integer, shown
+
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
 
@@ -14,10 +16,12 @@ def parse_bytes(value: int | str, what: str) -> int:
     Raises:
         ValueError: not a positive size.
     """
-    match = None if isinstance(value, bool) else re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if not match or match[2].upper() not in _UNITS or (parsed := int(float(match[1]) * _UNITS[match[2].upper()])) < 1:
+    parsed = 0 if isinstance(value, str) or not is_integer(value) else value  # a float is no size: 1.5 would be a byte
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+        parsed = int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
+    if not 1 <= parsed < 2**63:
         raise ValueError(
-            f"{what} must be a positive number of bytes or a size such as '4GiB' or '512MB', not {value!r}"
+            f"{what} must be a positive number of bytes or a size such as '4GiB' or '512MB', not {shown(value)}"
         )
     return parsed
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+from dsa_engine.chat_template import render
+from dsa_engine.errors import CheckpointError
+from dsa_engine.outputs import Logprob, Logprobs
 
 
 class Tokenizer:
@@ -13,6 +18,9 @@ class Tokenizer:
         folder: of the model.
         trust_remote_code: let the folder run Python of its own, if its tokenizer wants to.
 
+    Attributes:
+        hf: the tokenizer of ``transformers``.
+
     Raises:
         ValueError: the folder wants to run code of its own and is not trusted, or its tokenizer cannot be read.
     """
@@ -21,9 +29,10 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         self._folder = folder
+        self._token_texts: dict[int, str] = {}
         try:
             # Said in every case: left out, transformers asks on stdin, where a prompt may come down a pipe.
-            self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+            self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             advice = ""
@@ -36,23 +45,59 @@ class Tokenizer:
         """Whether the folder has a tokenizer at all."""
         return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
-    def encode(self, text: str) -> list[int]:
-        return self._hf.encode(text)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.hf.encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
-        return self._hf.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+    def token_text(self, token: int) -> str:
+        """The text of a token by itself, also of a special one."""
+        if token not in self._token_texts:
+            self._token_texts[token] = self.decode([token], skip_special_tokens=False)
+        return self._token_texts[token]
 
-        Raises:
-            ValueError: the folder has no chat template.
-        """
-        if not self._hf.chat_template:
-            raise ValueError(f"{self._folder} has no chat template; use generate() with a prompt of your own making")
-        text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._hf.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+    def word_ids(self, word: str) -> list[list[int]]:
+        """The token ids of a word as it stands at the beginning of a text and, where that is a token of another kind,
+        behind a space."""
+        start, inside = (self.hf.encode(space + word.lstrip(), add_special_tokens=False) or [] for space in ("", " "))
+        differs = bool(start and inside) and inside[0] != start[0] and len(inside) == len(start)
+        return [ids for ids in ([start, inside] if differs else [start]) if ids]
+
+    def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The text of a conversation, special tokens included; ``options`` are those of
+        :func:`.chat_template.render`."""
+        return render(self.hf, messages, str(self._folder), **options)
+
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; see :meth:`chat_text`."""
+        return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Says before anything is loaded that a file of the tokenizer is damaged; a folder without any is fine.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON ({error}); get the file again") from error
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        from tokenizers import Tokenizer as Read  # of transformers, and much quicker to import
+
+        try:
+            Read.from_file(str(path))
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            with path.open("rb") as file:
+                pointer = file.read(40).startswith(b"version https://git-lfs")
+            advice = "it is a git-lfs pointer: run `git lfs pull` in its folder" if pointer else "get the file again"
+            raise CheckpointError(f"{path} is no tokenizer ({reason}); {advice}") from error
 
 
 # Tokens whose text is held back because they may still become a character.
@@ -65,10 +110,19 @@ class TextStream:
     A character may need several tokens, and a stop string may lie across several; what could still change is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ):
         self._tokenizer = tokenizer
         self._stop = stop
         self._min_tokens = min_tokens  # no stop string is seen in their text
+        self._include_stop = include_stop  # the text ends behind the stop string, not before
+        self._skip_special_tokens = skip_special_tokens
         self._searched = 0  # text before this is not searched
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text can no longer change
@@ -76,13 +130,27 @@ class TextStream:
         self._text = ""
         self._given = 0
         self._finished = False
-        self.stopped = False
+        self.stop_string: str | None = None  # that the text has reached
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text has reached a stop string."""
+        return self.stop_string is not None
+
+    def decoded(self, logprobs: Logprobs) -> Logprobs:
+        """With the text of each token."""
+        return {token: Logprob(of, of.rank, self._tokenizer.token_text(token)) for token, of in logprobs.items()}
+
+    def _decode(self, tokens: list[int]) -> str:
+        if self._skip_special_tokens:
+            return self._tokenizer.decode(tokens)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def add(self, token: int) -> None:
         """Takes a token; ``stopped`` tells whether the text has reached a stop string."""
         self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._window : self._settled])
-        after = self._tokenizer.decode(self._tokens[self._window :])
+        before = self._decode(self._tokens[self._window : self._settled])
+        after = self._decode(self._tokens[self._window :])
         settled = len(self._tokens)
         if after.endswith("\ufffd"):  # an unfinished character
             if settled - self._settled < _MOST_PENDING:
@@ -94,10 +162,10 @@ class TextStream:
         if len(self._tokens) <= self._min_tokens:
             self._searched = len(self._text)
             return
-        places = [p for s in self._stop if (p := self._text.find(s, first)) >= 0]
+        places = [(p, s) for s in self._stop if (p := self._text.find(s, first)) >= 0]
         if places:
-            self._text = self._text[: min(places)]
-            self.stopped = True
+            place, self.stop_string = min(places, key=lambda found: found[0])
+            self._text = self._text[: place + (len(self.stop_string) if self._include_stop else 0)]
 
     def _whole_characters(self) -> tuple[int, str]:
         """Up to where tokens that never complete a character can be settled, and the text up to there.
@@ -107,16 +175,16 @@ class TextStream:
         """
         last = len(self._tokens) - 4
         for end in range(len(self._tokens) - 1, self._settled, -1):
-            text = self._tokenizer.decode(self._tokens[self._window : end])
+            text = self._decode(self._tokens[self._window : end])
             if not text.endswith("\ufffd"):
                 return end, text
-        return last, self._tokenizer.decode(self._tokens[self._window : last])
+        return last, self._decode(self._tokens[self._window : last])
 
     def finish(self) -> str:
         """The whole text, no token being to come; an unfinished character at the end is decoded as it stands."""
         if not self.stopped and self._settled < len(self._tokens):
-            before = self._tokenizer.decode(self._tokens[self._window : self._settled])
-            self._text += self._tokenizer.decode(self._tokens[self._window :])[len(before) :]
+            before = self._decode(self._tokens[self._window : self._settled])
+            self._text += self._decode(self._tokens[self._window :])[len(before) :]
             self._settled = len(self._tokens)
         self._finished = True
         return self._text

@@ -65,16 +65,74 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_num_partial_prefills": ("max_prefill_share says how many steps prefill while others decode", (1,)),
     "kv_transfer_config": ("caches are not sent between engines", (None,)),
     "structured_outputs_config": ("output is not constrained by a grammar; leave it out", (None,)),
+    "override_generation_config": ("give SamplingParams", (None, {})),
+    "logits_processors": ("SamplingParams has logit_bias, bad_words and allowed_token_ids", (None,)),
+    "enable_sleep_mode": ("weights stay on the device; end the process to free them", (False,)),
+    "disable_cascade_attn": (_ONE_MODEL, (True, False)),
+    "disable_sliding_window": ("models here have no sliding window", (True, False)),
+    "config_format": ("config.json is read as Hugging Face writes it", ("auto", "hf")),
+    "pooler_config": ("models here generate", (None,)),
+    "language_model_only": ("models here read text only", (True,)),
+    "allowed_media_domains": (_NO_IMAGES, (None,)),
+    "rope_scaling": ("use hf_overrides={'rope_scaling': …}", (None, {})),
+    "rope_theta": ("use hf_overrides={'rope_theta': …}", (None,)),
     "calculate_kv_scales": ("the FP8 cache has scales of its own in every row; leave it out", (False,)),
     "use_tqdm_on_load": ("progress=False shows no bars", (True,)),
     "verbose": ("DSA_ENGINE_LOG_LEVEL sets what is logged", ()),
 }
 
+_NO_GRAMMAR = "output is not constrained by a grammar; there are allowed_token_ids, bad_words and logit_bias"
+_NO_BEAMS = "there is no beam search; use n, and choose by cumulative_logprob"
+
+# The same of SamplingParams.
+_SAMPLING_ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "best_of": ("use n, and choose by cumulative_logprob", (None,)),
+    "use_beam_search": (_NO_BEAMS, (False,)),
+    "length_penalty": (_NO_BEAMS, (1.0,)),
+    "early_stopping": (_NO_BEAMS, (False,)),
+    "structured_outputs": (_NO_GRAMMAR, (None,)),
+    "guided_decoding": (_NO_GRAMMAR, (None,)),
+    "logits_processors": ("use logit_bias, bad_words or allowed_token_ids", (None, [])),
+    "truncate_prompt_tokens": ("cut the prompt, or its token ids, before it is given", (None,)),
+    "spaces_between_special_tokens": ("the text is what the tokenizer makes of the tokens", (True,)),
+    "output_kind": ("generate() returns whole outputs, stream() pieces", ()),
+    "extra_args": ("nothing would read them", (None, {})),
+    "flat_logprobs": ("logprobs are a list of dictionaries", (False,)),
+}
+
+# And of the methods of LLM.
+_METHODS = {
+    "beam_search": _NO_BEAMS,
+    "collective_rpc": "under torchrun every rank runs your program: what you write there runs on each",
+    "apply_model": "the model of this rank is llm.engine.model",
+    "llm_engine": "it is llm.engine here, and another class than vLLM's",
+    "start_profile": "use --profile of the scripts, or torch.profiler around generate()",
+    "stop_profile": "use --profile of the scripts, or torch.profiler around generate()",
+    "get_metrics": "every output has metrics: ttft_s, tpot_s, preemptions",
+    "reset_prefix_cache": "there is no prefix cache",
+    "sleep": "weights stay on the device; end the process to free them",
+    "wake_up": "weights stay on the device",
+} | dict.fromkeys(("embed", "encode", "classify", "reward", "score"), "models here generate text")
+
+
+def method_answer(name: str) -> str | None:
+    """What to use instead of a method of vLLM's ``LLM``; None where nothing is known of it."""
+    return _METHODS.get(name)
+
+
+def sampling_answer(name: str, value: Any) -> str | None:
+    """:func:`answer` for ``SamplingParams``."""
+    return _find(_SAMPLING_ANSWERS, name, value)
+
 
 def answer(name: str, value: Any) -> str | None:
     """What to say to somebody who gives vLLM's option ``name``: what to use here; "" where ``value`` asks for what is
     done anyway; None where nothing is known of such an option."""
-    if name not in _ANSWERS:
+    return _find(_ANSWERS, name, value)
+
+
+def _find(answers: dict[str, tuple[str, tuple[Any, ...]]], name: str, value: Any) -> str | None:
+    if name not in answers:
         return None
-    text, same = _ANSWERS[name]
+    text, same = answers[name]
     return "" if any(type(value) is type(one) and value == one for one in same) else text

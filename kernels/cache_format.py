@@ -198,19 +198,29 @@ class CacheFormat:
 
     latent: LatentFormat
     index_key: IndexKeyFormat | None  # None: the model has no indexer
+    power_of_two: bool = False  # scales of FP8 rows are rounded up to powers of two when they are written
 
     @classmethod
-    def of(cls, kv_lora_rank: int, rope_dim: int, index_head_dim: int, dtype: torch.dtype) -> CacheFormat:
+    def of(
+        cls, kv_lora_rank: int, rope_dim: int, index_head_dim: int, dtype: torch.dtype, power_of_two: bool = False
+    ) -> CacheFormat:
         """The format for a model's sizes (``index_head_dim`` 0: no indexer) in ``dtype``; float8_e4m3fn means FP8.
 
         Raises:
-            ValueError: FP8 for a rank that is no multiple of 128, or an index key that is no power of two: the
-                Hadamard transform, which its numbers pass first, needs that.
+            ValueError: FP8 for a rank that is no multiple of 128, or an index key that is no power of two from 4 on:
+                the Hadamard transform, which its numbers pass first, needs a power of two, and scales begin at
+                multiples of 4 bytes.
         """
         if dtype == FP8 and index_head_dim:
             check_size(index_head_dim)
+            if index_head_dim % SCALE_BYTES:
+                raise ValueError(f"an FP8 index key needs at least {SCALE_BYTES} numbers, not {index_head_dim}")
         index_key = IndexKeyFormat(index_head_dim, dtype) if index_head_dim else None
-        return cls(LatentFormat(kv_lora_rank, rope_dim, dtype), index_key)
+        return cls(LatentFormat(kv_lora_rank, rope_dim, dtype), index_key, power_of_two)
+
+    @property
+    def fp8(self) -> bool:
+        return self.latent.fp8
 
     def packed_width(self, index_key: bool = True) -> int:
         """Columns of a buffer whose rows hold a latent row and, with ``index_key``, an index key behind it, padded so

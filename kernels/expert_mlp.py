@@ -20,7 +20,8 @@ from dsa_engine.kernels.permute import Order, combine, expert_order
 from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
 
 # Most bytes of rows between the products for which every pair gets a row, served or not: the host need not know how
-# many are. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for the device.
+# many are. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for the device, where
+# the dispatch has not counted them.
 UNCOUNTED_BYTES = 1 << 29
 
 # Most rows of an expert, on average, for which the products are bound by the weights' way from memory.
@@ -64,19 +65,26 @@ def expert_mlp_reference(
 
 
 def served_order(
-    experts: torch.Tensor, count: int, row_bytes: int, served_fraction: float, uncounted_bytes: int
+    experts: torch.Tensor,
+    count: int,
+    row_bytes: int,
+    served_fraction: float,
+    uncounted_bytes: int,
+    served: int | None = None,
 ) -> tuple[Order, float]:
     """Pairs in the order of their experts, and how many of them are served here, as far as the host can tell.
 
     Args:
-        experts, served_fraction, uncounted_bytes: as in :func:`expert_mlp`.
+        experts, served_fraction, uncounted_bytes, served: as in :func:`expert_mlp`.
         count: of experts here.
         row_bytes: that a row takes between the products.
     """
     order = expert_order(experts, count)
-    if experts.numel() * row_bytes <= uncounted_bytes:
+    # Nothing is gained by counting where all are served.
+    if served is None and served_fraction < 1 and experts.numel() * row_bytes > uncounted_bytes:
+        served = int(order.ends[-1])
+    if served is None:
         return order, served_fraction * experts.numel()
-    served = int(order.ends[-1])
     return order._replace(tokens=order.tokens[:served]), served
 
 
@@ -115,6 +123,7 @@ def expert_mlp(
     down: torch.Tensor,
     *,
     served_fraction: float = 1.0,
+    served: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token.
@@ -130,6 +139,7 @@ def expert_mlp(
         gate_up: ``[experts, 2·intermediate, hidden]``.
         down: ``[experts, hidden, intermediate]``.
         served_fraction: part of the choices that is expected to be served here: chooses the kernel, never the result.
+        served: how many of the choices are, where the host knows it.
         uncounted_bytes: most bytes of rows between the products for which unserved choices get rows too, so that
             nothing waits for the device (decode, CUDA graphs).
 
@@ -142,8 +152,11 @@ def expert_mlp(
     if not runs_triton(x):
         return expert_mlp_reference(x, experts, weights, gate_up, down)
     between = row_bytes(gate_up, down)
-    order, expected = served_order(experts, gate_up.shape[0], between, served_fraction, uncounted_bytes)
-    if torch_has_it(x, gate_up) and torch_has_it(x, down) and expected > FEW_ROWS * gate_up.shape[0]:
+    order, expected = served_order(experts, gate_up.shape[0], between, served_fraction, uncounted_bytes, served)
+    few = expected <= FEW_ROWS * gate_up.shape[0]
+    # PyTorch's way also gathers and gates the rows that nobody serves: many, where they have not been counted.
+    mostly_served = len(order.tokens) <= 2 * expected
+    if torch_has_it(x, gate_up) and torch_has_it(x, down) and mostly_served and not few:
         y = experts_by_torch(x, order, gate_up, down)
     else:
         y = experts_fused(x, order, gate_up, down, expected)

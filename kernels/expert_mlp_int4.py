@@ -45,12 +45,13 @@ def expert_mlp_int4(
     *,
     int8_activations: bool = False,
     served_fraction: float = 1.0,
+    served: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token.
 
     Args:
-        x, experts, weights, served_fraction, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
+        x, experts, weights, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
         gate_up: int32 ``[experts, 2·intermediate, hidden / 8]`` and its scales ``[…, hidden / size]``.
         down: int32 ``[experts, hidden, intermediate / 8]`` and its scales ``[…, intermediate / size]``.
         int8_activations: W4A8; else W4A16, in x's dtype.
@@ -68,7 +69,7 @@ def expert_mlp_int4(
     if not runs_triton(x):
         return expert_mlp_int4_reference(x, experts, weights, gate_up, down, int8_activations)
     between = intermediate * (x.element_size() + int8_activations) + hidden * x.element_size()
-    order, expected = served_order(experts, count, between, served_fraction, uncounted_bytes)
+    order, expected = served_order(experts, count, between, served_fraction, uncounted_bytes, served)
     gated = grouped_matmul_int4_triton(
         *_rows(x, int8_activations), *gate_up, order.ends, x.dtype,
         source=order.tokens, gated=True, expected=expected,

@@ -39,12 +39,13 @@ def expert_mlp_int8(
     down: tuple[torch.Tensor, torch.Tensor],
     *,
     served_fraction: float = 1.0,
+    served: int | None = None,
     uncounted_bytes: int = UNCOUNTED_BYTES,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' outputs for every token.
 
     Args:
-        x, experts, weights, served_fraction, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
+        x, experts, weights, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
         gate_up: int8 ``[experts, 2·intermediate, hidden]`` and its float32 scales ``[experts, 2·intermediate]``.
         down: int8 ``[experts, hidden, intermediate]`` and its float32 scales ``[experts, hidden]``.
 
@@ -60,7 +61,7 @@ def expert_mlp_int8(
     if not runs_triton(x):
         return expert_mlp_int8_reference(x, experts, weights, gate_up, down)
     between = intermediate * (x.element_size() + 1) + hidden * x.element_size()
-    order, expected = served_order(experts, count, between, served_fraction, uncounted_bytes)
+    order, expected = served_order(experts, count, between, served_fraction, uncounted_bytes, served)
     gated = grouped_matmul_int8_triton(
         *quantize_rows_int8(x), *gate_up, order.ends, x.dtype, source=order.tokens, gated=True, expected=expected
     )

@@ -92,11 +92,13 @@ def expert_order(experts: torch.Tensor, count: int) -> Order:
     return Order(tokens, ends, places)
 
 
-def combine_reference(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_reference(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     out = torch.zeros(places.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
-    for place, weight in zip(places.t(), weights.t()):
+    for j, place in enumerate(places.t()):
         token = (place >= 0).nonzero().flatten()
-        out.index_add_(0, token, y[place[token]].float().mul_(weight[token, None]))
+        rows = y[place[token]].float()
+        # No token is named twice in a choice, so nothing depends on the order in which rows are added.
+        out.index_add_(0, token, rows if weights is None else rows.mul_(weights[token, j, None]))
     return out.to(y.dtype)
 
 
@@ -109,28 +111,32 @@ def combine_kernel(y, places, weights, out, width, K: tl.constexpr, BLOCK: tl.co
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         place = tl.load(places + token * K + j).to(tl.int64)
-        weight = tl.load(weights + token * K + j)
+        weight = 1.0
+        if weights is not None:
+            weight = tl.load(weights + token * K + j)
         row = tl.load(y + place * width + columns, mask=inside & (place >= 0), other=0.0).to(tl.float32)
         # Not weight · 0: the weight of a pair that is not served here may be anything.
         total += tl.where(place >= 0, weight * row, 0.0)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Weighted sum of every token's rows: the same bits each time.
 
     Args:
         y: ``[R, width]``, the experts' results in their order.
         places: int32 ``[T, k]``, rows of y; −1 is left out.
-        weights: float32 ``[T, k]``.
+        weights: float32 ``[T, k]``; 1 each where there are none.
 
     Returns:
         ``[T, width]`` in the dtype of y; zeros for a token whose places are all −1.
     """
-    if places.shape != weights.shape or places.dim() != 2 or y.dim() != 2:
-        raise ValueError(f"y {tuple(y.shape)}, places {tuple(places.shape)}, weights {tuple(weights.shape)} do not fit")
-    if places.dtype != torch.int32 or weights.dtype != torch.float32:
-        raise ValueError(f"places must be int32 and weights float32, not {places.dtype} and {weights.dtype}")
+    if places.dim() != 2 or y.dim() != 2 or (weights is not None and weights.shape != places.shape):
+        shape = None if weights is None else tuple(weights.shape)
+        raise ValueError(f"y {tuple(y.shape)}, places {tuple(places.shape)}, weights {shape} do not fit")
+    if places.dtype != torch.int32 or (weights is not None and weights.dtype != torch.float32):
+        kind = None if weights is None else weights.dtype
+        raise ValueError(f"places must be int32 and weights float32, not {places.dtype} and {kind}")
     if not runs_triton(y):
         return combine_reference(y, places, weights)
     tokens, k = places.shape
@@ -139,7 +145,7 @@ def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
         # 16 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
         block = min(1024, triton.next_power_of_2(y.shape[1]))
         combine_kernel[(tokens, triton.cdiv(y.shape[1], block))](
-            y.contiguous(), places.contiguous(), weights.contiguous(), out, y.shape[1], K=k, BLOCK=block,
-            num_warps=max(1, block // 256),
+            y.contiguous(), places.contiguous(), None if weights is None else weights.contiguous(), out, y.shape[1],
+            K=k, BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     return out

@@ -137,6 +137,13 @@ class CuSeqlens:
     def rows(self) -> int:
         return self.offsets[-1]
 
+    def part(self, first: int, last: int) -> CuSeqlens:
+        """The sequences ``first … last-1``, with their rows numbered from 0."""
+        begin, *others = self.offsets[first : last + 1]
+        offsets = (0, *(offset - begin for offset in others))
+        longest = max((b - a for a, b in pairwise(offsets)), default=0)
+        return CuSeqlens(offsets, self.on_device[first : last + 1] - begin, longest)
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """First row of each sequence, and the one behind its last."""
         return pairwise(self.offsets)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dsa_engine.parallel.mesh import Mesh
-from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, is_number, option
+from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, option
+from dsa_engine.parallel.value_checks import number
 
 CpLayout = Literal["head_tail", "contiguous"]
 MoeDispatch = Literal["all_to_all", "all_gather"]
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
 
 
 @documented
@@ -61,12 +57,12 @@ class ParallelConfig(Options):
         help="which tokens of a sequence a rank prefills",
     )
     timeout: float = option(
-        Kind(_check_seconds, float, metavar="SECONDS"),
+        Kind(number(above=0, what=" (seconds)"), float, metavar="SECONDS"),
         600.0,
         "seconds after which a collective that does not complete ends the run.",
         help="for a collective",
     )
 
-    def create_mesh(self, device: str = "auto") -> Mesh:
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make one of another kind."""
-        return Mesh.create(self, device)
+        return Mesh.create(self, device, same=same)

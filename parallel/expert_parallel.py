@@ -3,7 +3,8 @@
 A dispatch brings tokens to the ranks that hold their experts; its ``combine`` brings the sums back. Both dispatches
 send a token to a rank at most once, however many of that rank's experts it has chosen.
 
-* "all_to_all": only what is needed travels; the counts depend on the routing and cross the host; sums add in float32.
+* "all_to_all": only what is needed travels; the counts depend on the routing, and the host waits for them once; sums
+  add in float32, in the order of a token's choices, so the same bits each time.
 * "all_gather": every rank gets every token; shapes depend on the batch only; sums add in the tokens' dtype, under way.
 """
 
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.permute import combine as weighted_sum
+from dsa_engine.kernels.permute import expert_order
+from dsa_engine.kernels.transfer import download
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 
@@ -27,7 +31,8 @@ class Dispatched(NamedTuple):
 
     ``experts`` counts within this rank's experts, −1 for a choice that lies elsewhere. ``combine`` takes the weighted
     sums of this rank's experts ``[R, hidden]`` and returns the sums over all ranks for this rank's own tokens
-    ``[T, hidden]``. ``served_fraction`` is the part of the choices that is served here where routing is balanced.
+    ``[T, hidden]``. ``served_fraction`` is the part of the choices that is served here where routing is balanced, and
+    ``served`` how many are, where the host has come to know it.
     """
 
     tokens: torch.Tensor  # [R, hidden]
@@ -35,6 +40,15 @@ class Dispatched(NamedTuple):
     weights: torch.Tensor  # [R, k] float32
     combine: Callable[[torch.Tensor], torch.Tensor]
     served_fraction: float
+    served: int | None = None
+
+
+class Arrivals(NamedTuple):
+    """What the host has to know of an all-to-all."""
+
+    send: list[int]  # tokens of this rank that go to each
+    receive: list[int]  # tokens that come from each
+    served: int  # choices of these that this rank's experts serve
 
 
 class ExpertParallel:
@@ -83,26 +97,32 @@ class ExpertParallel:
         """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""
         return self.placement.to_physical(experts)
 
-    def exchange_counts(self, counts: torch.Tensor) -> list[int]:
-        """How many tokens come from each rank, where ``counts [size]`` of this rank's go to each."""
-        return self.group.all_to_all(counts).tolist()
+    def exchange_counts(self, sent: torch.Tensor) -> Arrivals:
+        """Tells every rank what comes to it: the one thing in a dispatch that the host waits for.
+
+        Args:
+            sent: int32 ``[size, 2]``, to each rank: tokens, and choices of them that it serves.
+        """
+        size = self.group.size
+        rows = download(torch.cat((sent, self.group.all_to_all(sent))))()
+        tokens = [row[0] for row in rows]
+        return Arrivals(tokens[:size], tokens[size:], sum(row[1] for row in rows[size:]))
 
     def _all_to_all(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Dispatched:
-        group, (count, k) = self.group, experts.shape
-        wanted = torch.zeros(group.size + 1, count, dtype=torch.bool, device=tokens.device)  # the last row is nobody's
-        wanted = wanted.scatter_(0, self.placement.owners(experts).t(), True)[:-1]
-        _, source = wanted.nonzero(as_tuple=True)  # by rank, then by token
-        counts = wanted.sum(dim=1)
-        send = counts.tolist()
-        receive = self.exchange_counts(counts)
+        group, k = self.group, experts.shape[1]
+        owners = self.placement.owners(experts)
+        by_rank = expert_order(_first_of_each(owners, group.size), group.size)
+        choices = torch.zeros(group.size + 1, dtype=torch.int32, device=tokens.device)  # the last are nobody's
+        choices.scatter_add_(0, owners.flatten(), choices.new_ones(()).expand(owners.numel()))
+        counts = by_rank.ends.diff(prepend=by_rank.ends.new_zeros(1))
+        send, receive, served = self.exchange_counts(torch.stack((counts, choices[:-1]), dim=1))
+        source = by_rank.tokens[: sum(send)]  # by rank, then by token
         # Choices and weights travel beside each other as 32-bit words, the tokens in their own dtype.
-        words = torch.cat((experts[source], weights[source].view(torch.int32)), dim=-1)
+        words = torch.cat((experts, weights.view(torch.int32)), dim=-1)[source]
         arrived = group.all_to_all(words, send, receive)
 
         def combine(sums: torch.Tensor) -> torch.Tensor:
-            returned = group.all_to_all(sums, receive, send)
-            total = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-            return total.index_add_(0, source, returned.float()).to(tokens.dtype)
+            return weighted_sum(group.all_to_all(sums, receive, send), by_rank.places)
 
         return Dispatched(
             group.all_to_all(tokens[source], send, receive),
@@ -110,6 +130,7 @@ class ExpertParallel:
             arrived[:, k:].contiguous().view(torch.float32),
             combine,
             max(1 / k, self._fraction_held),  # a token comes for one choice at least
+            served,
         )
 
     def _all_gather(
@@ -135,3 +156,10 @@ class ExpertParallel:
     @property
     def _fraction_held(self) -> float:
         return len(self.held) / self.placement.experts
+
+
+def _first_of_each(owners: torch.Tensor, nobody: int) -> torch.Tensor:
+    """``owners [T, k]`` as int32, −1 for ``nobody`` and where an earlier choice of the token has the same owner."""
+    earlier = torch.ones(owners.shape[1], owners.shape[1], dtype=torch.bool, device=owners.device).tril(-1)
+    again = ((owners[:, :, None] == owners[:, None, :]) & earlier).any(dim=-1)
+    return owners.int().masked_fill_(again | (owners == nobody), -1)

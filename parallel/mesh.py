@@ -15,7 +15,7 @@ import atexit
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -73,7 +75,13 @@ class Mesh:
         self.tp = self._group(config.tp_size)
 
     @classmethod
-    def create(cls, config: ParallelConfig, device: str = "auto", ranks: Sequence[int] | None = None) -> Mesh:
+    def create(
+        cls,
+        config: ParallelConfig,
+        device: str = "auto",
+        ranks: Sequence[int] | None = None,
+        same: Callable[[], Mapping[str, str]] | None = None,
+    ) -> Mesh:
         """Joins the world that ``torchrun`` describes in the environment, or makes a mesh of one process.
 
         A process group that the program has made before is used as it is.
@@ -83,21 +91,35 @@ class Mesh:
             device: "cpu", "cuda", "cuda:N", or "auto" (CUDA where there is one).
             ranks: of the run that form this mesh, ascending; default: all. Meshes of different ranks know nothing of
                 each other and may run different requests at the same time.
+            same: gives texts by name that have to be the same on all ranks of the mesh; called where there are several.
 
         Raises:
-            ValueError: the sizes do not divide the mesh, the device does not exist, or this process is none of
-                ``ranks``.
+            ValueError: the ranks differ in a text of ``same``, the sizes do not divide the mesh, the device does not
+                exist, this process is none of ``ranks``, or the environment names no rank of a run.
+            TimeoutError: whoever listens at MASTER_ADDR and MASTER_PORT does not answer as the store of a run.
         """
         report_failures()
         if dist.is_initialized():
             global_size, global_rank = dist.get_world_size(), dist.get_rank()
         else:
-            global_size, global_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+            global_rank, global_size = launched_rank()
         if ranks is not None:
             _check_ranks(ranks, global_size, global_rank)
         chosen = choose_device(device)
+        members = list(range(global_size)) if ranks is None else list(ranks)
+        to_compare = [] if same is None or len(members) == 1 else [same]
+
+        def compare_once() -> None:
+            if to_compare:
+                mine = {"the kind of device": chosen.type, **to_compare.pop()()}
+                compare(mine, members, global_rank, config.timeout)
+
         if global_size > 1 and not dist.is_initialized():
             cuda = chosen.type == "cuda"
+            if global_rank > 0 or launched_store():
+                report_failures(connect_s=config.timeout)  # else this rank is to hold the store itself
+            if launched_store():
+                compare_once()  # before what would go wrong on ranks that differ
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
                 timeout=timedelta(seconds=config.timeout),
@@ -105,7 +127,8 @@ class Mesh:
                 device_id=chosen if cuda and ranks is None else None,
             )
             atexit.register(_leave)
-            report_failures(connect=True)
+            report_failures(connect_s=config.timeout)
+        compare_once()
         if ranks is None:
             mesh = cls(config, global_rank, global_size, chosen)
         else:
@@ -155,9 +178,13 @@ class Mesh:
     def _exchange_machines(self) -> list[int]:
         """One exchange of host names, by digest: machines are numbered in the order of their first rank."""
         digest = blake2b(socket.gethostname().encode(), digest_size=7).digest()
-        names = self.world.all_gather(torch.tensor([int.from_bytes(digest, "big")], device=self.device)).tolist()
+        names = self.exchange(int.from_bytes(digest, "big"))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
+
+    def exchange(self, value: int) -> list[int]:
+        """A number of every rank of the mesh, below 2⁶³; every rank calls it."""
+        return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
     @property
     def static_decode(self) -> bool:

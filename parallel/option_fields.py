@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
+from dsa_engine.parallel.value_checks import flag, integer, shown
+
 C = TypeVar("C")
 P = ParamSpec("P")
 
@@ -95,17 +97,17 @@ def documented(cls: type[C]) -> type[C]:
 
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **named: Any) -> None:
-        init(self, *args, **_known(cls, [*shown.parameters][1:], named))
+        init(self, *args, **_known(cls, [*listed.parameters][1:], named))
 
     anew = {f.name for f, _ in options_of(cls) if f.default_factory is not MISSING}
     plain = inspect.signature(init)
     parameters = plain.parameters.values()
-    shown = plain.replace(
+    listed = plain.replace(
         parameters=[
             p.replace(default=None, annotation=f"{p.annotation} | None") if p.name in anew else p for p in parameters
         ]
     )
-    checked_init.__signature__ = shown  # type: ignore[attr-defined]
+    checked_init.__signature__ = listed  # type: ignore[attr-defined]
     cls.__init__ = checked_init  # type: ignore[method-assign]
     cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{describe(cls)}"
     return cls
@@ -157,34 +159,15 @@ def describe(cls: type) -> str:
 def instance_of(kind: type) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, not {value!r}")
+            raise TypeError(f"{name} must be a {kind.__name__}, not {shown(value)}")
 
     return check
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a number; True and False are none here."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-
-
-def _check_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-
-
-def _check_positive_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
-
-
-BOOL = Kind(_check_bool)
-INT = Kind(_check_int, int)
-POSITIVE_INT = Kind(_check_positive_int, int)
+BOOL = Kind(flag)
+INT = Kind(integer(), int)
+POSITIVE_INT = Kind(integer(least=1), int)
+SEED = Kind(integer(-(2**63), 2**64 - 1), int)  # what PyTorch's generators take
 STR = Kind(instance_of(str))
 JSON_OBJECT = Kind(instance_of(dict), metavar="JSON")
 
@@ -195,6 +178,6 @@ def choice(literal: Any) -> Kind:
 
     def check(name: str, value: Any) -> None:
         if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {shown(value)}")
 
     return Kind(check, choices=allowed)

@@ -29,7 +29,7 @@ class SideStream:
             inputs: the tensors that it reads and that may be freed before it has ended.
 
         Returns:
-            a function that makes the current stream wait for the result and returns it.
+            a function that makes the current stream wait for the result and returns it; to be called once.
         """
         if self._stream is None:
             result = work()
@@ -38,14 +38,14 @@ class SideStream:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             result = work()
-        for x in inputs:
-            x.record_stream(stream)  # the allocator must not hand x out again while the side stream reads it
+        # No record_stream, which would keep freed memory until a capture ends. The inputs' memory is not given out
+        # again before the current stream has waited, as they are held until then. The result's belongs to the side
+        # stream, where whoever gets it next comes after a wait for all that the current stream was given before.
+        held = list(inputs)
 
         def join() -> Result:
-            current = torch.cuda.current_stream()
-            current.wait_stream(stream)
-            for x in (result,) if isinstance(result, torch.Tensor) else result:
-                x.record_stream(current)
+            torch.cuda.current_stream().wait_stream(stream)
+            held.clear()
             return result
 
         return join

@@ -7,12 +7,13 @@ import time
 
 import torch
 
-from dsa_engine.arguments import argument_parser, check_outputs, run
+from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.kernel_cases.bench import Ceilings, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model.config import DTYPES
+from dsa_engine.output_files import check_outputs
 
 
 def parse() -> argparse.Namespace:
@@ -24,7 +25,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small sizes, to try the script on a CPU")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no further case after this long")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     return parser.parse_args()
 
 
@@ -52,12 +53,12 @@ def main() -> None:
             measured.append(measure(case, ceilings, device))
         print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
         results += measured
-    if left_out:
-        print(f"left out for lack of time: {', '.join(left_out)}")
     if args.json:
         where = environment(device, dtype, 1)
         ceiling = {"matmul_tflops_per_s": ceilings.flops_per_s / 1e12, "copy_gb_per_s": ceilings.bytes_per_s / 1e9}
         write_json(args.json, {**where, "ceilings": ceiling, "left_out": left_out, "results": results})
+    if left_out:
+        print(f"left out for lack of time: {', '.join(left_out)}")
 
 
 if __name__ == "__main__":

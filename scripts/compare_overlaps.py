@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported, run
+from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import format_table, run_report, write_json
+from dsa_engine.output_files import check_outputs
 
 # What is turned off, and the options that do it.
 VARIANTS = {
@@ -36,7 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=1, help="requests at once, of all ranks together")
     parser.add_argument("--output-len", type=int, default=64, help="tokens per request")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, after one that is not counted")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
     args = parser.parse_args()
@@ -79,6 +80,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     if not mesh.reports:
         return
+    if args.json:
+        write_json(args.json, {**about, "results": results})
     if above:
         print(above + "\n")
     figure = "computed TPOT" if above else "TPOT"
@@ -87,8 +90,6 @@ def main() -> None:
     )
     if mesh.device.type != "cuda":
         print("\nOn a CPU there is nothing to turn off: all rows are the same work, and their ratios are noise.")
-    if args.json:
-        write_json(args.json, {**about, "results": results})
 
 
 def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.arguments import argument_parser, check_outputs, lengths, run
-from dsa_engine.llm import resolve_model
+from dsa_engine.arguments import argument_parser, lengths, run
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.measure.transformers_comparison import (
     compare_decode,
@@ -18,6 +17,8 @@ from dsa_engine.measure.transformers_comparison import (
     float32_checkpoint,
     load_transformers,
 )
+from dsa_engine.model_folder import resolve_model
+from dsa_engine.output_files import check_outputs
 from dsa_engine.sizes import format_bytes
 
 
@@ -30,7 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=16, help="tokens to decode")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, in turn")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of both")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     return parser.parse_args()
 
 
@@ -52,11 +53,11 @@ def main() -> None:
         for context in args.context
         for batch in args.batch_size
     ]
-    header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
-    print(format_table(header, [row(r) for r in results]))
     if args.json:
         where = environment(torch.device("cpu"), torch.float32, 1)
         write_json(args.json, {**where, "model": args.model, "results": results})
+    header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
+    print(format_table(header, [row(r) for r in results]))
 
 
 def row(r: dict[str, Any]) -> tuple[str, ...]:

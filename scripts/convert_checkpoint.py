@@ -21,11 +21,12 @@ from dsa_engine.checkpoint.schemes import QUANTIZE
 from dsa_engine.measure.calibration import calibrate
 from dsa_engine.measure.report import write_json
 from dsa_engine.model.config import DTYPES, ModelConfig
+from dsa_engine.model_folder import resolve_model
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint, in FP8 or plain")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint, in FP8 or plain, or its hub id")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of plain weights (default: bfloat16)")
     parser.add_argument(
@@ -73,7 +74,7 @@ def main() -> None:
 
 def plain(arguments: argparse.Namespace) -> WrittenCheckpoint:
     return dequantize_checkpoint(
-        arguments.source,
+        resolve_model(arguments.source),
         arguments.target,
         dtype=DTYPES[arguments.dtype or "bfloat16"],
         max_shard_size=arguments.max_shard_size,
@@ -83,7 +84,7 @@ def plain(arguments: argparse.Namespace) -> WrittenCheckpoint:
 
 def quantized(arguments: argparse.Namespace) -> WrittenCheckpoint:
     return quantize_checkpoint(
-        arguments.source,
+        resolve_model(arguments.source),
         arguments.target,
         arguments.quantize,
         int8_activations=arguments.int8_activations,
@@ -95,8 +96,9 @@ def quantized(arguments: argparse.Namespace) -> WrittenCheckpoint:
 
 def statistics(arguments: argparse.Namespace) -> dict[str, torch.Tensor]:
     text = read_text(arguments.calibration)
-    expanded = "dequantize" if ModelConfig.from_pretrained(arguments.source).quantization else None
-    llm = LLM(arguments.source, quantization=expanded, max_num_seqs=1, enforce_eager=True)
+    source = resolve_model(arguments.source)
+    expanded = "dequantize" if ModelConfig.from_pretrained(source).quantization else None
+    llm = LLM(source, quantization=expanded, max_num_seqs=1, enforce_eager=True)
     return calibrate(llm, text, arguments.calibration_tokens)
 
 

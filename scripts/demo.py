@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import argument_parser, check_outputs, read_text, run
+from dsa_engine.arguments import argument_parser, read_text, run
 from dsa_engine.measure.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.output_files import check_outputs
 from dsa_engine.sizes import format_bytes
 
 
@@ -32,7 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens of the document with its facts")
     parser.add_argument("--depth", type=float, default=0.3, help="which fact is asked for: 0 the first, 1 the last")
     parser.add_argument("--max-tokens", type=int, default=16, help="most tokens of the answer")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
     return parser.parse_args()
 
@@ -92,6 +93,12 @@ def parallel(args: argparse.Namespace) -> None:
     reference = torch.from_numpy(np.load(args.reference))
     difference = (result.logits - reference).abs().max().item()
     relative = ((result.logits - reference).norm() / reference.norm()).item()
+    right = output.text.strip() == facts[asked]
+    if args.json:
+        where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
+        figures = {"largest_difference": difference, "relative_difference": relative, "output_ids": output.token_ids}
+        figures |= {"answer": output.text, "fact": facts[asked], "right": right}
+        write_json(args.json, {**where, **result.to_json(), **figures})
     rows = [
         (
             rank,
@@ -116,15 +123,9 @@ def parallel(args: argparse.Namespace) -> None:
     if output.metrics.tpot_s is not None:
         summary.append(("time per output token", f"{output.metrics.tpot_s * 1e3:.1f} ms"))
     print("\n" + format_table(("", "value"), summary))
-    right = output.text.strip() == facts[asked]
     print(f"\nquestion: {asked_for(facts[asked])}\nanswer:   {output.text.strip()}")
     print(f"after line {(asked + 1) * EVERY} of the text stands: {facts[asked]}")
     print("found, and right" if right else "the answer is WRONG")
-    if args.json:
-        where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
-        figures = {"largest_difference": difference, "relative_difference": relative, "output_ids": output.token_ids}
-        figures |= {"answer": output.text, "fact": facts[asked], "right": right}
-        write_json(args.json, {**where, **result.to_json(), **figures})
     # Rounding alone gives 1e-6. It may also break a near tie in the selection the other way: one token of 256.
     if not relative <= 0.05:
         raise RuntimeError(f"context parallelism changed the logits by {relative:.1%}, more than rounding can")

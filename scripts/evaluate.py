@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 
 from dsa_engine import LLM
-from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, llm_from, reported, run
-from dsa_engine.llm import resolve_model
+from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, llm_from, reported, run
 from dsa_engine.measure.plots import check_plot
-from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.report import caption, format_table, run_report, write_json
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model_folder import resolve_model
+from dsa_engine.output_files import check_outputs
 from dsa_engine.training.cases import KINDS
 from dsa_engine.training.evaluate import divergence, held_out, perplexity, retrieval, second_next, summary
 from dsa_engine.training.export import load_checkpoint
@@ -37,7 +38,7 @@ def parse() -> argparse.Namespace:
         "--kl-to", metavar="MODEL", help="on the texts of --perplexity, also the KL divergence from MODEL in float32"
     )
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="the MTP module on N texts and N conversations")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--plot", metavar="PATH", help="draw length by depth (PNG)")
     add_engine_arguments(parser)
     return parser.parse_args()
@@ -61,7 +62,7 @@ def main() -> None:
         results.append(summary(cases) | {"right": [case.right for case in cases]})
         if first:
             print(f"{length:,} tokens: {results[-1]['accuracy']:.1%} of {count} right", flush=True)
-    report = {"options": reported(args), "retrieval": results}
+    report = {"retrieval": results}
     if args.perplexity:
         report["perplexity"] = perplexity(llm, documents, 2048, args.perplexity)
     if args.kl_to:
@@ -74,12 +75,13 @@ def main() -> None:
         report["mtp"] = second_next(load_checkpoint(llm.folder), documents, 1024, args.mtp)
     if not first:
         return
-    show(report)
+    about = run_report(llm, reported(args), llm.engine.mesh.world_size)
     if args.json:
-        engine = llm.engine
-        write_json(args.json, environment(engine.mesh.device, engine.dtype, engine.mesh.world_size) | report)
+        write_json(args.json, about | report)
     if args.plot:
-        plot_retrieval(results, args.plot, f"{args.kind}, index_topk {llm.engine.config.index_topk}")
+        title = f"{args.kind}, index_topk {llm.engine.config.index_topk}, selection: {args.selection}"
+        plot_retrieval(results, args.plot, f"{title}\n{caption(about)}")
+    show(report)
 
 
 def show(report: dict) -> None:
@@ -98,9 +100,8 @@ def show(report: dict) -> None:
     if "perplexity" in report:
         print("\nheld-out text: {loss:.3f} nats a token, perplexity {perplexity:.2f}".format(**report["perplexity"]))
     if "divergence" in report:
-        print(
-            "KL divergence {kl:.2e} nats a token, the same token {same_greedy_token:.2%}".format(**report["divergence"])
-        )
+        figures = report["divergence"]
+        print(f"KL divergence {figures['kl']:.2e} nats a token, the same token {figures['same_greedy_token']:.2%}")
     for name, figures in report.get("mtp", {}).items():
         print(
             f"MTP, {name}: second next token right {figures['module_right']:.1%}, as the main model says "

@@ -56,10 +56,10 @@ measure() {
 }
 
 if [ "$what" = kernels ]; then
-	run_tests 240 tests/kernels tests/engine/test_decode_graphs.py
+	run_tests 240 tests/kernels tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py
 	measure 230 bench_kernels.py --time-limit 200 --json "$out/kernels.json"
 else
-	run_tests 150 tests/engine/test_decode_graphs.py tests/engine/test_steps.py
+	run_tests 150 tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py tests/engine/test_steps.py
 	model=$site/model
 	mkdir "$model"
 	"$python" -c 'import json, sys; from dsa_engine.checkpoint import released_config

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
-from dsa_engine.arguments import argument_parser, check_outputs, run
+from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.output_files import check_outputs
 
 COLUMNS = (
     "kernel",
@@ -31,7 +33,7 @@ def parse() -> argparse.Namespace:
         "--target", type=int, nargs="+", default=[90], choices=sorted(SHARED_LIMIT), help="compute capabilities"
     )
     parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     return parser.parse_args()
 
 
@@ -39,30 +41,28 @@ def main() -> None:
     args = parse()
     names = named(args.only)
     check_outputs(args.json)
-    result = {}
+    result: dict[str, Any] = {}
     for target in args.target:
         kernels = inspect(target, names)
         for kernel in kernels:
             kernel["faults"] = faults(kernel, target)
-        print(f"sm_{target}: bytes spilled a thread, bytes of shared memory a program; not run, not timed")
+        result[f"sm_{target}"] = kernels
+    if args.json:
+        write(args.json, result)
+    for name, kernels in result.items():
+        print(f"{name}: bytes spilled a thread, bytes of shared memory a program; not run, not timed")
         table = [(*(k[c] for c in COLUMNS), f"{k['operation']}: {k['shape']}") for k in kernels]
         print(format_table((*COLUMNS, "first launched by"), table))
         for kernel in kernels:
             for fault in kernel["faults"]:
                 print(f"{kernel['kernel']} ({kernel['operation']}: {kernel['shape']}) {fault}")
         print()
-        result[f"sm_{target}"] = kernels
-    if args.json:
-        versions = environment(torch.device("cpu"), torch.bfloat16, 1)["versions"]
-        write_json(
-            args.json,
-            {
-                "versions": versions,
-                "measured_on": None,
-                "note": "compiled without a GPU: nothing was run or timed; scripts/gpu_check.sh does that",
-                "kernels": result,
-            },
-        )
+
+
+def write(path: str, result: dict[str, Any]) -> None:
+    versions = environment(torch.device("cpu"), torch.bfloat16, 1)["versions"]
+    note = "compiled without a GPU: nothing was run or timed; scripts/gpu_check.sh does that"
+    write_json(path, {"versions": versions, "measured_on": None, "note": note, "kernels": result})
 
 
 if __name__ == "__main__":

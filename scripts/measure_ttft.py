@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dsa_engine.arguments import run
-from dsa_engine.measure.latency_command import measure_and_report
+from dsa_engine.arguments import argument_parser, run
+from dsa_engine.measure.latency_command import add_arguments, run_latency
 
 
 def main() -> None:
-    measure_and_report("ttft", __doc__ or "", output_len=1)
+    parser = argument_parser(__doc__)
+    add_arguments(parser, "ttft")
+    run_latency(parser.parse_args(), "ttft")
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsa_engine.arguments import argument_parser, check_outputs, run
+from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment
+from dsa_engine.output_files import check_outputs, write_text
 from dsa_engine.training import recipe
 from dsa_engine.training.loop import Run
 from dsa_engine.training.pictures import plot_losses
@@ -67,9 +67,7 @@ def finish(args: argparse.Namespace, training: Run, material: Material) -> None:
     if args.log:
         where = environment(torch.device("cpu"), torch.bfloat16, 1)
         last = {"seed": recipe.SEED, "corpus_sha256": material.corpus.digest(), "files_sha256": made} | where
-        shutil.copyfile(log, args.log)
-        with Path(args.log).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(last) + "\n")
+        write_text(args.log, log.read_text(encoding="utf-8") + json.dumps(last) + "\n")
     if args.plot:
         plot_losses([json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()], args.plot)
 

@@ -53,6 +53,12 @@ YARN: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session")
+def base_config() -> dict[str, Any]:
+    """Keys of a small ``config.json`` of any model type, without an indexer."""
+    return dict(BASE)
+
+
 # The longest groups, in this order; all others follow.
 FIRST = (
     "tests/distributed",
@@ -256,3 +262,36 @@ def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo_cache"
         patch.setenv("DSA_ENGINE_CACHE", str(folder))
         yield folder
+
+
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "index_topk": 16,
+    "index_n_heads": 4,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
+    """``tiny_llm(tokens, **options)``: an ``LLM`` with random weights, whose steps take a millisecond, and whose cache
+    has so many tokens in pages of 2: few requests fit at once."""
+
+    def make(tokens: int, **options: Any) -> Any:
+        from dsa_engine import LLM
+        from dsa_engine.demo import demo_folder
+        from dsa_engine.model.config import ModelConfig
+        from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+
+        config = ModelConfig.from_pretrained(demo_folder(), TINY)
+        token = cache_bytes_per_token(config, cache_format(config, torch.float32))
+        fixed = {"device": "cpu", "load_format": "dummy", "hf_overrides": TINY, "page_size": 2, "progress": False}
+        sizes = {"max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+        return LLM(demo_folder(), cache_memory=tokens * token, **fixed | sizes | options)
+
+    return make

@@ -27,10 +27,9 @@ def llm(demo_cache: Path) -> LLM:
     "prompts, error, message",
     [
         ("", ValueError, "the prompt is empty; give some text or token ids"),
-        ([], ValueError, "no prompts; give a text, a list of token ids, or a list of those"),
         ([[]], ValueError, "the prompt is empty; give at least one token"),
-        ([[5], []], ValueError, "the prompt is empty"),
-        (["a", ""], ValueError, "the prompt is empty"),
+        ([[5], []], ValueError, r"^prompts\[1\]: the prompt is empty"),
+        (["a", ""], ValueError, r"^prompts\[1\]: the prompt is empty"),
         (
             [5] * 100,
             ValueError,
@@ -40,14 +39,14 @@ def llm(demo_cache: Path) -> LLM:
         ("x" * 5000, ValueError, "the prompt has 5001 tokens, max_model_len is 100"),
         ([5, 320], ValueError, "token id 320 is out of range; the vocabulary has ids 0 … 319"),
         ([5, -1], ValueError, "token id -1 is out of range"),
-        ([5, 2.5], TypeError, r"a prompt is a text or a list of integer token ids, not \[5, 2.5\]"),
-        ([2.5], TypeError, "a prompt is a text or a list of integer token ids, not 2.5"),
+        ([5, 2.5], TypeError, r"a prompt is a text or a list of integer token ids .*, not \[5, 2.5\]"),
+        ([2.5], TypeError, "a prompt is a text or a list of integer token ids .*, not 2.5"),
         ([5, "a"], TypeError, "a prompt is a text or a list of integer token ids"),
         ([[5, True]], TypeError, "a prompt is a text or a list of integer token ids"),
         ([[5, None]], TypeError, "a prompt is a text or a list of integer token ids"),
-        (None, TypeError, "a prompt is a text or a list of integer token ids, not None"),
-        (7, TypeError, "a prompt is a text or a list of integer token ids, not 7"),
-        (b"bytes", TypeError, "a prompt is a text or a list of integer token ids, not b'bytes'"),
+        (None, TypeError, "a prompt is a text or a list of integer token ids .*, not None"),
+        (7, TypeError, "a prompt is a text or a list of integer token ids .*, not 7"),
+        (b"bytes", TypeError, "a prompt is a text or a list of integer token ids .*, not b'bytes'"),
     ],
 )
 def test_prompts(llm: LLM, prompts: Any, error: type[Exception], message: str) -> None:
@@ -69,7 +68,7 @@ def test_prompts_of_the_other_methods(llm: LLM, prompt: list[int], message: str)
 def test_parameters(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 prompts, but 3 sampling parameters; give one, or one for each"):
         llm.generate(["a", "b"], [SamplingParams()] * 3)
-    with pytest.raises(ValueError, match="temperature must be a finite number, not nan"):
+    with pytest.raises(ValueError, match="temperature must be a finite number of at least 0, not nan"):
         SamplingParams(temperature=float("nan"))
     with pytest.raises(ValueError, match="the conversation is empty; give at least one message"):
         llm.chat([])
@@ -111,17 +110,23 @@ def test_cache_too_small_for_anything(demo_cache: Path) -> None:
         ({"max_num_seqs": -1}, "max_num_seqs must be a positive integer, not -1"),
         ({"max_num_batched_tokens": 0.5}, "max_num_batched_tokens must be a positive integer, not 0.5"),
         ({"max_model_len": 0}, "max_model_len must be a positive integer, not 0"),
-        ({"max_prefill_share": 0}, r"max_prefill_share must be a number in \(0, 1\], not 0"),
-        ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be a number in \(0, 1\], not 1.5"),
-        ({"max_prefill_share": 1.01}, r"max_prefill_share must be a number in \(0, 1\], not 1.01"),
-        ({"max_prefill_share": float("nan")}, "max_prefill_share must be a number in .*, not nan"),
-        ({"max_prefill_share": "half"}, "max_prefill_share must be a number in .*, not 'half'"),
+        (
+            {"max_prefill_share": 0},
+            "max_prefill_share must be a finite number above 0 and of at most 1, not 0",
+        ),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a finite number above 0 and of at most 1, "),
+        ({"max_prefill_share": 1.01}, "max_prefill_share must be .*, not 1.01"),
+        ({"max_prefill_share": float("nan")}, "max_prefill_share must be .*, not nan"),
+        ({"max_prefill_share": "half"}, "max_prefill_share must be .*, not 'half'"),
         (
             {"max_model_len": 200_000},
             "max_model_len 200000 exceeds the model's 163840 positions; lower it, or raise max_position_embeddings",
         ),
         ({"cache_memory": "4 apples"}, "cache_memory must be .* such as '4GiB' or '512MB', not '4 apples'"),
         ({"cache_memory": -1}, "cache_memory must be a positive number of bytes"),
+        ({"seed": "x"}, "seed must be an integer from .*, not 'x'"),
+        ({"seed": 2**64}, "seed must be an integer from .*, not 18446744073709551616"),
+        ({"cache_memory": 1.5}, "cache_memory must be a positive number of bytes or a size .*, not 1.5"),
         ({"workspace": "much"}, "workspace must be .* not 'much'"),
     ],
 )
@@ -139,7 +144,7 @@ def test_options(demo_cache: Path, options: dict[str, Any], message: str) -> Non
         ({"cp_size": "2"}, "cp_size must be a positive integer, not '2'"),
         ({"moe_dispatch": "magic"}, "moe_dispatch must be one of all_to_all, all_gather, not 'magic'"),
         ({"cp_layout": "zigzag"}, "cp_layout must be one of head_tail, contiguous, not 'zigzag'"),
-        ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
+        ({"timeout": 0}, r"timeout must be a finite number above 0 \(seconds\), not 0"),
     ],
 )
 def test_parallel_options(demo_cache: Path, keys: dict[str, Any], message: str) -> None:
@@ -194,9 +199,40 @@ def with_half_a_file(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def with_pickled_weights(folder: Path) -> None:
+    without_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def with_gguf_weights(folder: Path) -> None:
+    without_weights(folder)
+    (folder / "model-Q4.gguf").write_bytes(b"")
+
+
+def with_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    without_weights(folder)  # the tokenizer is looked at before them
+
+
+def with_a_tokenizer_of_git_lfs(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def with_a_broken_tokenizer_config(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{")
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
+        (
+            with_pickled_weights,
+            "holds no weights: .*; pytorch_model.bin is pickled, .*transformers writes it",
+        ),
+        (with_gguf_weights, "holds no weights: .*; model-Q4.gguf is GGUF, which is not read here"),
+        (with_a_broken_tokenizer, r"tokenizer.json is no tokenizer \(.*\); get the file again"),
+        (with_a_tokenizer_of_git_lfs, r"tokenizer.json is no tokenizer .* git-lfs pointer: run `git lfs pull`"),
+        (with_a_broken_tokenizer_config, "tokenizer_config.json is not valid JSON"),
         (without_config, "is no checkpoint: it has no config.json"),
         (with_broken_config, "config.json is not valid JSON"),
         (with_unknown_type, "model_type 'mamba' is not supported"),
@@ -217,12 +253,34 @@ def test_folders(demo_cache: Path, tmp_path: Path, damage: Callable[[Path], None
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no such model folder: .*/nowhere \(give a Hugging Face folder, or"):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="no such model folder: deepseek-ai/DeepSeek-V3.2-Exp"):
-        load("deepseek-ai/DeepSeek-V3.2-Exp")
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no such model folder"):
-        load(file)
+    for name, message in (
+        ("config.json", r"config.json is a file; give the folder that it lies in: .*$"),
+        (
+            "model.gguf",
+            r"model.gguf is a GGUF file, which is not read here; give the folder of the original",
+        ),
+    ):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path / name)
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache(
+    demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    hub_id = "deepseek-ai/DeepSeek-V3.2-Exp"
+    missing = rf"^no such model folder: {hub_id}, and the Hugging Face cache .* first: hf download {hub_id}$"
+    with pytest.raises(CheckpointError, match=missing):
+        load(hub_id)
+    # The layout of the cache: a folder a repository, in it the commit that main is, and the files of that commit.
+    repository, commit = tmp_path / f"models--{hub_id.replace('/', '--')}", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(demo_folder(), repository / "snapshots" / commit)
+    assert load(hub_id).folder == repository / "snapshots" / commit
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
@@ -235,7 +293,6 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     [
         ({"parallel": {"cp_size": 1}}, "parallel must be a ParallelConfig, not {'cp_size': 1}"),
         ({"hf_overrides": '{"a": 1}'}, "hf_overrides must be a dict, not"),
-        ({"seed": "x"}, "seed must be an integer, not 'x'"),
         ({"dtype": [1]}, r"dtype must be a str, not \[1\]"),
         ({"enforce_eager": 1}, "enforce_eager must be True or False, not 1"),
         ({"block_size": 16, "page_size": 16}, "^page_size, block_size are the same; give one$"),
@@ -260,7 +317,7 @@ def test_parameters_of_the_wrong_type(demo_cache: Path) -> None:
     for conversation in ("hello", [{"role": "user"}], [["hello"]]):
         with pytest.raises(TypeError, match="a conversation is a list of"):
             llm.chat(conversation)  # type: ignore[arg-type]
-    for name, kinds in (("stop", "a string or a list"), ("stop_token_ids", "a list")):
+    for name, kinds in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of token ids")):
         with pytest.raises(ValueError, match=f"^{name} must be {kinds}, not 5$"):
             SamplingParams(**{name: 5})  # type: ignore[arg-type]
     assert not llm.engine.scheduler.has_work

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +60,49 @@ def test_it_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert demo.demo_folder() == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
+def test_a_damaged_folder_is_made_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path))
+    broken = tmp_path / folder.name
+    shutil.copytree(folder, broken)
+    weights = broken / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "changed":
+        with weights.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+    else:
+        (broken / "tokenizer.json").unlink()
+    # What a killed process has left of an earlier attempt; that of a living one stays.
+    dead = tmp_path / f"{folder.name}.incomplete-{NOBODY}-0123abcd@{socket.gethostname()}"
+    alive = tmp_path / f"{folder.name}.incomplete-{os.getpid()}-0123abcd@{socket.gethostname()}"
+    elsewhere = tmp_path / f"{folder.name}.incomplete-{NOBODY}-0123abcd@another-machine"
+    for path in (dead, alive, elsewhere):
+        path.mkdir()
+    assert demo.demo_folder() == broken
+    assert {path.name: path.read_bytes() for path in broken.iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
+    assert set(tmp_path.iterdir()) == {broken, alive, elsewhere}
+
+
+NOBODY = 2**22 + 1  # above the largest process id of Linux
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DSA_ENGINE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(CheckpointError, match="there is no home folder for the cache; set DSA_ENGINE_CACHE"):
+        demo.demo_folder()
 
 
 def test_a_change_makes_another_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dsa_engine import LLM, ParallelConfig
+from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.arguments import add_engine_arguments, argument_parser, engine_options, parallel_from
 from dsa_engine.options import EngineOptions
-from dsa_engine.vllm_options import _ANSWERS
+from dsa_engine.vllm_options import _ANSWERS, _METHODS, _SAMPLING_ANSWERS
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -114,6 +114,19 @@ def test_other_names_of_an_option_and_what_vllm_calls_what_is_done_anyway() -> N
     )
     with pytest.raises(TypeError, match="tensor_parallel_size"):
         EngineOptions(tensor_parallel_size=True)
+
+
+def test_sampling_parameters_and_methods_of_vllm_have_answers() -> None:
+    assert SamplingParams(best_of=None, extra_args={}, use_beam_search=False) == SamplingParams()
+    with pytest.raises(TypeError, match="^there is no option .guided_decoding.; output is not constrained"):
+        SamplingParams(guided_decoding={"choice": ["a"]})
+    assert not {f.name for f in fields(SamplingParams)} & _SAMPLING_ANSWERS.keys()
+    assert not [name for name in _METHODS if name in vars(LLM)]
+    llm = LLM.__new__(LLM)  # nothing of it is needed to say what it has not
+    with pytest.raises(AttributeError, match="^LLM has no 'embed': models here generate text$"):
+        llm.embed("a")  # type: ignore[attr-defined]
+    assert not hasattr(llm, "nothing_of_this_name")
+    assert EngineOptions(dtype="half") == EngineOptions(dtype="float16")
 
 
 def test_no_answer_is_about_an_option_that_exists() -> None:

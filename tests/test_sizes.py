@@ -36,7 +36,7 @@ def test_what_is_no_size(value: str) -> None:
         parse_bytes(value, "cache_memory")
 
 
-@pytest.mark.parametrize("value", [0, -5, True, None, "0", "0.0001KiB"])
+@pytest.mark.parametrize("value", [0, -5, True, None, "0", "0.0001KiB", 1.5, 4e9, 2**63, "9" * 400, "9" * 18 + "TB"])
 def test_what_is_not_positive(value: object) -> None:
     with pytest.raises(ValueError, match="workspace must be a positive number of bytes or a size .*, not"):
         parse_bytes(value, "workspace")  # type: ignore[arg-type]

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from dsa_engine.errors import CheckpointError
+from dsa_engine.interrupts import uninterrupted
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_SAMPLE = 4096  # bytes
+
+_TRANSFORMERS = "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)"
+_PICKLED = f"pickled, which may run code and is not read here; transformers writes it as safetensors: {_TRANSFORMERS}"
+_OTHER_FORMATS = {
+    ".bin": _PICKLED,
+    ".pt": _PICKLED,
+    ".pth": _PICKLED,
+    ".gguf": "GGUF, which is not read here; get the original checkpoint",
+}
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
@@ -29,7 +41,9 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
     single = folder / SINGLE_NAME
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} holds no weights: neither {INDEX_NAME} nor any *.safetensors file")
+        raise CheckpointError(
+            f"{folder} holds no weights: neither {INDEX_NAME} nor any *.safetensors file{_others(folder)}"
+        )
     found: dict[str, Path] = {}
     for path in files:
         for name in open_shard(path).keys():
@@ -41,6 +55,34 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
     return found
 
 
+def fingerprint(folder: Path) -> str:
+    """A digest that tells checkpoints apart: the index, names and sizes of the files, and a little of each of them.
+
+    Reads 3 times 4 KiB of each file: another version of the same model is noticed, a damaged byte is not.
+    """
+    digest = blake2b(digest_size=8)
+    index = folder / INDEX_NAME
+    if index.is_file():
+        digest.update(index.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in (0, size // 2, max(0, size - _SAMPLE)):
+                file.seek(place)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _others(folder: Path) -> str:
+    """What is said of weights in formats that are not read."""
+    for suffix, what in _OTHER_FORMATS.items():
+        found = sorted(path.name for path in folder.glob(f"*{suffix}"))
+        if found:
+            return f"; {found[0]} is {what}"
+    return ""
+
+
 def open_shard(path: Path) -> Any:
     """An open ``safe_open`` handle; its tensors are CPU views of the mapped file.
 
@@ -50,7 +92,8 @@ def open_shard(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; download the checkpoint again, or its missing files")
     try:
-        return safe_open(str(path), framework="pt", device="cpu")
+        with uninterrupted():  # safetensors would make an error about the file of it
+            return safe_open(str(path), framework="pt", device="cpu")
     except Exception as error:  # SafetensorError, or OSError from the file system
         with path.open("rb") as file:
             if file.read(40).startswith(b"version https://git-lfs"):

@@ -42,6 +42,7 @@ def write_random_checkpoint(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     progress: bool = False,
     extra_files: Mapping[str, str | bytes] | None = None,
+    checksums: str | None = None,
 ) -> WrittenCheckpoint:
     """Writes a random checkpoint; the same arguments give the same bytes.
 
@@ -54,6 +55,7 @@ def write_random_checkpoint(
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.
         extra_files: further small files (name to content), for example of a tokenizer.
+        checksums: the name of a further file, with the SHA-256 of every other one.
 
     Raises:
         CheckpointError: the folder exists already, or the disk has too little room.
@@ -67,7 +69,7 @@ def write_random_checkpoint(
     power_of_two = fp8 and raw["quantization_config"].get("scale_fmt") == "ue8m0"
     specs = list(released_tensors(config, fp8))
     with (
-        SafetensorsWriter(folder, specs, max_shard_size=max_shard_size) as writer,
+        SafetensorsWriter(folder, specs, max_shard_size=max_shard_size, checksums=checksums) as writer,
         progress_bar(len(specs), "tensors", "writing", progress) as bar,
     ):
         remaining = iter(specs)

@@ -18,6 +18,7 @@ import torch
 
 from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.errors import CheckpointError
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.kernels.fp8 import dequantize_blocks
 
 SCALE_SUFFIX = "_scale_inv"
@@ -206,7 +207,8 @@ class CheckpointReader:
 
     def _read(self, name: str, stored: Any, where: tuple[slice, ...]) -> torch.Tensor:
         try:
-            part: torch.Tensor = stored[where]
+            with uninterrupted():  # an interrupt inside comes out of torch as an error about something else
+                part: torch.Tensor = stored[where]
         except Exception as error:  # safetensors raises its own and Python's errors here
             raise CheckpointError(f"{self._file_of[name]}: cannot read {name!r}: {error}") from error
         self.bytes_read += part.numel() * part.element_size()
@@ -246,7 +248,8 @@ class CheckpointReader:
         if path not in self._open:
             self._open[path] = open_shard(path)
         try:
-            return self._open[path].get_slice(name)
+            with uninterrupted():
+                return self._open[path].get_slice(name)
         except Exception as error:  # SafetensorError: no such tensor
             raise CheckpointError(f"{path} does not hold {name!r}: the index and the file disagree") from error
 

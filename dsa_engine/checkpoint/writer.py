@@ -7,14 +7,14 @@ keeps that folder with the shards that are finished.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+import errno
 import json
+import logging
 import os
 import shutil
 import struct
-import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,15 +22,21 @@ from typing import Any, BinaryIO
 
 import torch
 
+from dsa_engine.checkpoint.checksums import checksums_of
 from dsa_engine.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsa_engine.checkpoint.layout import TensorSpec
+from dsa_engine.checkpoint.leftovers import remove_leftovers, temporary_name
 from dsa_engine.checkpoint.reader import STORED_DTYPES
+from dsa_engine.checkpoint.resume import ResumableFolder
 from dsa_engine.errors import CheckpointError
-from dsa_engine.sizes import parse_bytes
+from dsa_engine.interrupts import uninterrupted
+from dsa_engine.sizes import format_bytes, parse_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
-_UNFINISHED = ".part"  # behind the name of a shard while it is written
-_LOCK = ".lock"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+logger = logging.getLogger(__name__)
+
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -98,12 +104,13 @@ class SafetensorsWriter:
         target: the folder to make; it must not exist, or be empty.
         tensors: every tensor to come, in the order in which it will come.
         max_shard_size: bytes, or text such as "5GB" or "512MiB"; a tensor that is larger gets a shard of its own.
+        checksums: the name of a last file, JSON, with the SHA-256 of every other one by name.
         resume: says what is written, down to every option. Shards that an interrupted run with the same text has
             finished are kept, and :meth:`done` says which tensors they hold. Without it nothing is left of such a run.
 
     Raises:
-        CheckpointError: the target exists and is not empty, its disk has too little room, or another process is
-            writing the same.
+        CheckpointError: the target exists and is not empty, its disk has too little room, or (when it is entered)
+            another process is writing the same.
         ValueError: no tensors, a name given twice, a dtype that cannot be stored, or a bad shard size.
     """
 
@@ -113,6 +120,7 @@ class SafetensorsWriter:
         tensors: Iterable[TensorSpec],
         *,
         max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+        checksums: str | None = None,
         resume: str | None = None,
     ):
         self.target = Path(os.path.abspath(target))
@@ -122,28 +130,33 @@ class SafetensorsWriter:
         specs = [spec for shard in self._shards for spec in shard.specs]
         total = sum(spec.nbytes for spec in specs)
         self.written = WrittenCheckpoint(self.target, len(self._shards), len(specs), total)
+        self._resumable = None if resume is None else ResumableFolder(self.target, f"{resume}\n{self._shards}")
+        finished = [shard for shard in self._shards if self._resumable and self._resumable.finished(shard.name)]
+        self._kept = {spec.name for shard in finished for spec in shard.specs}
+        left = [spec for spec in specs if spec.name not in self._kept]
+        self._expected = iter(left)
+        self._left = len(left)
         self._shard_of = {spec.name: shard for shard in self._shards for spec in shard.specs}
         self._current: _Shard | None = None
         self._file: BinaryIO | None = None
         self._begins: dict[str, int] = {}
         self._extra: dict[str, bytes | Path] = {}
+        self._checksums = checksums
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._resume = resume
-        # Beside the target, so that the rename stays on one file system. The name says what a killed run left.
-        own = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if resume is None else _digest(resume, self._shards)
-        self._temporary = self.target.with_name(f"{self.target.name}.incomplete-{own}")
-        self._temporary.mkdir(exist_ok=resume is not None)
-        self._lock = _lock(self._temporary) if resume is not None else None
-        self._kept = {spec.name for shard in self._shards if self._is_finished(shard) for spec in shard.specs}
-        left = [spec for spec in specs if spec.name not in self._kept]
-        self._expected = iter(left)
-        self._left = len(left)
-        needed, free = sum(spec.nbytes for spec in left), shutil.disk_usage(self.target.parent).free
+        remove_leftovers(self.target)
+        free = shutil.disk_usage(self.target.parent).free
+        needed = sum(spec.nbytes for spec in left)
         if needed > free:
-            self._clean_up()
             raise CheckpointError(f"{self.target} needs {needed:,} bytes, but its disk has only {free:,} bytes free")
+        size = f"{format_bytes(total)} in {len(self._shards):,} file(s) of weights"
+        logger.info("writing %s: %s; %s are free", self.target, size, format_bytes(free))
+        self._temporary = self._resumable.path if self._resumable else temporary_name(self.target)
 
     def __enter__(self) -> SafetensorsWriter:
+        if self._resumable:
+            self._resumable.enter()
+        else:
+            self._temporary.mkdir()
         return self
 
     def __exit__(
@@ -153,9 +166,20 @@ class SafetensorsWriter:
             if kind is None:
                 self._finish()
         finally:
-            if self._file is not None:
-                self._file.close()
-            self._clean_up()
+            try:
+                if self._file is not None:
+                    with suppress(OSError):  # a full disk says so again when what is buffered is written
+                        self._file.close()
+            finally:
+                with uninterrupted():
+                    self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Removes what is not to be resumed; gone already when :meth:`_finish` renamed it."""
+        if self._resumable is None or not any(self._resumable.finished(shard.name) for shard in self._shards):
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._resumable:
+            self._resumable.leave()
 
     def done(self, name: str) -> bool:
         """Whether an earlier run has written this tensor: then it must not be written again."""
@@ -166,6 +190,7 @@ class SafetensorsWriter:
 
         Raises:
             ValueError: another name, shape or dtype than announced.
+            CheckpointError: the file cannot be written, for instance on a full disk.
         """
         spec = next(self._expected, None)
         given = (name, tuple(tensor.shape), tensor.dtype)
@@ -173,11 +198,14 @@ class SafetensorsWriter:
             wanted = "no further tensor" if spec is None else f"{spec.name!r} {list(spec.shape)} {spec.dtype}"
             raise ValueError(f"announced next is {wanted}, not {name!r} {list(tensor.shape)} {tensor.dtype}")
         shard = self._shard_of[name]
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         if shard is not self._current:
+            self._close_shard()
             self._open(shard)
-        assert self._file is not None
-        self._file.seek(self._begins[name])
-        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        with self._named(shard.name):
+            assert self._file is not None
+            self._file.seek(self._begins[name])
+            self._file.write(data)
         self._left -= 1
 
     def add_file(self, name: str, content: str | bytes | Path) -> None:
@@ -189,31 +217,31 @@ class SafetensorsWriter:
             raise ValueError(f"a file name without folders is needed, not {name!r}")
         self._extra[name] = content.encode() if isinstance(content, str) else content
 
+    @contextmanager
+    def _named(self, file: str) -> Iterator[None]:
+        """Makes errors of writing say what was written where, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            advice = "; make room or give a folder on another disk" if error.errno in _FULL else ""
+            raise CheckpointError(f"cannot write {self.target / file}: {error.strerror or error}{advice}") from error
+
     def _open(self, shard: _Shard) -> None:
-        self._close_shard()
-        self._file = (self._temporary / (shard.name + _UNFINISHED)).open("wb")
-        self._current = shard
         header, self._begins, size = shard.layout()
-        self._file.write(header)
-        self._file.truncate(size)
+        with self._named(shard.name):
+            path = self._resumable.unfinished(shard.name) if self._resumable else self._temporary / shard.name
+            self._file = path.open("wb")
+            self._current = shard
+            self._file.write(header)
+            self._file.truncate(size)
 
     def _close_shard(self) -> None:
-        if self._file is not None:
-            _sync_and_close(self._file)
+        if self._file is not None and self._current is not None:
+            with self._named(self._current.name):
+                _sync_and_close(self._file)
+                if self._resumable:
+                    self._resumable.finish(self._current.name)
             self._file = None
-            assert self._current is not None
-            path = self._temporary / self._current.name
-            os.rename(path.with_name(path.name + _UNFINISHED), path)
-
-    def _is_finished(self, shard: _Shard) -> bool:
-        return self._resume is not None and (self._temporary / shard.name).is_file()
-
-    def _clean_up(self) -> None:
-        """Removes what is not to be resumed; gone already where :meth:`_finish` renamed it."""
-        if self._resume is None or not any(map(self._is_finished, self._shards)):
-            shutil.rmtree(self._temporary, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
 
     def _finish(self) -> None:
         if self._left:
@@ -227,11 +255,11 @@ class SafetensorsWriter:
             index = {"metadata": {"total_size": self.written.tensor_bytes}, "weight_map": weight_map}
             self._extra[INDEX_NAME] = (json.dumps(index, indent=2) + "\n").encode()
         for name, content in self._extra.items():
-            with (self._temporary / name).open("wb") as file:
-                file.write(content.read_bytes() if isinstance(content, Path) else content)
-                _sync_and_close(file)
-        if self._lock is not None:
-            (self._temporary / _LOCK).unlink()
+            self._write_small(name, content.read_bytes() if isinstance(content, Path) else content)
+        if self._checksums:
+            self._write_small(self._checksums, checksums_of(self._temporary))
+        if self._resumable:
+            self._resumable.tidy()
         _sync_folder(self._temporary)
         try:
             os.rename(self._temporary, self.target)  # replaces an empty folder, refuses any other
@@ -240,26 +268,16 @@ class SafetensorsWriter:
             raise
         _sync_folder(self.target.parent)
 
+    def _write_small(self, name: str, data: bytes) -> None:
+        with self._named(name), (self._temporary / name).open("wb") as file:
+            file.write(data)
+            _sync_and_close(file)
+
     def _refuse_existing(self) -> None:
         if not self.target.exists():
             return
         if not self.target.is_dir() or any(self.target.iterdir()):
             raise CheckpointError(f"{self.target} exists and is not an empty folder; remove it, or give another")
-
-
-def _digest(resume: str, shards: list[_Shard]) -> str:
-    return hashlib.blake2b(f"{resume}\n{shards}".encode(), digest_size=6).hexdigest()
-
-
-def _lock(folder: Path) -> BinaryIO:
-    """Holds a folder for this process until the file is closed."""
-    file = (folder / _LOCK).open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise CheckpointError(f"another process is writing {folder}; wait for it, or end it") from error
-    return file
 
 
 def _plan_shards(tensors: Iterable[TensorSpec], limit: int) -> list[_Shard]:

@@ -7,6 +7,7 @@ first: its plan then names the rows of the bucket, and the same builder writes i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,6 +83,21 @@ class RankPlan:
         ids = [0] * rows
         for s in self.segments:
             ids[s.row : s.row + s.length] = self.chunks[s.sequence].request.tokens(s.start, s.length)
+        return ids
+
+    def next_token_ids(self, rows: int, sampled: Mapping[Request, range]) -> list[int]:
+        """The tokens behind those of :meth:`token_ids`: what an MTP module's rows embed.
+
+        ``sampled``: where the tokens that this step samples will lie, as codes of :func:`known_ids`. The known tokens
+        of a request end where its sampled ones begin; its drafts stand for nothing here.
+        """
+        ids = [0] * rows
+        for s in self.segments:
+            request, first = self.chunks[s.sequence].request, s.start + 1
+            known = max(0, min(s.length, len(request) - first))
+            skipped = max(0, first - len(request))
+            new = [-1 - index for index in sampled.get(request, ())][skipped : skipped + s.length - known]
+            ids[s.row : s.row + s.length] = request.tokens(first, known) + new
         return ids
 
     @cached_property
@@ -171,16 +187,18 @@ class StepPlan:
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
         return bool(chunks) and all(c.length <= self.max_decode_rows and len(c.ranks) == 1 for c in chunks)
 
-    def padded(self, config: ModelConfig, fewest_tokens: int) -> StepPlan:
+    def padded(self, config: ModelConfig, fewest_tokens: int, num_drafts: int = 0) -> StepPlan:
         """A decode step in the rows of the smallest bucket that takes it, which is the same on all ranks.
 
-        ``fewest_tokens``: of a bucket's context.
+        Args:
+            fewest_tokens: of a bucket's context.
+            num_drafts: made behind the step; the context has room for them, and every request rows to verify as many.
         """
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
         requests = next_power_of_2(max(len(plan.chunks) for plan in self.ranks))
-        rows_per_request = max(chunk.length for chunk in chunks)
+        rows_per_request = max(1 + num_drafts, *(chunk.length for chunk in chunks))
         # A request with fewer rows is padded: its missing rows are counted as following its last one.
-        longest = max(chunk.start for chunk in chunks) + rows_per_request
+        longest = max(chunk.start for chunk in chunks) + rows_per_request + num_drafts
         bucket = Bucket(requests, rows_per_request, next_power_of_2(max(longest, fewest_tokens)))
         plans = [plan.padded(bucket, config.has_indexer) for plan in self.ranks]
         return StepPlan(plans, self.max_decode_rows, bucket)
@@ -197,11 +215,13 @@ def build_batch(
     page_size: int,
     sampled: torch.Tensor | None,
     buffers: ForwardBatch | None = None,
+    input_ids: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """This rank's tensors for a step.
 
     Args:
         sampled: the tokens of the step before, where they have not been read; see :func:`known_ids`.
+        input_ids: ``[tp_size, tp_rows]`` int64 on the device, in place of the requests' tokens.
         buffers: an earlier batch of the same bucket, whose tensors are to be overwritten and used again.
     """
     plan, bucket, device = step.ranks[mesh.rank], step.bucket, mesh.device
@@ -215,7 +235,7 @@ def build_batch(
     # The chunks of a step that splits a request are the same, in the same order, on all ranks of a group.
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
     if gathers:
-        plans = _of(step, mesh.cp)
+        plans = plans_of(step, mesh.cp)
         slots = torch.cat([F.pad(p.slots(tables, page_size), (0, cp_rows - p.rows), value=-1) for p in plans])
     else:
         slots = plan.slots(tables, page_size)
@@ -224,8 +244,9 @@ def build_batch(
     def put(values: torch.Tensor, name: str) -> torch.Tensor:
         return upload(values, device, out=None if buffers is None else getattr(buffers, name))
 
-    ids = torch.tensor([p.token_ids(tp_rows) for p in _of(step, mesh.tp)], dtype=torch.int64)
-    input_ids = known_ids(ids, sampled, device)
+    if input_ids is None:
+        ids = torch.tensor([p.token_ids(tp_rows) for p in plans_of(step, mesh.tp)], dtype=torch.int64)
+        input_ids = known_ids(ids, sampled, device)
     dense_mqa, sparse_mqa = _mqa_segments(plan, bucket, config.has_indexer, device, buffers)
     return ForwardBatch(
         rows=plan.rows,
@@ -286,7 +307,8 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
     return known.where(known >= 0, sampled.clamp(min=0)[(-1 - known).clamp(min=0)])
 
 
-def _of(step: StepPlan, group: Group) -> list[RankPlan]:
+def plans_of(step: StepPlan, group: Group) -> list[RankPlan]:
+    """Those of the ranks of a group."""
     return [step.ranks[r] for r in group.ranks]
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 
@@ -28,13 +29,9 @@ from dsa_engine.model.profile_stages import observed
 from dsa_engine.parallel import Mesh
 
 
-@dataclass
-class _Buffers:
-    """What stays of a bucket from step to step."""
-
-    batch: ForwardBatch | None = None  # its tensors are written anew in every step
-    hidden: torch.Tensor | None = None  # where a replay leaves its result
-    graph: torch.cuda.CUDAGraph | None = None
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor  # where a replay leaves it
 
 
 class DecodeGraphs:
@@ -62,7 +59,8 @@ class DecodeGraphs:
         self._mesh = mesh
         self._capture = capture
         self._fewest_tokens = fewest_tokens
-        self._buffers: dict[Bucket, _Buffers] = {}
+        self._batches: dict[Bucket, ForwardBatch] = {}  # whose tensors are written anew in every step
+        self._graphs: dict[Hashable, _Captured] = {}  # of a bucket, or of what is run behind one
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self.memory_bytes = 0  # what the captured graphs hold on the device
         if capture:
@@ -71,54 +69,62 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Gives the captured graphs and their memory back; the next step captures anew."""
-        if self.captured:
+        if self._graphs:
             torch.cuda.synchronize(self._mesh.device)
-            for buffers in self._buffers.values():
-                if buffers.graph is not None:
-                    buffers.graph.reset()
-        self._buffers.clear()
+            for captured in self._graphs.values():
+                captured.graph.reset()
+        self._graphs.clear()
+        self._batches.clear()
         self.memory_bytes = 0
 
     @property
     def captured(self) -> list[tuple[int, int]]:
         """Rows and longest context, in tokens, of the graphs captured so far."""
-        buckets = [bucket for bucket, buffers in self._buffers.items() if buffers.graph is not None]
-        return sorted((bucket.rows, bucket.context) for bucket in buckets)
+        return sorted((bucket.rows, bucket.context) for bucket in self._graphs if isinstance(bucket, Bucket))
 
-    def pad(self, step: StepPlan) -> StepPlan:
-        """A decode step in the rows of its bucket, as :meth:`forward` runs it."""
-        return step.padded(self._config, self._fewest_tokens)
+    def pad(self, step: StepPlan, num_drafts: int = 0) -> StepPlan:
+        """A decode step, with drafts made behind it, in the rows of its bucket, as :meth:`forward` runs it."""
+        return step.padded(self._config, self._fewest_tokens, num_drafts)
 
     def ready(self, step: StepPlan) -> bool:
         """Whether :meth:`forward` has nothing to capture first; ``step`` is padded."""
-        buffers = None if step.bucket is None else self._buffers.get(step.bucket)
-        return not self._capture or (buffers is not None and buffers.graph is not None)
+        return not self._capture or step.bucket in self._graphs
 
-    def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next call.
+    def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> tuple[ForwardBatch, torch.Tensor]:
+        """The bucket's batch and hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next
+        call.
 
         ``sampled`` are the tokens of the step before, where they have not been read (``batch.known_ids``).
         """
-        assert step.bucket is not None, "a step is padded before it is run here"
-        buffers = self._buffers.setdefault(step.bucket, _Buffers())
-        buffers.batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, buffers.batch)
+        bucket = step.bucket
+        assert bucket is not None, "a step is padded before it is run here"
+        kept = self._batches.get(bucket)
+        batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, kept)
+        self._batches[bucket] = batch
+        return batch, self.run(bucket, lambda: self._model(batch, self._cache))
+
+    def run(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What ``function`` returns, valid until the next call with this name.
+
+        It is captured at the first call and then replayed: it must do the same on the same tensors every time.
+        """
         # Timing events and the log of collectives do not work in a graph: a step that is watched runs without.
         if not self._capture or observed():
-            return self._model(buffers.batch, self._cache)
-        if buffers.graph is None:
-            self._capture_bucket(buffers)
-        assert buffers.graph is not None and buffers.hidden is not None
-        buffers.graph.replay()
-        return buffers.hidden
+            return function()
+        if name not in self._graphs:
+            self._graphs[name] = self._captured_once(function)
+        captured = self._graphs[name]
+        captured.graph.replay()
+        return captured.result
 
-    def _capture_bucket(self, buffers: _Buffers) -> None:
+    def _captured_once(self, function: Callable[[], torch.Tensor]) -> _Captured:
         device = self._mesh.device
         # Once without capturing: kernels are compiled, libraries take their workspaces, lazy tensors are made. The rows
         # that this writes to the cache are those of the step itself.
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            self._model(buffers.batch, self._cache)
+            function()
         torch.cuda.current_stream(device).wait_stream(side)
         # What capturing would free is none of its own memory.
         torch.cuda.synchronize(device)
@@ -127,9 +133,9 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, such as NCCL's watchdog, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            buffers.hidden = self._model(buffers.batch, self._cache)
-        buffers.graph = graph
+            result = function()
         self.memory_bytes += torch.cuda.memory_reserved(device) - before
+        return _Captured(graph, result)
 
 
 def _close(graphs: weakref.ref[DecodeGraphs]) -> None:

@@ -18,23 +18,26 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.interrupts import uninterrupted
-from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers
+from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.request_checks import check_prompt, check_token_ids
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.interrupts import interruptible, uninterrupted
 from dsa_engine.model.config import DTYPES, ModelConfig
-from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.model.runtime import Runtime
@@ -62,15 +65,19 @@ class Engine:
         self.options = options
         self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
         refuse_extra_layers(folder, config, options)
+        refuse_missing_modules(folder, config, options)
+        drafts = options.speculation.num_speculative_tokens if options.speculation else 0
+        modules = options.speculation.modules if options.speculation else 0
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
             raise ValueError(
                 f"max_model_len {self.max_model_len} exceeds the model's {config.max_position_embeddings} positions; "
                 "lower it, or raise max_position_embeddings with hf_overrides"
             )
-        self.mesh = options.parallel.create_mesh(options.device)
+        self.mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
         device = self.mesh.device
         self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
+        stored = cache_format(config, cache_dtype(options.kv_cache_dtype, self.dtype))  # refused before anything loads
         workspace = options.workspace
         self.workspace = default_workspace(device) if workspace is None else parse_bytes(workspace, "workspace")
 
@@ -85,16 +92,16 @@ class Engine:
                 options.overlap_indexer,
             )
             with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
-                self.model = Model(config, runtime)
+                self.model = Model(config, runtime, modules)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
-        stored = cache_format(config, self.dtype)
-        token_bytes = cache_bytes_per_token(config, stored)
+        cached = config.with_mtp(modules)
+        token_bytes = cache_bytes_per_token(cached, stored)
         pages = affordable_pages(
             config, options, self.mesh, self.max_model_len, token_bytes, self.dtype, self.workspace
         )
         with enough_memory("the caches", "lower cache_memory"):
-            self.cache = KVCache(config, stored, pages, options.page_size, device)
+            self.cache = KVCache(cached, stored, pages, options.page_size, device)
         self.scheduler = Scheduler(
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
@@ -109,10 +116,27 @@ class Engine:
         if device.type == "cuda" and not options.enforce_eager:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
         self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
-        self.async_scheduling = device.type == "cuda" and options.async_scheduling and self.mesh.static_decode
+        self.draft(drafts)
         self.launched_ahead = self._next_id = 0
         self._scheduled: list[Chunk] = []  # the next step, until it has been launched
         self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
+
+    def draft(self, num_drafts: int) -> None:
+        """Has so many drafts made of every request in a step, from now on: 0, or up to ``num_speculative_tokens``.
+
+        Raises:
+            ValueError: more than that.
+            RuntimeError: requests are running.
+        """
+        most = self.options.speculation.num_speculative_tokens if self.options.speculation else 0
+        if not 0 <= num_drafts <= most:
+            raise ValueError(f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {most}")
+        if self.scheduler.has_work:
+            raise RuntimeError("the engine is busy with requests; finish them first")
+        self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
+        # With drafts, which tokens the next step computes is known when this one has been read.
+        ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
+        self.async_scheduling = ahead and not num_drafts
 
     def progress(self, total: int, unit: str, title: str, shown: bool = True) -> Any:
         """See :func:`progress_bar`; only on rank 0, and where it was not turned off."""
@@ -125,17 +149,36 @@ class Engine:
             ValueError: an empty prompt, token ids that the model does not have, or no room below ``max_model_len``.
             CapacityError: it does not fit in the cache even alone.
         """
+        request = self.prepare(prompt, params, tokenizer)
+        self.queue(request)
+        return request
+
+    def prepare(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
+        """A request for :meth:`queue`, which cannot fail; raises what :meth:`add` raises. Any thread may call it."""
         self._check_prompt(prompt, room=1)
+        check_token_ids(params, self.config.vocab_size)
         room = self.max_model_len - len(prompt)
-        if params.max_tokens > room:
+        if params.max_tokens is None or params.max_tokens > room:
             # As in vLLM: the model's length ends a request that asks for more.
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        text = TextStream(tokenizer, params.stop_strings, params.min_tokens) if tokenizer else None
+        text, bad_words = None, []
+        if tokenizer and params.detokenize:
+            how = (params.include_stop_str_in_output, params.skip_special_tokens)
+            text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how)
+        if tokenizer:
+            bad_words = [ids for word in params.bad_words or () for ids in tokenizer.word_ids(word)]
+        request = Request(-1, prompt, params, time.perf_counter(), text, bad_words)
+        self.scheduler.check(len(prompt), request.max_tokens)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Takes a request of :meth:`prepare`: it runs with the next steps, unless it has ended meanwhile."""
+        if request.finish_reason is not None:
+            return
         with uninterrupted():
-            request = Request(self._next_id, prompt, params, arrival=time.perf_counter(), text=text)
+            request.id = self._next_id
             self.scheduler.add(request)
             self._next_id += 1
-        return request
 
     def add_filled(self, length: int, params: SamplingParams) -> Request:
         """A request whose ``length`` prompt tokens nobody computes: its caches are filled with random rows, and it
@@ -181,7 +224,7 @@ class Engine:
             return sampled + self._read(0)
         if not chunks:
             return sampled
-        with record_function("launch"):
+        with record_function("launch"), interruptible():
             launched = self.runner.launch(plan, self._in_flight[-1].tokens if self._in_flight else None)
         with uninterrupted():
             self._scheduled = []
@@ -198,13 +241,13 @@ class Engine:
         """Reads the oldest steps in flight until ``keep`` are left."""
         read = []
         while len(self._in_flight) > keep:
-            with record_function("read tokens"):
+            with record_function("read tokens"), interruptible():
                 sampled = self._in_flight[0].read()
             with uninterrupted():
-                del self._in_flight[0]
+                indices = self._in_flight.pop(0).indices
                 now = time.perf_counter()
                 for one in sampled:
-                    del one.request.placeholders[: len(one.tokens)]
+                    del one.request.placeholders[: len(indices[one.request])]
                     if one.request.finish_reason is None:
                         self._take(one, now)
                         read.append(one)
@@ -212,18 +255,43 @@ class Engine:
 
     def _take(self, sampled: Sampled, now: float) -> None:
         """Gives a request its new tokens, up to the one that ends it."""
+        if sampled.request.drafts:
+            sampled.request.verified.append((len(sampled.request.drafts), len(sampled.tokens) - 1))
         for token in sampled.tokens:
             ending = sampled.request.append(token, now, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(sampled.request, *ending)
                 return
+        if sampled.drafts is not None:
+            self.scheduler.verified(sampled.request, sampled.drafts)
 
-    def finish(self, request: Request, reason: str, error: str | None = None) -> None:
+    def finish(
+        self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None
+    ) -> None:
         """Ends a request, in whatever state, and frees its pages; without effect on one that has ended."""
         with uninterrupted():
             if request.finish_reason is None:
-                request.finish_reason, request.error = reason, error
+                request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
                 self.scheduler.finish(request)
+
+    def fail(self, error: Exception) -> bool:
+        """After an error of :meth:`step`: ends the requests of the step that could not be computed or read.
+
+        Returns:
+            False where there are none: it was no request's step that failed.
+        """
+        with uninterrupted():
+            if self._scheduled:
+                requests = [chunk.request for chunk in self._scheduled]
+                self._scheduled = []
+            else:
+                requests = [request for samples in self._in_flight for request in samples.indices]
+                self._in_flight = []
+            failed = [request for request in requests if request.finish_reason is None]
+            for request in failed:
+                request.exception = error
+                self.finish(request, "error", f"{type(error).__name__}: {error}")
+        return bool(failed)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt, alone, and forgets it.
@@ -232,9 +300,10 @@ class Engine:
             float32 CPU logits ``[vocab]`` after its last token, the same on every rank.
         """
         logits = None
-        with closing(self._prefill_alone(prompt)) as chunks:
+        with uninterrupted(), closing(self._prefill_alone(prompt)) as chunks:
             for chunk in chunks:
-                logits = self.runner.last_logits([chunk])
+                with interruptible():
+                    logits = self.runner.last_logits([chunk])
         assert logits is not None
         return logits.cpu()
 
@@ -243,9 +312,10 @@ class Engine:
         self.check(prompt)
         into = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
         block = max(1, self.workspace // (8 * self.config.vocab_size))
-        with closing(self._prefill_alone(prompt)) as chunks:
+        with uninterrupted(), closing(self._prefill_alone(prompt)) as chunks:
             for chunk in chunks:
-                self.runner.all_logits(chunk, into, block)
+                with interruptible():
+                    self.runner.all_logits(chunk, into, block)
         return into
 
     def prefill_plans(self, length: int) -> list[StepPlan]:
@@ -279,20 +349,7 @@ class Engine:
             self.finish(request, "abort")
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
-        if not prompt:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(prompt) + room > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, max_model_len is {self.max_model_len}"
-                + (f", of which at least {room} must be left for the output" if room else "")
-                + "; shorten the prompt or raise max_model_len"
-            )
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= self.config.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"token id {wrong} is out of range; the vocabulary has ids 0 … {self.config.vocab_size - 1}"
-            )
+        check_prompt(prompt, room, self.max_model_len, self.config.vocab_size)
 
 
 def _is_due(chunk: Chunk) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.checkpoint import CheckpointReader, DummyReader
+from dsa_engine.checkpoint.index import locate_tensors
 from dsa_engine.model.config import ModelConfig, read_config_json
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
@@ -23,6 +24,34 @@ def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOption
             f"hf_overrides ask for {config.num_hidden_layers} layers, the checkpoint has {layers}; "
             "ask for fewer, or use load_format='dummy'"
         )
+
+
+def refuse_missing_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> None:
+    """``ValueError`` where ``speculative_config`` asks for MTP modules that the checkpoint lacks."""
+    speculation = options.speculation
+    if speculation is None:
+        return
+    there, layers = config.num_nextn_predict_layers, config.num_hidden_layers
+    if there < speculation.modules:
+        raise ValueError(
+            f"speculative_config: drafting takes {speculation.modules} MTP module(s), the model has {there} "
+            "(num_nextn_predict_layers); take a checkpoint that has them, or no speculative_config"
+        )
+    if options.load_format == "dummy":
+        return
+    stored = read_config_json(folder).get("num_hidden_layers")
+    if stored != layers:
+        raise ValueError(
+            f"speculative_config: with num_hidden_layers {layers} of {stored} the MTP module would draft for another "
+            "model; take all layers, or load_format='dummy'"
+        )
+    names = locate_tensors(folder)
+    for layer in range(layers, layers + speculation.modules):
+        if f"model.layers.{layer}.eh_proj.weight" not in names:
+            raise ValueError(
+                f"speculative_config: config.json promises {there} MTP module(s), but {folder} does not hold layer "
+                f"{layer}; take a checkpoint that has it, or no speculative_config"
+            )
 
 
 def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:

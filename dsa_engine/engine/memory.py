@@ -99,8 +99,7 @@ def affordable_pages(
     else:
         memory = parse_bytes(options.cache_memory, "cache_memory")
     useful = options.max_num_seqs * pages_for(max_model_len, page_size)
-    mine = torch.tensor([min(memory // one, useful)], dtype=torch.int64, device=mesh.device)
-    pages = int(mesh.world.all_gather(mine).min())
+    pages = min(mesh.exchange(min(memory // one, useful)))
     if pages == 0:
         raise CapacityError(
             f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dsa_engine.outputs import RequestMetrics, RequestOutput, StreamPiece
+from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import TextStream
 
@@ -20,7 +20,7 @@ class SampledToken(NamedTuple):
     """What was sampled from one row of logits."""
 
     token: int
-    logprobs: dict[int, float] | None = None  # by token id, as in RequestOutput.logprobs; None if not asked for
+    logprobs: Logprobs | None = None  # None if not asked for
     error: str | None = None  # why there is no token; the request ends with it
 
 
@@ -29,6 +29,7 @@ class Ending(NamedTuple):
 
     reason: str  # "stop", "length", "abort" or "error"
     error: str | None = None  # what went wrong, with "error"
+    stop_reason: int | str | None = None  # the stop token or stop string, with "stop"
 
 
 @dataclass(eq=False)
@@ -44,9 +45,13 @@ class Request:
     params: SamplingParams
     arrival: float = 0.0  # seconds, time.perf_counter
     text: TextStream | None = None  # makes text of the output; None: nobody asks for it
+    bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each output token, where they are asked for
+    logprobs: list[Logprobs] = field(default_factory=list)  # of each output token, where they are asked for
+    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
+    drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
+    verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
@@ -57,6 +62,8 @@ class Request:
     last_token_time: float | None = None
     finish_reason: str | None = None  # of its ending
     error: str | None = None
+    stop_reason: int | str | None = None
+    exception: Exception | None = None  # of a step that it was part of; whoever waits for it is to raise this
 
     def __post_init__(self) -> None:
         self.num_prefill_tokens = len(self.prompt)
@@ -70,18 +77,25 @@ class Request:
         return len(self.output) + len(self.placeholders)
 
     @property
+    def max_tokens(self) -> int:
+        """Most tokens of the output; ``Engine.add`` has put a number where the parameters leave it open."""
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens
+
+    @property
     def prefilled(self) -> bool:
         """Whether it has nothing left to prefill: it decodes."""
         return self.num_computed_tokens >= self.num_prefill_tokens
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at ``start … start+length-1``; ``-1 - index`` for a placeholder."""
+        """Token ids at ``start … start+length-1``, drafts behind the last; ``-1 - index`` for a placeholder."""
         border, end = len(self.prompt), start + length
         known = self.prompt[start:end] + self.output[max(0, start - border) : max(0, end - border)]
         if len(known) == length:
             return known
         border += len(self.output)
-        return known + [-1 - index for index in self.placeholders[max(0, start - border) : end - border]]
+        behind = [-1 - index for index in self.placeholders] + self.drafts
+        return known + behind[max(0, start - border) : end - border]
 
     def append(self, sampled: SampledToken, now: float, eos_token_ids: Collection[int]) -> Ending | None:
         """Takes the next token of the output, and decides whether the request ends with it.
@@ -96,31 +110,43 @@ class Request:
         """
         if sampled.error is None:
             self.output.append(sampled.token)
-            if sampled.logprobs is not None:
-                self.logprobs.append(sampled.logprobs)
             self.first_token_time = self.first_token_time or now
             self.last_token_time = now
+            if sampled.logprobs is not None:
+                self.logprobs.append(sampled.logprobs)
+        stop_token = self._stop_token(sampled, eos_token_ids)
         try:
-            if sampled.error is None and self.text is not None:
+            if sampled.logprobs is not None and self.text is not None:
+                self.logprobs[-1] = self.text.decoded(sampled.logprobs)
+            ends_unseen = stop_token is not None and not self.params.include_stop_str_in_output
+            if sampled.error is None and self.text is not None and not ends_unseen:
                 self.text.add(sampled.token)
-            ending = self._ending(sampled, eos_token_ids)
+            ending = self._ending(sampled, stop_token)
             if ending is not None and self.text is not None:
                 self.text.finish()
         except Exception as error:  # of the tokenizer: this request's alone
             return Ending("error", f"its tokens could not be decoded to text: {type(error).__name__}: {error}")
         return ending
 
-    def _ending(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
+    def _stop_token(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
+        """How the request ends if this token, the last of the output, ends it."""
         params = self.params
+        if sampled.error is not None or len(self.output) <= params.min_tokens:
+            return None
+        if sampled.token in eos_token_ids and not params.ignore_eos:
+            return Ending("stop")
+        if sampled.token in (params.stop_token_ids or ()):
+            return Ending("stop", stop_reason=sampled.token)
+        return None
+
+    def _ending(self, sampled: SampledToken, stop_token: Ending | None) -> Ending | None:
         if sampled.error is not None:
             return Ending("error", sampled.error)
         if self.text is not None and self.text.stopped:
-            return Ending("stop")
-        stops = sampled.token in (params.stop_token_ids or ())
-        stops |= sampled.token in eos_token_ids and not params.ignore_eos
-        if stops and len(self.output) > params.min_tokens:
-            return Ending("stop")
-        return Ending("length") if len(self.output) >= params.max_tokens else None
+            return Ending("stop", stop_reason=self.text.stop_string)
+        if stop_token is not None:
+            return stop_token
+        return Ending("length") if len(self.output) >= self.max_tokens else None
 
     def rewind(self, num_computed_tokens: int) -> None:
         """Forgets the cache rows from this position on: the tokens there are computed again.
@@ -139,6 +165,7 @@ class Request:
             )
         self.num_computed_tokens = num_computed_tokens
         if num_computed_tokens == 0:
+            self.drafts = []
             self.num_prefill_tokens = len(self)
 
     def piece(self, first: int) -> StreamPiece:
@@ -149,26 +176,33 @@ class Request:
             finish_reason=self.finish_reason,
             error=self.error,
             logprobs=None if self.params.logprobs is None else self.logprobs[first:],
+            stop_reason=self.stop_reason,
         )
 
-    def request_output(self) -> RequestOutput:
-        """The whole output of a request that has ended; not for one that is streamed."""
+    def completion(self, index: int) -> CompletionOutput:
+        """The whole output of a request that has ended, as number ``index`` of its prompt; not of one that is
+        streamed."""
         assert self.finish_reason is not None
         whole = self.piece(0)
-        return RequestOutput(
+        logprobs = whole.logprobs
+        return CompletionOutput(
+            index=index,
             text=whole.text,
             token_ids=whole.token_ids,
-            prompt_token_ids=self.prompt,
             finish_reason=self.finish_reason,
             metrics=RequestMetrics.of(
-                self.arrival, self.first_token_time, self.last_token_time, len(self.output), self.preemptions
+                self.arrival,
+                self.first_token_time,
+                self.last_token_time,
+                len(self.output),
+                self.preemptions,
+                SpeculationMetrics.of(self.verified) if self.verified else None,
             ),
+            stop_reason=self.stop_reason,
             error=self.error,
-            logprobs=whole.logprobs,
+            logprobs=logprobs,
             cumulative_logprob=(
-                None
-                if whole.logprobs is None
-                else sum(of[token] for of, token in zip(whole.logprobs, self.output, strict=True))
+                None if logprobs is None else sum(of[token] for of, token in zip(logprobs, self.output, strict=True))
             ),
         )
 

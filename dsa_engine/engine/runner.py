@@ -12,8 +12,10 @@ from dsa_engine.engine.batch import StepPlan, build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
+from dsa_engine.engine.speculation import Drafter
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.parallel import Mesh
@@ -29,7 +31,9 @@ class ModelRunner:
         max_decode_rows: a step in which every request has at most so many rows, on one rank, is a decode step.
 
     Attributes:
-        observers: each is called with the plan of every step, before the step runs.
+        num_drafts: that the MTP module makes of a request in a step; 0: it does not run.
+        drafter: makes them; None in a model without the module.
+        observers: each is called with the plan of every forward pass, before it runs.
     """
 
     def __init__(
@@ -49,16 +53,23 @@ class ModelRunner:
         self._sampler = Sampler(config, mesh, seed)
         self._graphs = graphs
         self._max_decode_rows = max_decode_rows
+        self.num_drafts = 0
+        self.drafter = Drafter(model, cache, mesh, self._plan_of) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
+        step = self._plan_of(chunks)
+        if self._graphs is not None and self._is_static(step):
+            return self._graphs.pad(step, self.num_drafts)
+        return step
+
+    def _plan_of(self, chunks: list[Chunk]) -> StepPlan:
         layout = self._mesh.config.cp_layout
-        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, self._max_decode_rows)
+        rows = max(self._max_decode_rows, 1 + self.num_drafts)
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         for observer in self.observers:
             observer(step)
-        if self._graphs is not None and self._is_static(step):
-            return self._graphs.pad(step)
         return step
 
     def runs_ahead(self, plan: StepPlan) -> bool:
@@ -80,8 +91,12 @@ class ModelRunner:
             plan: of the step.
             sampled: ``Samples.tokens`` of the step before, where they have not been read.
         """
-        hidden = self._forward(plan, sampled)
-        return self._sampler.sample(plan, self._sampled_logits(plan, hidden))
+        batch, hidden = self._forward(plan, sampled)
+        samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
+        if self.num_drafts == 0:
+            return samples
+        assert self.drafter is not None
+        return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts, self._graphs)
 
     @torch.inference_mode()
     def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:
@@ -90,7 +105,7 @@ class ModelRunner:
         None where the chunks do not reach the last token.
         """
         plan = self.plan(chunks)
-        hidden = self._forward(plan)
+        _, hidden = self._forward(plan)
         logits = self._sampled_logits(plan, hidden)
         owners = [rank for rank, rank_plan in enumerate(plan.ranks) if rank_plan.logits_rows]
         if not owners:
@@ -106,7 +121,7 @@ class ModelRunner:
         About ``block`` rows, of all ranks together, are gathered and multiplied with the LM head at a time.
         """
         plan = self.plan([replace(chunk, num_logits=chunk.length)])
-        hidden = self._forward(plan)
+        _, hidden = self._forward(plan)
         rows = upload(plan.ranks[self._mesh.rank].rows_with_logits, hidden.device)
         positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plan.ranks]
         most = max(len(theirs) for theirs in positions)
@@ -119,20 +134,17 @@ class ModelRunner:
                 part = theirs[first : first + step]
                 into[part] = logits[rank * step : rank * step + len(part)]
 
-    def _forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def _forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[ForwardBatch, torch.Tensor]:
+        """What the step was computed from, and its hidden states ``[T, hidden]``, normed."""
         if self._graphs is not None and plan.bucket is not None:
             return self._graphs.forward(plan, sampled)
         batch = build_batch(plan, self._config, self._mesh, self._cache.page_size, sampled)
-        return self._model(batch, self._cache)
+        return batch, self._model(batch, self._cache)
 
     def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[logits_rows of this rank, vocab]``."""
-        tp = self._mesh.tp
-        rows = plan.ranks[self._mesh.rank].rows_with_logits
-        most = max(len(plan.ranks[r].logits_rows) for r in tp.ranks)
+        most = max(len(plan.ranks[r].logits_rows) for r in self._mesh.tp.ranks)
         if most == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
-        wanted = hidden[upload(rows, hidden.device)]
-        everybodys = tp.all_gather(F.pad(wanted, (0, 0, 0, most - len(rows))))
-        first = tp.index * most
-        return self._model.logits(everybodys)[first : first + len(rows)]
+        rows = plan.ranks[self._mesh.rank].rows_with_logits
+        return self._model.own_logits(hidden[upload(rows, hidden.device)], most)

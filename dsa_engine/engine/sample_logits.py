@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 
@@ -33,7 +34,8 @@ def sample(
 
     # The most likely token lies at 0, so that no temperature makes it overflow.
     scaled = logits - logits.amax(dim=-1, keepdim=True)
-    scaled /= column([max(p.temperature, 1e-30) for p in params])
+    # Beyond these two bounds nothing changes any more: the choice is greedy, or uniform.
+    scaled /= column([min(max(p.temperature, 1e-30), 1e30) for p in params])
     if any(p.min_p > 0 for p in params):
         scaled.masked_fill_(scaled < column([math.log(p.min_p) if p.min_p else -math.inf for p in params]), -math.inf)
     counts = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
@@ -47,13 +49,41 @@ def sample(
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         # A token stays while those before it have less than top_p together, so at least one does.
         before = ordered.cumsum(dim=-1) - ordered
-        ordered.masked_fill_(before >= column([p.top_p if p.top_p < 1 else math.inf for p in params]), 0.0)
+        left = [max(p.top_p, 1e-30) if p.top_p < 1 else math.inf for p in params]
+        ordered.masked_fill_(before >= column(left), 0.0)
         probabilities.scatter_(1, order, ordered)
-    # Gumbel trick: the largest p / Exp(1) is a sample of p, without the sum that a multinomial draw rounds.
-    noise = torch.empty_like(probabilities)
-    for row, seed, position in zip(noise, seeds, positions, strict=True):
-        row.exponential_(generator=torch.Generator(device).manual_seed((seed * 1_000_003 + position) % 2**63))
-    return probabilities.div_(noise).argmax(dim=-1)
+    # Gumbel trick: the largest p / Exp(1) is a sample of p, without the sum that a multinomial draw rounds. What is
+    # forbidden (p = 0) never wins: some p is at least 1 / vocab, and the noise is positive and finite.
+    return probabilities.div_(exponential_noise(seeds, positions, vocab, device)).argmax(dim=-1)
+
+
+def exponential_noise(
+    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str
+) -> torch.Tensor:
+    """Random numbers of the distribution Exp(1), float32 ``[n, vocab]``, all rows at once.
+
+    A row depends on its seed and position alone, and is the same on every device up to the rounding of a logarithm:
+    it is a run of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from there.
+    """
+    keys = [_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    state = upload(torch.tensor(keys, dtype=torch.int64)[:, None], device)
+    bits = state + torch.arange(1, vocab + 1, device=device) * _signed(0x9E3779B97F4A7C15)  # modulo 2^64 throughout
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits ^= (bits >> shift) & (2 ** (64 - shift) - 1)  # no copies of the sign
+        bits *= _signed(factor)
+    bits ^= (bits >> 31) & (2**33 - 1)
+    uniform = ((bits >> 33) & (2**31 - 1)).float().add_(0.5).mul_(2.0**-31)
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def _key(seed: int, position: int) -> int:
+    """Signed 64 bits: neighbouring seeds and positions have nothing in common."""
+    return int.from_bytes(blake2b(f"{seed} {position}".encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _signed(value: int) -> int:
+    """The signed 64-bit integer of the same bits."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
@@ -65,9 +95,11 @@ def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> 
         most: how many of the most likely tokens.
 
     Returns:
-        float64 ``[n, 1 + 2 * most]``, exact for any token id: the log-probability of the token; the ids of the most
-        likely tokens, most likely first; their log-probabilities.
+        float64 ``[n, 2 + 2 * most]``, exact for any token id: the log-probability of the token; its rank, how many
+        tokens are at least as likely; the ids of the most likely tokens, most likely first; their log-probabilities.
     """
     of_all = logits.log_softmax(dim=-1)
     best, ids = of_all.topk(most, dim=-1)
-    return torch.cat((of_all.gather(1, tokens[:, None]).double(), ids.double(), best.double()), dim=1)
+    own = of_all.gather(1, tokens[:, None])
+    rank = (of_all >= own).sum(dim=-1, keepdim=True)
+    return torch.cat((own.double(), rank.double(), ids.double(), best.double()), dim=1)

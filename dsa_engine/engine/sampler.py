@@ -11,25 +11,30 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.batch import RankPlan, StepPlan
+from dsa_engine.engine.logit_terms import LogitTerms, Wanted
 from dsa_engine.engine.request import Request, SampledToken
 from dsa_engine.engine.sample_logits import log_probabilities, sample
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.outputs import Logprob
 from dsa_engine.parallel import Mesh
 
 # Codes in place of a token, where a request's sampling went wrong.
 _NOT_FINITE, _NOTHING_LEFT = -1, -2
 _ERRORS = {
     _NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
-    _NOTHING_LEFT: "no token is left to sample: min_tokens with its stop_token_ids forbids every one",
+    _NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "
+    "stop_token_ids, forbid every one",
 }
 
 
 class Sampled(NamedTuple):
-    """What a step has sampled for one request: a token from each of its rows of logits, in order of position."""
+    """What a step has sampled for one request: a token from each of its rows of logits, in order of position; with
+    drafts, up to the first that was not accepted, and the token in its place."""
 
     request: Request
     tokens: list[SampledToken]
+    drafts: list[int] | None = None  # of the tokens behind these; None where nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -40,22 +45,23 @@ class Samples:
     tokens: torch.Tensor  # int64 [ranks · largest row count of a rank], on the device; codes of errors in place of some
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
+    # Of each request, how many of its drafts were accepted, and drafts of the next tokens; None: nothing is drafted.
+    verified: Callable[[], list[tuple[int, list[int]]]] | None = None
 
     def read(self) -> list[Sampled]:
         """Waits until the device has sampled."""
         codes = self._codes()
         logprobs = self._logprobs() if self._logprobs else [None] * len(codes)
-        return [
+        sampled = [
             Sampled(request, [_sampled(codes[i], logprobs[i], request.params.logprobs) for i in indices])
             for request, indices in self.indices.items()
         ]
-
-
-class _Wanted(NamedTuple):
-    """A token that is to be drawn."""
-
-    request: Request
-    position: int  # in the request
+        if self.verified is None:
+            return sampled
+        return [
+            Sampled(one.request, one.tokens[: accepted + 1], drafts)
+            for one, (accepted, drafts) in zip(sampled, self.verified(), strict=True)
+        ]
 
 
 class Sampler:
@@ -70,13 +76,15 @@ class Sampler:
         self._config = config
         self._mesh = mesh
         self._seed = seed
+        self._terms = LogitTerms(config.eos_token_ids)
 
-    def sample(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
+    def sample(self, plan: StepPlan, logits: torch.Tensor, sampled: torch.Tensor | None = None) -> Samples:
         """Chooses the tokens of this rank's rows and gathers everybody's; nothing waits for the device.
 
         Args:
             plan: of the step; each request's rows of logits lie on one rank.
             logits: float32 ``[logits_rows of this rank, vocab]``; it is changed.
+            sampled: ``Samples.tokens`` of the step before, where they have not been read.
         """
         most = max(len(rank_plan.logits_rows) for rank_plan in plan.ranks)
         indices = _indices(plan, most)
@@ -84,7 +92,9 @@ class Sampler:
             return Samples({}, torch.empty(0, dtype=torch.int64, device=logits.device), list, None)
         asked = [request.params.logprobs for request in indices if request.params.logprobs is not None]
         unmodified = logits.clone() if asked else logits
-        tokens = self._choose(_wanted(plan.ranks[self._mesh.rank]), logits)
+        wanted = _wanted(plan.ranks[self._mesh.rank])
+        self._terms.apply(logits, wanted, sampled)
+        tokens = self._choose(wanted, logits)
         spare = most - len(tokens)
         everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
         logprobs = None
@@ -94,21 +104,11 @@ class Sampler:
             logprobs = download(self._mesh.world.all_gather(table))
         return Samples(indices, everybodys, download(everybodys), logprobs)
 
-    def _choose(self, wanted: list[_Wanted], logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, wanted: list[Wanted], logits: torch.Tensor) -> torch.Tensor:
         """A token for every row, int64 ``[n]``, or the code of an error.
 
         What one request's parameters or logits make impossible is that request's error, and nobody else's.
         """
-        forbidden = [
-            (i, token)
-            for i, (request, position) in enumerate(wanted)
-            if position - len(request.prompt) < request.params.min_tokens
-            for token in (*self._config.eos_token_ids, *(request.params.stop_token_ids or ()))
-            if token < logits.shape[1]
-        ]
-        if forbidden:
-            rows, ids = upload(torch.tensor(forbidden, dtype=torch.int64).T.contiguous(), logits.device)
-            logits[rows, ids] = logits.new_full((), float("-inf"))  # a number would be copied, and waited for
         highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests; NaN counts as the highest
         drawn = [i for i, (request, _) in enumerate(wanted) if request.params.temperature > 0]
         if drawn:
@@ -131,13 +131,13 @@ def _indices(plan: StepPlan, most: int) -> dict[Request, range]:
     return indices
 
 
-def _wanted(rank_plan: RankPlan) -> list[_Wanted]:
+def _wanted(rank_plan: RankPlan) -> list[Wanted]:
     """For every row of logits, whose token is drawn, and at which position: the one behind the row's own."""
     position = {chunk.request: chunk.end - chunk.num_logits for chunk in rank_plan.chunks}
     wanted = []
     for _, request in rank_plan.logits_rows:
         position[request] += 1
-        wanted.append(_Wanted(request, position[request]))
+        wanted.append(Wanted(request, position[request]))
     return wanted
 
 
@@ -152,8 +152,10 @@ def _mixed(seed: int, number: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big")
 
 
-def _ranked(token: int, row: list[float], count: int) -> dict[int, float]:
+def _ranked(token: int, row: list[float], count: int) -> dict[int, Logprob]:
     """A row of :func:`log_probabilities` by token id: the ``count`` most likely tokens, and the sampled one."""
-    most = len(row) // 2
-    found = dict(zip(map(int, row[1 : 1 + most][:count]), row[1 + most :], strict=False))
-    return found | {token: row[0]}
+    logprob, rank, *best = row
+    most = len(best) // 2
+    found = {int(best[i]): Logprob(best[most + i], i + 1) for i in range(min(count, most))}
+    found.setdefault(token, Logprob(logprob, int(rank)))
+    return found

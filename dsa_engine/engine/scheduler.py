@@ -50,6 +50,7 @@ class Scheduler:
             (0, 1]; 1 puts prefill first.
 
     Attributes:
+        num_drafts: most drafts of a request in a step.
         preemptions: times that a running request has lost its pages to an older one.
     """
 
@@ -71,6 +72,7 @@ class Scheduler:
         self._group_tokens = max_num_batched_tokens * cp_size
         self._budget: list[int] = []  # tokens that each group can still take in the step being planned
         self._max_prefill_share = max_prefill_share
+        self.num_drafts = 0
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._ledger = PageLedger(rank, world_size, pages)
         self._waiting: deque[Request] = deque()  # both in order of arrival
@@ -127,7 +129,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
-        self.check(len(request.prompt), request.params.max_tokens)
+        self.check(len(request.prompt), request.max_tokens)
         insort(self._waiting, request, key=_arrival)
 
     def adopt(self, request: Request) -> None:
@@ -136,7 +138,7 @@ class Scheduler:
         Raises:
             CapacityError: there is no room for it now.
         """
-        self.check(len(request.prompt), request.params.max_tokens)
+        self.check(len(request.prompt), request.max_tokens)
         free, load = self._ledger.free, self._load()
         need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
@@ -193,6 +195,15 @@ class Scheduler:
             self._running.remove(request)
             insort(self._waiting, request, key=_arrival)
 
+    def verified(self, request: Request, drafts: list[int]) -> None:
+        """Records what a step has made of a request's drafts: it has its new tokens, and ``drafts`` of the next ones.
+
+        Rows of drafts that were not accepted are forgotten: its last token is the first to be computed again. The last
+        token that it may still have is never drafted: nothing would be gained.
+        """
+        request.rewind(len(request) - 1)
+        request.drafts = drafts[: max(0, request.max_tokens - request.num_output_tokens - 1)]
+
     def finish(self, request: Request) -> None:
         """Forgets a request, in whatever state, and frees its pages on every rank; ``Engine.finish`` ends it."""
         if request in self._running:
@@ -228,16 +239,12 @@ class Scheduler:
         for request in list(self._running):
             if _decodes(request):  # a younger one may have been preempted meanwhile
                 self._allocate_pages(request)
-        return [
-            Chunk(req, req.num_computed_tokens, len(req) - req.num_computed_tokens, range(req.owner, req.owner + 1))
-            for req in self._running
-            if _decodes(req)
-        ]
+        return [_decode_chunk(request) for request in self._running if _decodes(request)]
 
     def _allocate_pages(self, request: Request) -> None:
         """Gives a request the pages for all its tokens, at the cost of the youngest on its rank: itself, perhaps."""
         ledger, owner = self._ledger, request.owner
-        while request.prefilled and ledger.held(request, owner) < pages_for(len(request), self._page_size):
+        while request.prefilled and ledger.held(request, owner) < self._pages_with_drafts(request):
             if ledger.free[owner]:
                 ledger.take(request, owner, 1)
             else:
@@ -258,7 +265,7 @@ class Scheduler:
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
         free, load = self._ledger.free, self._load()
-        need = pages_for(request.num_prefill_tokens, self._page_size)
+        need = self._pages_with_drafts(request)
         fits = [
             number
             for number, ranks in enumerate(self._groups)
@@ -274,19 +281,27 @@ class Scheduler:
 
     def _choose_owner(self, request: Request, ranks: Iterable[int], load: _Load) -> int:
         free = self._ledger.free
-        most = self._max_pages(len(request.prompt), request.params.max_tokens)
+        most = self._max_pages(len(request.prompt), request.max_tokens)
         return min(ranks, key=lambda r: (free[r] - load.future_pages[r] < most, load.tokens[r], -free[r]))
 
     def _load(self) -> _Load:
         ranks = len(self._ledger.free)
         load = _Load([0] * ranks, [0] * ranks, [0] * ranks)
         for other in self._running:
-            most = self._max_pages(len(other.prompt), other.params.max_tokens)
+            most = self._max_pages(len(other.prompt), other.max_tokens)
             more = most - self._ledger.held(other, other.owner)
             load.tokens[other.owner] += len(other)
             load.future_pages[other.owner] += more
             load.reserved_pages[other.owner] += min(more, 1)
         return load
+
+    def _pages_with_drafts(self, request: Request) -> int:
+        """Pages of its tokens, of the drafts that its next step verifies, and of those that this step then makes: the
+        module's rows up to the one before the last draft."""
+        verified = self.num_drafts if request.prefilled else 0
+        more = verified + max(0, self.num_drafts - 1)
+        most = len(request.prompt) + request.max_tokens - 1
+        return pages_for(max(len(request), min(len(request) + more, most)), self._page_size)
 
     def _max_pages(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.
@@ -295,7 +310,14 @@ class Scheduler:
 
 def _decodes(request: Request) -> bool:
     """Whether it decodes; not where its last token is sampled and only to be read."""
-    return request.prefilled and request.num_output_tokens < request.params.max_tokens
+    return request.prefilled and request.num_output_tokens < request.max_tokens
+
+
+def _decode_chunk(request: Request) -> Chunk:
+    """Its tokens that are not computed, and its drafts, each of which is compared with what is sampled before it."""
+    start, drafts = request.num_computed_tokens, len(request.drafts)
+    owner = range(request.owner, request.owner + 1)
+    return Chunk(request, start, len(request) + drafts - start, owner, 1 + drafts)
 
 
 def _arrival(request: Request) -> int:

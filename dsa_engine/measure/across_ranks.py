@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.engine.agreement import agree_on_call
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 
@@ -19,6 +20,12 @@ def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
 def stages_of_all_ranks(engine: Engine, values: dict[str, float]) -> list[dict[str, float]]:
     """The same of numbers by name: a dictionary a rank."""
     return [dict(zip(values, row, strict=True)) for row in from_all_ranks(engine, list(values.values()))]
+
+
+def agree_on_prompts(engine: Engine, prompts: list[list[int]]) -> None:
+    """``ValueError`` where the ranks measure different prompts."""
+    if not isinstance(engine.mesh, EmulatedMesh):
+        agree_on_call(engine.mesh, "a measurement", prompts, [])
 
 
 def barrier(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
+from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication
@@ -16,6 +17,7 @@ from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds
 from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, most_tokens
+from dsa_engine.outputs import SpeculationMetrics
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class LatencyResult:
     peak_memory_bytes: list[int]  # per rank
     prefill_stages: list[dict[str, float]]  # until every request has its first token
     decode_stages: list[dict[str, float]]  # per token after that; empty without
+    num_speculative_tokens: int = 0
+    speculation: SpeculationMetrics | None = None  # of all timed generations; None without drafts
+    assumed_acceptance: AssumedAcceptance | None = None  # None where the model decided
 
     def to_json(self) -> dict[str, Any]:
         result: dict[str, Any] = {
@@ -48,9 +53,23 @@ class LatencyResult:
             result["cache"] = "filled with random rows"
         if self.tpot and self.itl:
             result |= self.tpot.to_json("output_throughput") | self.itl.to_json()
+        if self.speculation:
+            result |= self._speculation_json(self.speculation)
         stages = {"prefill": self.prefill_stages, "decode": self.decode_stages}
         stage_ms = {phase: [milliseconds(rank) for rank in ranks] for phase, ranks in stages.items() if ranks}
         return result | {"peak_memory_bytes": self.peak_memory_bytes, "stage_ms": stage_ms}
+
+    def _speculation_json(self, counts: SpeculationMetrics) -> dict[str, Any]:
+        result = {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "num_drafts": counts.num_drafts,
+            "num_draft_tokens": counts.num_draft_tokens,
+            "num_accepted_tokens": counts.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": list(counts.num_accepted_tokens_per_pos),
+            "acceptance_rates": counts.acceptance_rates,
+            "mean_acceptance_length": counts.mean_acceptance_length,
+        }
+        return result | ({"assumed_acceptance": list(self.assumed_acceptance.rates)} if self.assumed_acceptance else {})
 
 
 def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> None:
@@ -83,16 +102,23 @@ def measure_latency(
     seed: int = 0,
     links: Links | None = None,
     fill_cache: bool = False,
+    num_drafts: int | None = None,
+    acceptance: AssumedAcceptance | None = None,
 ) -> LatencyResult:
     """Generates ``output_len`` tokens for ``batch_size`` random prompts, ``warmup + repeat`` times, and once more.
 
     With ``fill_cache`` no prompt is computed: caches are filled with random rows, and only decode is measured.
     The last generation is not timed: in it the stages are, and the collectives of an emulated rank are written down,
-    which costs time of its own in small steps. ``links`` are those of an emulated run.
+    which costs time of its own in small steps. ``links`` are those of an emulated run. ``num_drafts`` are made in a
+    step (default: ``num_speculative_tokens``), of which ``acceptance`` decides how many are accepted; None: the model.
     """
     engine, mesh = llm.engine, llm.engine.mesh
     timed: list[TimedGeneration] = []
     follow_steps(engine)
+    if num_drafts is not None:
+        engine.draft(num_drafts)
+    if engine.runner.drafter is not None:
+        engine.runner.drafter.assume = acceptance
     reset_peak(mesh.device)
     for i in range(warmup + repeat + 1):
         prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
@@ -115,7 +141,14 @@ def measure_latency(
         peak_memory_bytes=[int(row[0]) for row in peaks],
         prefill_stages=prefill_stages,
         decode_stages=decode_stages,
+        num_speculative_tokens=engine.runner.num_drafts,
+        speculation=_speculation(timed) if engine.runner.num_drafts else None,
+        assumed_acceptance=acceptance if engine.runner.num_drafts else None,
     )
+
+
+def _speculation(timed: list[TimedGeneration]) -> SpeculationMetrics:
+    return SpeculationMetrics.of([step for one in timed for request in one.requests for step in request.verified])
 
 
 class _WatchedGeneration:

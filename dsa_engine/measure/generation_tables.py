@@ -11,8 +11,9 @@ from dsa_engine.sizes import format_bytes
 
 
 def size_of(result: LatencyResult) -> str:
-    """Length and batch size, for people."""
-    return f"{result.input_len:,} × {result.batch_size}"
+    """Length and batch size, for people, and drafts where there are any."""
+    drafts = result.num_speculative_tokens
+    return f"{result.input_len:,} × {result.batch_size}" + (f", k = {drafts}" if drafts else "")
 
 
 def print_latencies(metric: str, results: list[LatencyResult], above: str) -> None:
@@ -24,7 +25,8 @@ def print_latencies(metric: str, results: list[LatencyResult], above: str) -> No
     if above:
         print(above + "\n")
     rows = [_row(metric, result, bool(above)) for result in results]
-    print(format_table(("input", "batch", "output", *_columns(metric, bool(above)), "peak memory"), rows))
+    print(format_table(("input", "batch", "drafts", "output", *_columns(metric, bool(above)), "peak memory"), rows))
+    _print_speculation(results)
     for phase in ("prefill", "decode"):
         ranks = [(r, r.prefill_stages if phase == "prefill" else r.decode_stages) for r in results]
         columns = {size_of(r): mean_stages(stages) for r, stages in ranks if stages}
@@ -42,7 +44,7 @@ def _columns(metric: str, emulated: bool) -> list[str]:
 
 
 def _row(metric: str, result: LatencyResult, emulated: bool) -> tuple[Any, ...]:
-    size = (f"{result.input_len:,}", result.batch_size, result.output_len)
+    size = (f"{result.input_len:,}", result.batch_size, result.num_speculative_tokens, result.output_len)
     latency = result.ttft if metric == "ttft" else result.tpot
     if latency is None:  # the cache had no room for the whole batch to decode at once
         return (*size, *["-"] * 6)
@@ -54,3 +56,16 @@ def _row(metric: str, result: LatencyResult, emulated: bool) -> tuple[Any, ...]:
         return (*size, *times, json[f"{rate}_per_device_overlapped"], peak)
     times = [json[f"{which}_{metric}_ms"] for which in ("median", "p90", "p99")]
     return (*size, *times, json[rate], json[f"{rate}_per_device"], peak)
+
+
+def _print_speculation(results: list[LatencyResult]) -> None:
+    """How many drafts were accepted; nothing where there were none."""
+    rows = []
+    for result in results:
+        counts, assumed = result.speculation, result.assumed_acceptance
+        if counts is not None and counts.num_drafts:
+            rates = " ".join(f"{rate:.0%}" for rate in counts.acceptance_rates)
+            by = "assumed" if assumed else "the model"
+            rows.append((size_of(result), f"{counts.mean_acceptance_length:.2f}", rates, by))
+    if rows:
+        print("\n" + format_table(("drafts", "tokens a step", "accepted by position", "decided by"), rows))

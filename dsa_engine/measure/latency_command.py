@@ -1,13 +1,16 @@
-"""What ``scripts/measure_ttft.py`` and ``scripts/measure_tpot.py`` do alike; each shows another latency."""
+"""What ``scripts/measure_ttft.py``, ``scripts/measure_tpot.py`` and ``dsa-engine bench`` do alike; each shows another
+latency."""
 
 from __future__ import annotations
 
 import argparse
+import json
 
-from dsa_engine.arguments import add_engine_arguments, argument_parser, check_outputs, lengths, reported
+from dsa_engine.arguments import add_engine_arguments, json_object, lengths, reported
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
+from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.full_depth import FullDepth
@@ -18,60 +21,22 @@ from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_json
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
+from dsa_engine.output_files import check_outputs
+from dsa_engine.speculative_config import MOST_DRAFTS
+
+OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
 
-def measure_and_report(metric: str, description: str, output_len: int) -> None:
-    """Parses the command line, measures every length and batch size, and reports ``metric`` ("ttft" or "tpot").
-
-    Args:
-        metric: which time the table and the plot show; the JSON holds both.
-        description: of the script, for ``--help``.
-        output_len: default number of output tokens.
-    """
-    args = _parse(metric, description, output_len)
-    check_outputs(args.json, args.profile, args.plot)
-    check_plot(args.plot)
-    llm, links = measured_llm(args)
-    engine = llm.engine
-    for input_len in args.input_len:  # all of them, before any is measured
-        for batch_size in args.batch_size:
-            check_latency(engine, input_len, args.output_len, batch_size, _fills_cache(args))
-    depth = FullDepth.of(llm)
-    results = [
-        _measure(llm, args, metric, input_len, batch_size, links)
-        for input_len in args.input_len
-        for batch_size in args.batch_size
-    ]
-    if args.profile:
-        _profile(engine, args)
-    if not engine.mesh.reports:
-        return
-    scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
-    print_latencies(metric, results, heading(engine, links))
-    for result, times in zip(results, scaled, strict=True):
-        if depth:
-            print(depth.line(size_of(result), metric, times))
-    listed = [r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)]
-    about = run_report(llm, reported(args), num_processes(engine))
-    if args.json:
-        graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-        write_json(args.json, {**about, **graphs, **to_json(engine, links), "results": listed})
-    if args.plot:
-        plot_latency(listed, metric, args.plot, caption(about, title(engine)))
-
-
-def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace:
-    parser = argument_parser(description)
+def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
+    """Adds the options of :func:`run_latency`."""
     parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
     parser.add_argument(
         "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
     )
-    parser.add_argument(
-        "--output-len", type=int, default=output_len, help=f"tokens per request (default: {output_len})"
-    )
+    parser.add_argument("--output-len", type=int, default=OUTPUT_LEN[metric], help="tokens per request")
     parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
     parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
     parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
     if metric == "tpot":
@@ -80,20 +45,83 @@ def _parse(metric: str, description: str, output_len: int) -> argparse.Namespace
             choices=("random",),
             help="fill the caches with random rows instead of computing the prompts",
         )
+        parser.add_argument(
+            "--num-speculative-tokens",
+            type=draft_counts,
+            metavar="LIST",
+            help="drafts a step, such as 0,1,2,3: one after the other in one run (default: of --speculative-config)",
+        )
+    parser.add_argument(
+        "--acceptance",
+        metavar="RATES",
+        help="with drafts: assume that so many are accepted, by position, such as 0.9,0.8; default: what the model "
+        "says, or where caches are random or ranks emulated 0.85 and falling",
+    )
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
-    args = parser.parse_args()
+
+
+def run_latency(args: argparse.Namespace, metric: str) -> None:
+    """Measures every length and batch size, and reports ``metric``: files first, then tables.
+
+    Args:
+        args: of :func:`add_arguments`.
+        metric: "ttft" or "tpot": which time the table and the plot show; the JSON holds both.
+
+    Raises:
+        ValueError, OSError: an option or a file is not possible; then nothing has been measured.
+    """
+    _check(args, metric)
+    counts = getattr(args, "num_speculative_tokens", None)
+    if counts and max(counts):
+        given = json_object(args.speculative_config, "--speculative-config")
+        args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
+    llm, links = measured_llm(args)
+    engine = llm.engine
+    for input_len in args.input_len:  # all of them, before any is measured
+        for batch_size in args.batch_size:
+            check_latency(engine, input_len, args.output_len, batch_size, _fills_cache(args))
+    depth = FullDepth.of(llm)
+    results = [
+        _measure(llm, args, input_len, batch_size, links, num_drafts)
+        for input_len in args.input_len
+        for batch_size in args.batch_size
+        for num_drafts in counts or [engine.runner.num_drafts]
+    ]
+    if engine.mesh.reports:
+        scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
+        listed = [
+            r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)
+        ]
+        about = run_report(llm, reported(args), num_processes(engine))
+        if args.json:
+            graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
+            write_json(args.json, {**about, **graphs, **to_json(engine, links), "results": listed})
+        if args.plot:
+            plot_latency(listed, metric, args.plot, caption(about, title(engine)))
+    if args.profile:
+        _profile(engine, args)
+    if engine.mesh.reports:
+        print_latencies(metric, results, heading(engine, links))
+        for result, times in zip(results, scaled, strict=True):
+            if depth:
+                print(depth.line(size_of(result), metric, times))
+
+
+def _check(args: argparse.Namespace, metric: str) -> None:
     fewest = 2 if metric == "tpot" else 1
     if args.output_len < fewest or args.repeat < 1 or args.warmup < 0:
         raise ValueError(
             f"--output-len must be at least {fewest}, --repeat at least 1 and --warmup at least 0, "
             f"not {args.output_len}, {args.repeat} and {args.warmup}"
         )
-    return args
+    check_outputs(args.json, args.profile, args.plot)
+    check_plot(args.plot)
+    _acceptance(args, 0)
 
 
 def _measure(
-    llm: LLM, args: argparse.Namespace, metric: str, input_len: int, batch_size: int, links: Links
+    llm: LLM, args: argparse.Namespace, input_len: int, batch_size: int, links: Links, num_drafts: int
 ) -> LatencyResult:
     return measure_latency(
         llm,
@@ -105,7 +133,30 @@ def _measure(
         seed=args.seed,
         links=links,
         fill_cache=_fills_cache(args),
+        num_drafts=num_drafts,
+        acceptance=_acceptance(args, num_drafts),
     )
+
+
+def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:
+    """What is assumed of drafts; None where the model decides."""
+    if args.acceptance is not None:
+        try:
+            return AssumedAcceptance(tuple(float(rate) for rate in args.acceptance.split(",")))
+        except ValueError as error:
+            raise ValueError(f"--acceptance {args.acceptance}: {error}") from error
+    meaningless = _fills_cache(args) or args.emulate_world is not None
+    return AssumedAcceptance.default(num_drafts) if meaningless and num_drafts else None
+
+
+def draft_counts(text: str) -> list[int]:
+    """ "0,1,2,3" as numbers of drafts."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) <= MOST_DRAFTS for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"give numbers from 0 to {MOST_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
+        )
+    return [int(part) for part in parts]
 
 
 def _profile(engine: Engine, args: argparse.Namespace) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.output_files import whole_file
+
 
 def load_pyplot() -> Any:
     """``matplotlib.pyplot``, set up to draw to files; ``ValueError`` where it is not installed."""
@@ -29,6 +31,15 @@ def check_plot(path: str | None) -> None:
     load_pyplot()
     if Path(path).suffix.lower() != ".png":
         raise ValueError(f"cannot draw {path}: plots are PNG files; give a name that ends in .png")
+
+
+def save(figure: Any, path: str, dpi: int = 120) -> None:
+    """Writes a figure as a PNG, whole or not at all, and closes it."""
+    try:
+        with whole_file(path) as file:
+            figure.savefig(file, dpi=dpi)
+    finally:
+        load_pyplot().close(figure)
 
 
 def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> None:
@@ -84,8 +95,7 @@ def _plot(
     right.set_xlabel("tokens × requests" if any("×" in label for label, _ in bars) else "tokens")
     right.set_title(bars_title, fontsize="medium")
     right.set_ylabel(_scale_axis(right))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _series(row: dict[str, Any], metric: str) -> list[tuple[str, str, float]]:

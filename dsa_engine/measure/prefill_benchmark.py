@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.measure.across_ranks import barrier, from_all_ranks
+from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, Pass, watched
@@ -58,6 +58,7 @@ def measure_prefill(
     spends in it: waits for what runs beside it are counted where they end. ``links`` are those of an emulated run.
     """
     mesh = engine.mesh
+    agree_on_prompts(engine, [prompt])
     follow_steps(engine)
     reset_peak(mesh.device)
     for _ in range(warmup):

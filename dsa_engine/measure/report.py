@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from dsa_engine.llm import LLM
+from dsa_engine.output_files import write_text
 from dsa_engine.version import __version__
 
 
@@ -109,11 +109,8 @@ def format_percentages(title: str, columns: Mapping[str, Mapping[str, float]]) -
 
 
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
-    """Writes the result whole or not at all."""
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    partial.replace(target)
+    """Writes the result whole or not at all; "-" is standard output."""
+    write_text(path, json.dumps(result, indent=2) + "\n")
 
 
 def _plain(value: Any) -> Any:

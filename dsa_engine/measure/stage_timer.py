@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dsa_engine.model.profile_stages import STAGES, set_observer
+from dsa_engine.output_files import whole_file
 
 # What only stands in for the other ranks of an emulated one: timed like a stage, and no part of the rank's work.
 EMULATION = "emulation"
@@ -27,7 +28,22 @@ def chrome_trace(path: str | Path | None) -> Iterator[None]:
         return
     with torch.profiler.profile() as profiler:
         yield
-    profiler.export_chrome_trace(str(path))
+    with whole_file(path) as file:
+        try:
+            profiler.export_chrome_trace(str(file))
+        finally:
+            Path(f"{file}.tmp").unlink(missing_ok=True)  # the profiler's own, left where it could not finish
+        if not file.exists() or (file.is_file() and not _ends(file)):
+            raise OSError("the profiler has not written all of the trace; is the disk full?")
+
+
+def _ends(trace: Path) -> bool:
+    """Whether a trace has its end: the profiler says nothing where a disk is full."""
+    if trace.suffix == ".gz":
+        return True  # compressed by Python, which does say so
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")
 
 
 def current_stage() -> str:

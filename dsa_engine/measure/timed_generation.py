@@ -9,6 +9,7 @@ from functools import cached_property
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.request import Request
+from dsa_engine.measure.across_ranks import agree_on_prompts
 from dsa_engine.measure.emulation.overlap_model import Pass, watched
 from dsa_engine.sampling_params import SamplingParams
 
@@ -98,6 +99,7 @@ def generate_batch(
     """
     most = most_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
     params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+    agree_on_prompts(engine, prompts)
     generation = TimedGeneration(engine, watch)
     try:
         (_fill if fill_cache else _prefill)(generation, prompts, params)

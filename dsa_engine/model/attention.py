@@ -14,7 +14,8 @@ import torch
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.dense_attention import dense_attention
 from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.paged import gather_rows, store_rows
+from dsa_engine.kernels.gather_latent import gather_latent
+from dsa_engine.kernels.paged import store_rows
 from dsa_engine.kernels.rms_norm import rms_norm
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.sparse_attention import sparse_attention
@@ -28,6 +29,8 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_parallel_projection, shard
+
+_FEWEST_GATHERED = 256  # latent rows at a time, for products that are worth their launch
 
 
 class Attention(Weighted):
@@ -73,11 +76,11 @@ class Attention(Weighted):
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
         """
-        indexer = self.indexer
+        indexer, stored = self.indexer, cache.format
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 
         # The gather is started first, so that it overlaps with the computation of q.
-        gathering = self._gather_cache_rows(x, batch, cache.format) if batch.gathers else None
+        gathering = self._gather_cache_rows(x, batch, stored) if batch.gathers else None
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
 
@@ -86,15 +89,15 @@ class Attention(Weighted):
             if indexer is None or key_pool is None:
                 return ()
             if gathering is None:
-                indexer.store_keys(x, batch, key_pool, batch.slot_mapping)
-            return indexer.queries(x, q_resid, batch) if batch.sparse_mqa.rows else ()
+                indexer.store_keys(x, batch, stored, key_pool, batch.slot_mapping)
+            return indexer.queries(x, q_resid, batch, stored) if batch.sparse_mqa.rows else ()
 
         # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
         with stage("indexer prolog"):
             indexed = self.streams.indexer.run(index, x, q_resid)
         with stage("MLA prolog"):
             if gathering is None:
-                self._store_latent(x, batch, latent_pool, batch.slot_mapping)
+                self._store_latent(x, batch, stored, latent_pool, batch.slot_mapping)
             q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
             index_query = indexed()
@@ -115,13 +118,24 @@ class Attention(Weighted):
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
-        self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        batch: ForwardBatch,
+        stored: CacheFormat,
+        into: torch.Tensor,
+        slots: torch.Tensor | None = None,
     ) -> None:
         """Latent rows of the local tokens: to their slots of a pool, or row by row."""
-        compressed = self.kv_a(x)
-        interleaved = self.config.rope_interleaved
         store_latent(
-            compressed, self.kv_a_norm, LATENT_NORM_EPS, batch.cos, batch.sin, into, slots, interleaved=interleaved
+            self.kv_a(x),
+            self.kv_a_norm,
+            LATENT_NORM_EPS,
+            batch.cos,
+            batch.sin,
+            into,
+            slots,
+            interleaved=self.config.rope_interleaved,
+            power_of_two=stored.power_of_two,
         )
 
     def _gather_cache_rows(
@@ -133,10 +147,10 @@ class Attention(Weighted):
         width = stored.packed_width(index_key=self.indexer is not None)
         rows = x.new_empty(batch.cp_rows, width, dtype=stored.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, batch, rows[:tokens, :latent])
+            self._store_latent(x, batch, stored, rows[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, rows[:tokens, latent : latent + index_key.columns])
+                self.indexer.store_keys(x, batch, stored, rows[:tokens, latent : latent + index_key.columns])
         with stage("communication"):
             return self.runtime.mesh.cp.all_gather_async(rows)
 
@@ -193,32 +207,49 @@ class Attention(Weighted):
     def _mha(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
 
-        Keys and values are expanded for as many heads at a time as the workspace holds.
+        Keys and values are expanded for as many segments, and of these as many heads, at a time as the workspace holds;
+        at least for one head of one segment.
         """
         if batch.mha is None:
             return
-        config, mha = self.config, batch.mha
-        rows = gather_rows(pool, mha.key_slots)
-        latent, k_rope = rows.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-        # A head's keys without and with their rotated part, its values, and these as wide as the keys.
-        widths = config.qk_nope_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
-        per_head = rows.shape[0] * widths * rows.element_size()
-        workspace = self.runtime.workspace // 2  # the other half is for scores and masks
-        step = max(1, workspace // per_head)
-        for first in range(0, config.num_attention_heads, step):
-            heads = slice(first, first + step)
-            k_nope = torch.einsum("sr,hdr->shd", latent, self.w_uk[heads])
-            k = torch.cat((k_nope, k_rope[:, None].expand(-1, k_nope.shape[1], -1)), dim=-1)
-            v = torch.einsum("sr,hdr->shd", latent, self.w_uv[heads])
-            out[: batch.mha_rows, heads] = dense_attention(
-                q[:, heads],
-                k,
-                v,
-                mha.cu_seqlens_q,
-                mha.cu_seqlens_k,
-                scale=config.softmax_scale,
-                workspace=workspace,
-            )
+        # Of the workspace, three eighths are for keys and values, one for gathered rows, half for scores and masks.
+        config, eighth = self.config, self.runtime.workspace // 8
+        # Of a token and head: its key and value, one of them as wide as the other, and a copy of either on its way.
+        widths = config.qk_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
+        most = max(1, 3 * eighth // (widths * q.element_size()))
+        for rows, part in batch.mha.parts(most):
+            step = max(1, most // part.cu_seqlens_k.rows)
+            for first in range(0, config.num_attention_heads, step):
+                heads = slice(first, first + step)
+                k, v = self._expand(pool, part.key_slots, heads, eighth)
+                out[rows, heads] = dense_attention(
+                    q[rows, heads],
+                    k,
+                    v,
+                    part.cu_seqlens_q,
+                    part.cu_seqlens_k,
+                    scale=config.softmax_scale,
+                    workspace=4 * eighth,
+                )
+
+    def _expand(
+        self, pool: torch.Tensor, slots: torch.Tensor, heads: slice, workspace: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``, from
+        as many gathered latent rows at a time as the workspace holds."""
+        config, dtype = self.config, self.runtime.dtype
+        rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+        w_uk, w_uv = self.w_uk[heads], self.w_uv[heads]
+        k = torch.empty(slots.shape[0], w_uk.shape[0], config.qk_head_dim, dtype=dtype, device=pool.device)
+        v = k.new_empty(*k.shape[:2], config.v_head_dim)
+        block = max(_FEWEST_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
+        for first in range(0, slots.shape[0], block):
+            some = slice(first, first + block)
+            latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype).split((rank, rope), dim=-1)
+            k[some, :, :nope] = torch.einsum("sr,hdr->shd", latent, w_uk)
+            k[some, :, nope:] = k_rope[:, None]
+            v[some] = torch.einsum("sr,hdr->shd", latent, w_uv)
+        return k, v
 
 
 def _per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

@@ -7,17 +7,18 @@ file has to ask. Field names are those of ``config.json``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsa_engine.errors import CheckpointError
-from dsa_engine.model.config_keys import Keys, shown
+from dsa_engine.model.config_keys import Keys
 from dsa_engine.model.config_overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.model.rope_config import RopeConfig
+from dsa_engine.parallel.value_checks import shown
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,6 +94,15 @@ class ModelConfig:
     @property
     def has_indexer(self) -> bool:
         return self.index_topk > 0
+
+    def with_mtp(self, modules: int) -> ModelConfig:
+        """The same with the layers of ``modules`` MTP modules behind the others in ``mlp_layer_types`` and
+        ``indexer_types``: each selects for itself."""
+        return replace(
+            self,
+            mlp_layer_types=(*self.mlp_layer_types, *("sparse",) * modules),
+            indexer_types=(*self.indexer_types, *("full" if self.has_indexer else "none",) * modules),
+        )
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, overrides: dict[str, Any] | None = None) -> ModelConfig:

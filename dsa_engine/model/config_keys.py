@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
+
+from dsa_engine.parallel.value_checks import is_integer, is_number, shown
 
 # The largest sizes that are believed, far above any released model's: beyond, a file is damaged, and lists as long as
 # the number says would be made of it.
@@ -39,7 +40,7 @@ class Keys:
     def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """An integer of at least ``least``; without a default the key must be there."""
         value, most = self._value(key, default), MOST.get(key, _MOST_ELSEWHERE)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_integer(value) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise ValueError(f"{self.name(key)} must be {kind}, not {shown(value)}")
         if value > most:
@@ -53,15 +54,9 @@ class Keys:
         there."""
         value = self._value(key, default)
         bounds = f"above {above:g} and at most {most:g}" + (", or 0" if zero else "")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not is_number(value) or not (above < value <= most or (zero and value == 0)):
             raise ValueError(f"{self.name(key)} must be a number {bounds}, not {shown(value)}")
-        try:
-            number = float(value)
-        except OverflowError:  # an integer that no float can hold
-            number = math.inf
-        if not (above < number <= most or (zero and number == 0)):
-            raise ValueError(f"{self.name(key)} must be a number {bounds}, not {shown(value)}")
-        return number
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
@@ -88,7 +83,7 @@ class Keys:
         value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
+            if not is_integer(i) or not 0 <= i < vocab_size:
                 raise ValueError(
                     f"{self.name(key)} must be token ids 0 … {vocab_size - 1} (vocab_size), not {shown(value)}"
                 )
@@ -121,12 +116,3 @@ class Keys:
             model = f", which a {self.raw['model_type']} model needs" if "model_type" in self.raw else ""
             raise ValueError(f"config.json lacks {key!r}{model}")
         return default
-
-
-def shown(value: Any) -> str:
-    """A value for an error: at most 80 characters of it."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
-        text = f"a {type(value).__name__} with a number of thousands of digits"
-    return text if len(text) <= 80 else text[:77] + "..."

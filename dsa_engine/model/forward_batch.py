@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +20,7 @@ class MHASegments:
     cu_seqlens_q: CuSeqlens  # the rows of each segment
     cu_seqlens_k: CuSeqlens  # the tokens that its last row sees
     key_slots: torch.Tensor  # [cu_seqlens_k.rows] int32: where these lie in the cache
+    _parts: dict[int, list[tuple[slice, MHASegments]]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -33,6 +35,25 @@ class MHASegments:
         slots = slots_of(positions, block_tables, sequences, page_size)
         lengths = CuSeqlens.of([s.length for s in segments], device)
         return cls(lengths, CuSeqlens.of(ends, device), upload(slots, device))
+
+    def parts(self, most_keys: int) -> list[tuple[slice, MHASegments]]:
+        """The rows of as many segments at a time as see at most ``most_keys`` tokens together, and these segments; one
+        segment is always taken. Made once, for all layers."""
+        if most_keys not in self._parts:
+            keys = self.cu_seqlens_k.offsets
+            first, parts = 0, []
+            while first < len(self.cu_seqlens_k):
+                last = max(first + 1, bisect_right(keys, keys[first] + most_keys) - 1)
+                parts.append(self._part(first, last))
+                first = last
+            self._parts[most_keys] = parts
+        return self._parts[most_keys]
+
+    def _part(self, first: int, last: int) -> tuple[slice, MHASegments]:
+        rows, keys = self.cu_seqlens_q.offsets, self.cu_seqlens_k.offsets
+        slots = self.key_slots[keys[first] : keys[last]]
+        part = MHASegments(self.cu_seqlens_q.part(first, last), self.cu_seqlens_k.part(first, last), slots)
+        return slice(rows[first], rows[last]), part
 
 
 @dataclass

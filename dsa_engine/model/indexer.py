@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.paged import slots_of
+from dsa_engine.kernels.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.store_index_keys import store_index_keys
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
@@ -30,7 +32,12 @@ class Indexer(Weighted):
         self.weights_proj = self.weight(f"{prefix}.weights_proj.weight", heads, config.hidden_size, dtype=torch.float32)
 
     def store_keys(
-        self, x: torch.Tensor, batch: ForwardBatch, into: torch.Tensor, slots: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        batch: ForwardBatch,
+        stored: CacheFormat,
+        into: torch.Tensor,
+        slots: torch.Tensor | None = None,
     ) -> None:
         """Index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row."""
         store_index_keys(
@@ -43,21 +50,28 @@ class Indexer(Weighted):
             into,
             slots,
             interleaved=self.config.index_rope_interleaved,
+            power_of_two=stored.power_of_two,
         )
 
-    def queries(self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]`` of the rows in sparse
-        MQA form.
+    def queries(
+        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, stored: CacheFormat
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index queries ``[sparse rows, heads, dim]``, in FP8 where the keys are, and head weights ``[sparse rows,
+        heads]`` of the rows in sparse MQA form.
 
         ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold every scale of the score.
         """
         config, first = self.config, batch.first_sparse
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
-        # RoPE on the first dimensions only, in place.
-        turned, interleaved = q[..., : config.qk_rope_head_dim], config.index_rope_interleaved
-        apply_rope(turned, batch.cos[first:], batch.sin[first:], interleaved=interleaved, out=turned)
         scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-        return q, F.linear(x[first:].float(), self.weights_proj) * scale
+        weights = F.linear(x[first:].float(), self.weights_proj) * scale
+        cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
+        if stored.fp8:
+            q, scales = quantize_index_queries(q, cos, sin, interleaved=interleaved, power_of_two=stored.power_of_two)
+            return q, weights * scales
+        turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
+        apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
+        return q, weights
 
     def select(self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Slots ``[sparse rows, index_topk]`` int32 of the tokens that the sparse rows attend to."""

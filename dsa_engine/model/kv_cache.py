@@ -7,28 +7,54 @@ from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.cache_format import CacheFormat
+from dsa_engine.kernels.cache_format import FP8, CacheFormat
 from dsa_engine.model.config import ModelConfig
+
+
+def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What an engine that computes in ``dtype`` stores in its caches, by the option's name; float8_e4m3fn means FP8.
+
+    Raises:
+        ValueError: bfloat16 caches for an engine of another dtype.
+    """
+    if kv_cache_dtype == "fp8":
+        return FP8
+    if kv_cache_dtype == "bfloat16" and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"kv_cache_dtype='bfloat16' needs an engine that computes in bfloat16; this one computes in {name}: give "
+            f"dtype='bfloat16' too, or kv_cache_dtype 'auto' ({name}) or 'fp8'"
+        )
+    return dtype
 
 
 def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
     """How the model's caches are stored in ``dtype``; float8_e4m3fn means FP8: 656 bytes for a latent row of 512 + 64
-    numbers, 132 for an index key of 128.
+    numbers, 132 for an index key of 128. Its scales are powers of two where the model's own are.
 
     Raises:
         ValueError: the model's sizes have no FP8 format.
     """
-    return CacheFormat.of(config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim, dtype)
+    sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
+    schemes = config.quantization.schemes if config.quantization else ()
+    power_of_two = any(scheme.power_of_two for scheme in schemes)
+    try:
+        return CacheFormat.of(*sizes, dtype, power_of_two)
+    except ValueError as error:
+        raise ValueError(
+            f"FP8 caches are not possible for this model (kv_lora_rank {sizes[0]}, qk_rope_head_dim {sizes[1]}, "
+            f"index_head_dim {sizes[2]}): {error}; use kv_cache_dtype='auto'"
+        ) from error
 
 
 def cache_bytes_per_token(config: ModelConfig, format: CacheFormat) -> int:
     """Bytes that one token takes in the caches of all layers: a latent row each, an index key where a layer selects."""
     index_key = format.index_key.row_bytes if format.index_key else 0
-    return config.num_hidden_layers * format.latent.row_bytes + config.indexer_types.count("full") * index_key
+    return len(config.indexer_types) * format.latent.row_bytes + config.indexer_types.count("full") * index_key
 
 
 class KVCache:
-    """The pools of one rank.
+    """The pools of one rank; with a configuration that has MTP modules (``ModelConfig.with_mtp``), theirs too.
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer

@@ -6,70 +6,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
-from dsa_engine.model.attention import Attention
+from dsa_engine.kernels.rms_norm import add_rms_norm
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.decoder_layer import DecoderLayer
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.model.layers import MLP, Weighted
-from dsa_engine.model.moe import MoE
+from dsa_engine.model.layers import Weighted
+from dsa_engine.model.mtp import MTPModule
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import shard, vocab_parallel_embedding, vocab_parallel_logits
 
 
-class DecoderLayer(Weighted):
-    """Pre-norm layer. The residual addition is fused into the next norm, so what a layer adds is passed beside it."""
-
-    def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
-        super().__init__(runtime)
-        prefix = f"model.layers.{layer}"
-        self.eps = config.rms_norm_eps
-        self.input_norm = self.weight(f"{prefix}.input_layernorm.weight", config.hidden_size)
-        self.attention = Attention(layer, config, runtime, streams)
-        self.post_attention_norm = self.weight(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
-        self.mlp: MLP | None = None
-        self.moe: MoE | None = None
-        if config.mlp_layer_types[layer] == "dense":
-            self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, runtime)
-        else:
-            self.moe = MoE(f"{prefix}.mlp", config, runtime, streams)
-
-    def forward(
-        self,
-        delta: torch.Tensor,
-        residual: torch.Tensor | None,
-        batch: ForwardBatch,
-        cache: KVCache,
-        topk_slots: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``delta [T, hidden]`` is what the layer before adds to ``residual [T, hidden]``; None before the first.
-
-        Returns:
-            what this layer adds, the residual that it is to be added to, and the selection that it used.
-        """
-        with stage("MLA prolog"):
-            if residual is None:
-                normed, residual = rms_norm(delta, self.input_norm, self.eps), delta
-            else:
-                normed, residual = add_rms_norm(delta, residual, self.input_norm, self.eps)
-        attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
-        with stage("MLA epilog"):
-            normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
-        if self.moe is not None:
-            return self.moe(normed, batch), residual, topk_slots
-        assert self.mlp is not None
-        with stage("dense MLP"):
-            return self.mlp(normed), residual, topk_slots
-
-
 class Model(Weighted):
-    """A decoder of any of the supported model types; the weights are empty until they are loaded."""
+    """A decoder of any of the supported model types; the weights are empty until they are loaded.
 
-    def __init__(self, config: ModelConfig, runtime: Runtime):
+    Args:
+        mtp_modules: how many of its MTP modules it has.
+    """
+
+    def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
         super().__init__(runtime)
         self.config = config
         # Sharded by vocabulary over the tensor-parallel group.
@@ -81,6 +41,8 @@ class Model(Weighted):
         self.norm = self.weight("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed if tied else self.weight("lm_head.weight", *table, rows=rows)
+        layers, extended = config.num_hidden_layers, config.with_mtp(mtp_modules)
+        self.mtp = nn.ModuleList(MTPModule(layers + i, extended, runtime, streams) for i in range(mtp_modules))
 
     def weight_sources(self) -> Iterator[Source]:
         """Every tensor, or part of one, that this rank loads."""
@@ -96,15 +58,28 @@ class Model(Weighted):
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed."""
-        with stage("embedding"):
-            x = vocab_parallel_embedding(batch.input_ids, self.embed, self.runtime.mesh.tp)[: batch.rows]
-        residual = topk_slots = None
+        x, residual, topk_slots = self._embedded(batch), None, None
         for layer in self.layers:
             x, residual, topk_slots = layer(x, residual, batch, cache, topk_slots)
         assert residual is not None
         return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
+    def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        """Runs an MTP module, counted from 0, over the step's rows; see :meth:`.mtp.MTPModule.forward`."""
+        return self.mtp[module](hidden, self._embedded(batch), batch, cache)
+
+    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        with stage("embedding"):
+            return vocab_parallel_embedding(batch.input_ids, self.embed, self.runtime.mesh.tp)[: batch.rows]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold."""
         with stage("LM head"):
             return vocab_parallel_logits(hidden, self.lm_head, self.runtime.mesh.tp)
+
+    def own_logits(self, hidden: torch.Tensor, most: int) -> torch.Tensor:
+        """float32 ``[n, vocab]`` of this rank's rows ``hidden [n, hidden]``; ``most`` is the largest n of a rank of the
+        tensor-parallel group, which takes part as a whole."""
+        tp, count = self.runtime.mesh.tp, hidden.shape[0]
+        everybodys = tp.all_gather(F.pad(hidden, (0, 0, 0, most - count)))
+        return self.logits(everybodys)[tp.index * most : tp.index * most + count]

@@ -60,6 +60,7 @@ class MoE(Weighted):
                 here.experts,
                 here.weights,
                 served_fraction=here.served_fraction,
+                served=here.served,
                 uncounted_bytes=uncounted,
             )
         with stage("MoE combine"):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dsa_engine.model.config_keys import Keys, shown
+from dsa_engine.model.config_keys import Keys
+from dsa_engine.parallel.value_checks import is_integer, shown
 
 METHODS = ("fp8", "compressed-tensors")
 
@@ -186,7 +187,7 @@ def _check_int_inputs(inputs: Keys) -> None:
 def _pair(part: Keys, key: str) -> tuple[int, int]:
     value = part.get(key)
     whole = isinstance(value, list) and len(value) == 2
-    if not whole or not all(isinstance(n, int) and not isinstance(n, bool) and 0 < n < _MOST for n in value):
+    if not whole or not all(is_integer(n) and 0 < n < _MOST for n in value):
         raise ValueError(f"quantization_config.{key} must be [rows, columns], not {shown(value)}")
     return value[0], value[1]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.model.config_keys import Keys, shown
+from dsa_engine.model.config_keys import Keys
+from dsa_engine.parallel.value_checks import shown
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,16 @@ class RopeConfig:
         period = self.original_max_positions / (turns * 2 * math.pi)
         return self.dim * math.log(period) / (2 * math.log(self.theta))
 
-    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the angles at ``positions [T]``: two float32 tensors ``[T, dim / 2]``."""
-        angles = positions.float()[:, None] * self.inverse_frequencies().to(positions.device)
+    def cos_sin(
+        self, positions: torch.Tensor, frequencies: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the angles at ``positions [T]``: two float32 tensors ``[T, dim / 2]``.
+
+        ``frequencies`` are :meth:`inverse_frequencies` on the device of ``positions``, for whoever must not wait.
+        """
+        if frequencies is None:
+            frequencies = self.inverse_frequencies().to(positions.device)
+        angles = positions.float()[:, None] * frequencies
         return angles.cos() * self.cos_sin_scale, angles.sin() * self.cos_sin_scale
 
 

@@ -81,6 +81,7 @@ class GroupedExperts(Weights):
         weights: torch.Tensor,
         *,
         served_fraction: float,
+        served: int | None,
         uncounted_bytes: int,
     ) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
@@ -90,6 +91,7 @@ class GroupedExperts(Weights):
             experts: ``[T, k]`` int32, numbers below ``count``, −1 for choices that other ranks serve.
             weights: ``[T, k]`` float32.
             served_fraction: the part of the choices that is expected to be served here.
+            served: how many are, where the host knows it.
             uncounted_bytes: most bytes of rows for which the host does not ask how many are served.
 
         Returns:

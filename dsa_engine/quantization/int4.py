@@ -96,6 +96,7 @@ class Int4Experts(GroupedExperts):
         weights: torch.Tensor,
         *,
         served_fraction: float,
+        served: int | None,
         uncounted_bytes: int,
     ) -> torch.Tensor:
         return expert_mlp_int4(
@@ -106,6 +107,7 @@ class Int4Experts(GroupedExperts):
             self.down,
             int8_activations=self._stored.int8_activations,
             served_fraction=served_fraction,
+            served=served,
             uncounted_bytes=uncounted_bytes,
         )
 

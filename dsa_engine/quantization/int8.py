@@ -71,6 +71,7 @@ class Int8Experts(GroupedExperts):
         weights: torch.Tensor,
         *,
         served_fraction: float,
+        served: int | None,
         uncounted_bytes: int,
     ) -> torch.Tensor:
         return expert_mlp_int8(
@@ -80,6 +81,7 @@ class Int8Experts(GroupedExperts):
             (self.gate_up, self.gate_up_scale),
             (self.down, self.down_scale),
             served_fraction=served_fraction,
+            served=served,
             uncounted_bytes=uncounted_bytes,
         )
 

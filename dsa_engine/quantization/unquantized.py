@@ -53,6 +53,7 @@ class UnquantizedExperts(GroupedExperts):
         weights: torch.Tensor,
         *,
         served_fraction: float,
+        served: int | None,
         uncounted_bytes: int,
     ) -> torch.Tensor:
         return expert_mlp(
@@ -62,6 +63,7 @@ class UnquantizedExperts(GroupedExperts):
             self.gate_up,
             self.down,
             served_fraction=served_fraction,
+            served=served,
             uncounted_bytes=uncounted_bytes,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsa_engine.measure.plots import load_pyplot
+from dsa_engine.measure.plots import load_pyplot, save
 
 
 def plot_losses(log: list[dict[str, Any]], path: str) -> None:
@@ -23,18 +23,19 @@ def plot_losses(log: list[dict[str, Any]], path: str) -> None:
         name = f"indexer of layer {i}" if i < layers - 1 else "indexer of the MTP module"
         bottom.plot(*draw.line(lambda step, i=i: (step["index_losses"] or [None] * layers)[i]), label=name)
     bottom.set(xlabel="training tokens, millions", ylabel="KL divergence, nats", ylim=(0, None))
-    phase = None
+    phase, phases = None, 0
     for step in log:
         if step["phase"] != phase:
-            phase = step["phase"]
+            phase, phases = step["phase"], phases + 1
             for axes in (top, middle, bottom):
                 axes.axvline(step["tokens"] / 1e6, color="grey", linewidth=0.7)
-            top.text(step["tokens"] / 1e6, top.get_ylim()[1], phase, rotation=30, fontsize="x-small")
+            height = 1.0 if phases % 2 else 1.17  # in turn, as short phases stand close together
+            x = step["tokens"] / 1e6
+            top.text(x, height, phase, rotation=60, fontsize="x-small", transform=top.get_xaxis_transform())
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path, dpi=110)
 
 
 class _Smooth:
@@ -65,7 +66,7 @@ def plot_retrieval(results: list[dict[str, Any]], path: str, title: str = "") ->
     labels = [f"{r['length'] // 1024}K\n{r['accuracy']:.1%}" for r in results]
     axes.set_xticks(range(len(results)), labels)
     axes.set_yticks(range(10), [f"{10 * i} – {10 * i + 10}%" for i in range(10)])
-    axes.set(xlabel="document, tokens, and all depths together", ylabel="depth of the fact", title=title)
+    axes.set(xlabel="document, tokens, and all depths together", ylabel="depth of the fact")
+    axes.set_title(title, fontsize="medium")
     figure.colorbar(image, label="right answers")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path, dpi=110)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,6 +121,46 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     ):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A small file system of its own, filled so that there is room for ever more of the checkpoint."""
+    room = tmp_path / "room"
+    room.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(room)], capture_output=True).returncode:
+        pytest.skip("no right to mount a file system")
+    specs = [TensorSpec(f"t{i}", (5000 + 700 * i,), torch.float32) for i in range(6)]  # 162 KB
+    outcomes = set()
+    try:
+        for filled in range(0, 256, 4):
+            (room / "filler").write_bytes(b"x" * 1024 * filled)
+            try:
+                with SafetensorsWriter(room / "out", specs, max_shard_size="64KB") as writer:
+                    for spec in specs:
+                        writer.write(spec.name, torch.ones(spec.shape))
+                    (room / "meanwhile").write_bytes(b"x" * 20_000)  # so that what was free is not enough
+                    writer.add_file("config.json", "{}")
+                outcomes.add("written")
+            except (CheckpointError, OSError) as error:
+                assert re.search("cannot write .*/room/out/|its disk has only|No space left", str(error)), error
+                outcomes.add(str(error).partition(" ")[0])
+                assert not (room / "out").exists()
+            assert {path.name for path in room.iterdir()} <= {"filler", "meanwhile", "out"}
+            for path in room.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        subprocess.run(["umount", str(room)], check=True)
+    assert {"written", "cannot"} <= outcomes
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    here = socket.gethostname()
+    dead, alive = (tmp_path / f"out.incomplete-{pid}-00ff00ff@{here}" for pid in (2**22 + 1, os.getpid()))
+    other = tmp_path / f"another.incomplete-{2**22 + 1}-00ff00ff@{here}"
+    for path in (dead, alive, other):
+        path.mkdir()
+    write(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", alive.name, other.name}
 
 
 def test_nothing_is_at_the_target_before_the_end(tmp_path: Path) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
+from dsa_engine.measure.prefill_benchmark import measure_prefill
 
 HOW, FOLDER = sys.argv[1:]
 RANK = int(os.environ["RANK"])
@@ -16,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def one_rank_raises() -> None:
-    raise ValueError("the third step\nof rank 1 was too much for it")
+    raise ValueError("the third step \udcff\nof rank 1 was too much for it")
 
 
 def one_rank_is_killed() -> None:
@@ -25,6 +32,10 @@ def one_rank_is_killed() -> None:
 
 def one_rank_hangs() -> None:
     time.sleep(300)
+
+
+def one_rank_is_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def one_rank_is_interrupted() -> None:
@@ -36,7 +47,11 @@ def one_rank_leaves() -> None:
 
 
 def in_the_third_step() -> None:
-    llm = LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(timeout=5 if HOW == "one_rank_hangs" else 600))
+    llm = LLM(
+        FOLDER,
+        **OPTIONS,
+        parallel=ParallelConfig(timeout=5 if HOW in ("one_rank_hangs", "one_rank_is_stopped") else 600),
+    )
     if RANK == 1:
         steps, launch = iter(range(100)), llm.engine.runner.launch
 
@@ -71,10 +86,57 @@ def all_alike() -> None:
     llm.generate([2, 100000], GREEDY)
 
 
-def other_prompts() -> None:
-    llm = LLM(FOLDER, **OPTIONS)
+def refused(what: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        print(f"rank {RANK} {what}: {error}\n", end="", flush=True)
+        return
+    raise AssertionError(f"{what} was taken")
+
+
+def ranks_that_differ() -> None:
+    """Rank 1 is started in another way, then rank 2 is asked for something else; each time all ranks are told."""
+    mine = RANK == 1
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(FOLDER, copy, dirs_exist_ok=True)
+        weights = bytearray(Path(copy, "model.safetensors").read_bytes())
+        weights[len(weights) // 2] ^= 1
+        Path(copy, "model.safetensors").write_bytes(weights)
+        stale = copy if mine else FOLDER
+        refused("checkpoint", lambda: LLM(stale, **OPTIONS | {"load_format": "auto"}))
+        layout = ParallelConfig(cp_layout="contiguous" if mine else "head_tail", timeout=50 if mine else 60)
+        refused("layout", lambda: LLM(FOLDER, **OPTIONS, parallel=layout))
+        layers = {"num_hidden_layers": 3 - mine}
+        refused("layers", lambda: LLM(FOLDER, **OPTIONS, hf_overrides=layers))
+        llm = LLM(stale, **OPTIONS)  # weights are not read
     llm.generate([[2, 3, 4]], GREEDY)
-    llm.generate([[2, 3, 4 + (RANK == 2)]], GREEDY)
+    mine = RANK == 2
+    refused("prompts", lambda: llm.generate([[2, 3, 4 + mine], [5]], GREEDY))
+    refused("borders", lambda: llm.generate([[2, 3], [4]] if mine else [[2], [3, 4]], GREEDY))
+    refused("params", lambda: llm.generate([[2]], SamplingParams(max_tokens=3 + mine)))
+    refused("stream", lambda: next(llm.stream([4 + mine], GREEDY)))
+    refused("logits", lambda: llm.prompt_logits([4 + mine]))
+    refused("kind", lambda: llm.prompt_logits([4]) if mine else next(llm.stream([4], GREEDY)))
+    refused("benchmark", lambda: measure_prefill(llm.engine, [4 + mine] * 9))
+    with ThreadPoolExecutor(1) as pool:
+        refused("thread", lambda: pool.submit(llm.generate, [[2]], GREEDY).result())
+    refused("loop", lambda: asyncio.run(llm.agenerate([[2]], GREEDY)))
+    refused("aloop", lambda: llm.astream([2], GREEDY))
+    assert len(llm.generate([[2, 3, 4]], GREEDY)[0].token_ids) == 8
+    raise RuntimeError("the end")
+
+
+def an_interrupt_is_caught() -> None:
+    llm = LLM(FOLDER, **OPTIONS)
+    launch = llm.engine.runner.launch
+    if RANK == 1:
+        llm.engine.runner.launch = lambda *_: one_rank_is_interrupted()  # type: ignore[method-assign]
+        try:
+            llm.generate([[2, 3, 4]], GREEDY)
+        except KeyboardInterrupt:
+            llm.engine.runner.launch = launch  # type: ignore[method-assign]
+    llm.generate([[2, 3, 4]], GREEDY)
 
 
 def no_such_model() -> None:

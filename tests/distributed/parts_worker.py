@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,8 @@ class PartConfig(ParallelConfig):
 
     ranks: tuple[int, ...] = ()
 
-    def create_mesh(self, device: str = "auto") -> Mesh:
-        return Mesh.create(self, device, self.ranks)
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
+        return Mesh.create(self, device, self.ranks, same)
 
 
 def exchange(mesh: Mesh) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -33,6 +34,8 @@ def said_by_ranks(done: subprocess.CompletedProcess[str]) -> str:
     lines = done.stderr.splitlines()
     kept, own = [], False
     for line in lines:
+        if line.startswith("[dsa_engine rank "):  # of the log
+            continue
         if LINE_OF_TORCHRUN in line or 'File "<frozen runpy>"' in line:
             own = "<frozen runpy>" in line
             if own and kept and kept[-1].startswith("Traceback"):
@@ -47,9 +50,11 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     done = failing("one_rank_raises")
     said = said_by_ranks(done)
     assert said.startswith("[rank 1] failed and ends the run:\nTraceback (most recent call last):\n")
-    assert "ValueError: the third step\nof rank 1 was too much for it\n" in said
+    assert "ValueError: the third step \\udcff\nof rank 1 was too much for it\n" in said
     assert said.count("Traceback") == 1, "the transport errors of the others are not shown"
-    assert "ends, because rank 1: ValueError: the third step\n" in said + "\n"
+    assert "ends, because rank 1: ValueError: the third step \\udcff\n" in said + "\n", (
+        "what cannot be encoded does no harm"
+    )
     assert "rank 1 has begun" in done.stdout, "what was printed before is not lost"
 
 
@@ -58,7 +63,10 @@ def test_a_rank_that_vanishes_ends_the_run(how: str, failing: Failing) -> None:
     done = failing(how)
     said = said_by_ranks(done)
     assert said.count("Traceback") == 1
-    assert "no word from rank" in said and "killed" in said
+    # Where this machine is slow, torchrun has ended another one before.
+    assert re.search(
+        r"no word from rank (0, )?1(, 2)?: its process has ended without an error of its own .killed", said
+    )
     assert "rank      : 1 (local_rank: 1)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"
 
 
@@ -76,6 +84,12 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failing: Failing) -> N
     assert said.count("Traceback") == 1
 
 
+def test_a_rank_that_is_stopped_does_not_hold_the_others_up(failing: Failing) -> None:
+    said = said_by_ranks(failing("one_rank_is_stopped"))
+    assert "no word from rank 1: its process was stopped (SIGSTOP, or Ctrl-Z)" in said
+    assert "[rank 1] ends, because rank" in said, "it was woken, and torchrun need not wait to kill it"
+
+
 def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing: Failing) -> None:
     done = failing("all_alike")
     said = said_by_ranks(done)
@@ -84,11 +98,52 @@ def test_an_error_of_all_ranks_can_be_caught_and_is_shown_once(failing: Failing)
     assert "ValueError: token id 100000 is out of range" in said
 
 
+def test_ranks_that_differ_are_told_in_what(failing: Failing) -> None:
+    done = failing("ranks_that_differ")
+    digest = "[0-9a-f]{16}"
+    for what, message in (
+        (
+            "checkpoint",
+            f"the checkpoint's files is {digest} on rank 0, 2 and {digest} on rank 1; start all of them alike",
+        ),
+        (
+            "layout",
+            "the ranks were started differently: cp_layout is 'head_tail' on rank 0, 2 and 'contiguous' on rank 1; "
+            "timeout is 60 on rank 0, 2 and 50 on rank 1; start",
+        ),
+        (
+            "layers",
+            'hf_overrides is {"num_hidden_layers": 3} on rank 0, 2 and {"num_hidden_layers": 2} on rank 1; start',
+        ),
+        ("prompts", r"rank\(s\) 2 were given other prompts than rank 0; give every rank the same"),
+        ("borders", r"rank\(s\) 2 were given other prompts than"),
+        ("params", r"rank\(s\) 2 were given other sampling parameters than"),
+        ("stream", r"rank\(s\) 2 were given other prompts than"),
+        ("logits", r"rank\(s\) 2 were given other prompts than"),
+        ("kind", r"rank\(s\) 2 were given other calls than"),
+        ("benchmark", r"rank\(s\) 2 were given other prompts than"),
+        ("thread", "on several ranks, only the thread that has made the LLM may use it"),
+        ("loop", "on several ranks, only the thread that has made the LLM may use it"),
+        ("aloop", "on several ranks, only the thread that has made the LLM may use it"),
+    ):
+        for rank in range(3):
+            assert re.search(rf"rank {rank} {what}: .*{message}", done.stdout), (rank, what, done.stdout)
+    assert "RuntimeError: the end" in done.stderr
+
+
+def test_nothing_goes_on_after_an_interrupt_that_was_caught(failing: Failing) -> None:
+    said = said_by_ranks(failing("an_interrupt_is_caught"))
+    assert said.startswith("[rank 1] failed and ends the run:")
+    assert (
+        "RuntimeError: an earlier call was left in the middle (KeyboardInterrupt), and the ranks are no longer" in said
+    )
+    assert said.count("Traceback") == 1
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("no_such_model", "CheckpointError: no such model folder"),
-        ("other_prompts", "ValueError: rank(s) 2 were given other requests than rank 0; give every rank the same"),
         ("bad_sizes", "ValueError: cp_size 2 does not divide the world size 3"),
         ("too_many_ranks", "ValueError: n_routed_experts 2 cannot be divided over 3 ranks"),
     ],

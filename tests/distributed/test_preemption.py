@@ -58,6 +58,8 @@ def requests(random_ids: Callable[..., list[int]]) -> dict[str, list[Any]]:
     prompts = [random_ids(n, seed=i) for i, n in enumerate(LENGTHS)] * 2
     params: list[dict[str, Any]] = [GREEDY] * len(LENGTHS)
     params += [SAMPLED | {"seed": n, "logprobs": n % 3 if n % 2 else None} for n in range(len(LENGTHS))]
+    for sampled in params[len(LENGTHS) + 2 :: 3]:  # what depends on the tokens before must survive a preemption
+        sampled |= {"repetition_penalty": 1.3, "frequency_penalty": 0.6, "presence_penalty": 0.3}
     params[-2] = SAMPLED | {"seed": 666}
     params[-1] = SAMPLED | {"seed": 7, "min_tokens": 3, "stop_token_ids": list(range(200))}
     return {"prompts": prompts, "params": params}

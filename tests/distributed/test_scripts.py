@@ -44,6 +44,13 @@ def test_measure_tpot_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Pat
     assert done.stdout.count("median TPOT ms") == 1
 
 
+def test_requests_that_arrive_over_time_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Path) -> None:
+    sizes = ["--num-prompts", 4, "--random-input-len", 40, "--random-output-len", 3, "--num-warmups", 0]
+    done = torchrun(2, SCRIPTS / "bench_serve.py", *sizes, "--request-rate", 50)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("completed requests") == 1
+
+
 def test_a_bad_option_is_said_once(torchrun: Callable[..., Any], demo_cache: Path) -> None:
     done = torchrun(3, SCRIPTS / "bench_prefill.py", "--cp-size", 2)
     assert done.returncode != 0

@@ -4,7 +4,9 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 ``ParallelConfig``), ``prompts`` (token ids whose logits are wanted), ``generate``, a list of
 ``{"prompts": …, "params": [{…}, …]}``, and perhaps ``every``: then a generation's requests arrive one by one, every so
 many steps. Requests with the seed ``broken_seed`` get logits that are not finite. With ``ahead`` decode steps are
-launched before the tokens of the one before are read.
+launched before the tokens of the one before are read. With ``script``, a list of outputs of the only generation's
+requests, drafts are not those of the MTP module but scripted (:func:`script_drafts`); with ``preempts`` requests lose
+their pages now and then.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsa_engine import LLM, ParallelConfig, RequestOutput, SamplingParams
+from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.sampler import Sampled
+from dsa_engine.outputs import CompletionOutput, RequestOutput
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -30,6 +35,9 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)
     break_logits(engine.runner, case.get("broken_seed"))
+    drafts = script_drafts(llm, case["script"]) if "script" in case else {}
+    if case.get("preempts"):
+        preempt_now_and_then(llm)
     free = engine.scheduler.free_pages
     result: dict[str, Any] = {
         "last": [engine.prefill(ids) for ids in case.get("prompts", [])],
@@ -41,12 +49,16 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     for request in case.get("generate", []):
         params = [SamplingParams(**p) for p in request["params"]]
         if "every" in case:
-            outs = one_by_one(llm, request["prompts"], params, case["every"])
+            outs: Sequence[CompletionOutput | RequestOutput] = one_by_one(
+                llm, request["prompts"], params, case["every"]
+            )
         else:
             outs = llm.generate(request["prompts"], params)
         result["tokens"].append([out.token_ids for out in outs])
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
-        result["logprobs"].append([out.logprobs for out in outs])
+        plain = [out.logprobs and [{token: float(x) for token, x in of.items()} for of in out.logprobs] for out in outs]
+        result["logprobs"].append(plain)
+    result["drafts"] = drafts
     result["preemptions"] = engine.scheduler.preemptions
     result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read
@@ -56,7 +68,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     return result
 
 
-def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[RequestOutput]:
+def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[CompletionOutput]:
     """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
     requests: list[Request] = []
     step = 0
@@ -66,7 +78,47 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams],
             requests.append(llm.engine.add(prompts[number], params[number]))
         llm.engine.step()
         step += 1
-    return [request.request_output() for request in requests]
+    return [request.completion(0) for request in requests]
+
+
+def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], tuple[int, list[int]]]:
+    """Puts other drafts in the place of those that are made, of which as many are right as the request and its length
+    say: none, some, all.
+
+    Returns:
+        filled while requests run: by request and its length, how many drafts were accepted before, and those that the
+        module has made.
+    """
+    scheduler, vocab = llm.engine.scheduler, llm.engine.config.vocab_size
+    original, found = scheduler.verified, {}
+
+    def verified(request: Request, drafts: list[int]) -> None:
+        accepted = len(request) - 1 - request.num_computed_tokens + len(request.drafts)
+        found[request.id, len(request)] = accepted, drafts
+        done = request.num_output_tokens
+        right = outputs[request.id][done : done + len(drafts)]
+        kept = (done * 5 + len(request.prompt)) % (len(drafts) + 2)
+        original(request, [token if i < kept else (token + 1) % vocab for i, token in enumerate(right)])
+
+    scheduler.verified = verified  # type: ignore[method-assign]
+    return found
+
+
+def preempt_now_and_then(llm: LLM) -> None:
+    """Every fifth step, three times, the youngest request that decodes loses its pages."""
+    engine, steps = llm.engine, 0
+    original = engine.step
+
+    def step() -> list[Sampled]:
+        nonlocal steps
+        sampled = original()
+        steps += 1
+        decoding = [request for request in engine.scheduler._running if request.prefilled]
+        if steps % 5 == 0 and decoding and engine.scheduler.preemptions < 3:
+            engine.scheduler._preempt(decoding[-1])
+        return sampled
+
+    engine.step = step  # type: ignore[method-assign]
 
 
 def break_logits(runner: ModelRunner, seed: int | None) -> None:

@@ -9,11 +9,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.kernels import indexer_scores
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.stage_timer import current_stage
 
@@ -78,3 +80,41 @@ def test_only_the_index_keys_grow(demo_cache: Path) -> None:
     # Keys, one product a head and the score are written once; what selection makes is as large as the scores, about.
     keys = 4 * config.num_hidden_layers * (config.index_head_dim + config.index_n_heads + 1)
     assert keys <= one <= 1.5 * keys
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_index_keys_are_read_once_for_all_drafts(
+    drafts: int, demo_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that verifies drafts reads the keys that one without reads, and the drafts' own: by each layer of the
+    model, and by the module once for each of its passes."""
+    llm = LLM(
+        "demo-random",
+        device="cpu",
+        cache_memory="40MiB",
+        max_num_seqs=1,
+        progress=False,
+        speculative_config={"num_speculative_tokens": drafts},
+    )
+    read: list[int] = []
+    original = indexer_scores._read_keys
+
+    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        read.append(stop - start)
+        return original(pool, table, start, stop)
+
+    monkeypatch.setattr(indexer_scores, "_read_keys", counted)
+    layers, rows = llm.engine.config.num_hidden_layers, {}
+    for count in (0, drafts):
+        llm.engine.draft(count)
+        request = llm.engine.add_filled(3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        llm.engine.step()
+        visible = len(request) + count
+        assert len(request.drafts) == count
+        read.clear()
+        llm.engine.step()
+        rows[count] = sum(read) - layers * visible
+        # The pass over the step's rows, then one row each, further by one every time.
+        chain = sum(len(request) - 1 + i for i in range(1, count))
+        assert rows[count] == (visible + chain if count else 0)
+        llm.engine.finish(request, "abort")

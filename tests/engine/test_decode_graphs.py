@@ -53,7 +53,7 @@ def test_padded_steps(
     steps, before = [], []
 
     class Counted(DecodeGraphs):
-        def forward(self, step: Any, sampled: torch.Tensor | None) -> torch.Tensor:
+        def forward(self, step: Any, sampled: torch.Tensor | None) -> Any:
             steps.append([plan.num_tokens for plan in step.ranks])
             before.append(sampled is not None)
             return super().forward(step, sampled)
@@ -68,6 +68,28 @@ def test_padded_steps(
     assert before == [ahead and not CUDA, ahead, ahead, ahead]
     if CUDA:
         assert engine.runner._graphs.captured == [(4, 128)] and engine.runner._graphs.memory_bytes > 0
+
+
+@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
+def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> None:
+    """One sequence selects, one comes to it while it decodes."""
+    model = oracle("deepseek_v32", num_hidden_layers=1, index_topk=16, kv_lora_rank=128, index_head_dim=16)
+    llm = LLM(
+        model.folder,
+        device="cuda" if CUDA else "cpu",
+        dtype="float32",
+        kv_cache_dtype="fp8",
+        max_model_len=32,
+        page_size=16,
+        cache_memory="2MiB",
+        enforce_eager=True,
+    )
+    engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompts = [random_ids(20), random_ids(15, seed=1)]
+    plain = [out.token_ids for out in llm.generate(prompts, params)]
+    parts = engine.model, engine.cache, engine.config, engine.mesh
+    engine.runner._graphs = DecodeGraphs(*parts, capture=CUDA, fewest_tokens=32)
+    assert [out.token_ids for out in llm.generate(prompts, params)] == plain
 
 
 PAGE = 16
@@ -100,7 +122,7 @@ class Rows:
         ]
         plan = self.runner.plan(chunks)
         assert plan.decodes == decodes and (plan.bucket is not None) == (decodes and self.runner._graphs is not None)
-        hidden = self.runner._forward(plan)
+        _, hidden = self.runner._forward(plan)
         wanted = plan.ranks[0].logits_rows
         assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
         logits = self.runner._sampled_logits(plan, hidden)

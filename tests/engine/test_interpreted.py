@@ -12,19 +12,34 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine import LLM, SamplingParams
+
 # Prefill in chunks, then decode of a ragged batch in which one sequence selects and one is shorter than index_topk.
 ENGINE = """
 import sys, torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.launch import INTERPRETED
 assert INTERPRETED
-folder, out = sys.argv[1:]
-llm = LLM(folder, device="cpu", max_model_len=512, max_num_batched_tokens=96, page_size=16, cache_memory="4MiB")
+folder, out, caches = sys.argv[1:]
+llm = LLM(folder, device="cpu", max_model_len=512, max_num_batched_tokens=96, page_size=16, cache_memory="4MiB",
+          kv_cache_dtype=caches)
 long, short = torch.load(out + ".ids")
 logits = llm.prompt_logits(long)
 tokens = [o.token_ids for o in llm.generate([long, short], SamplingParams(temperature=0.0, max_tokens=4))]
 torch.save((logits, tokens), out)
 """
+
+
+def interpreted(folder: Path, long: list[int], short: list[int], out: Path, caches: str = "auto") -> Any:
+    """Logits of the long prompt and tokens of both."""
+    torch.save((long, short), f"{out}.ids")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, str(folder), str(out), caches],
+        capture_output=True, text=True, timeout=1200, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(out)
 
 
 @pytest.mark.slow
@@ -36,14 +51,21 @@ def test_the_engine_in_the_interpreter(
     """Logits and greedy tokens equal those of transformers, with every operation a kernel."""
     model = oracle(model_type)
     long, short = random_ids(150), random_ids(20, seed=1)
-    out = tmp_path / "results.pt"
-    torch.save((long, short), f"{out}.ids")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(model.folder), str(out)],
-        capture_output=True, text=True, timeout=1200, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    logits, tokens = torch.load(out)
+    logits, tokens = interpreted(model.folder, long, short, tmp_path / "results.pt")
     assert_same_logits(logits, model.logits(long), index_topk=model.index_topk, what=model_type)
     assert tokens == [model.greedy(long, 4), model.greedy(short, 4)]
+
+
+@pytest.mark.slow
+def test_fp8_caches_in_the_interpreter(
+    oracle: Callable[..., Any], random_ids: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    """The references' logits, but for numbers between two codes that fall to the other one, and their tokens."""
+    folder = oracle("deepseek_v32", kv_lora_rank=128, index_head_dim=32).folder
+    long, short = random_ids(150), random_ids(20, seed=1)
+    logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", "fp8")
+    llm = LLM(folder, device="cpu", max_model_len=512, cache_memory="4MiB", kv_cache_dtype="fp8", progress=False)
+    wanted = llm.prompt_logits(long)
+    assert float((logits - wanted).norm() / wanted.norm()) < 1e-3
+    outs = llm.generate([long, short], SamplingParams(temperature=0.0, max_tokens=4))
+    assert tokens == [out.token_ids for out in outs]

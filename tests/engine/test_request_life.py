@@ -14,8 +14,8 @@ import torch
 
 import dsa_engine
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.interrupts import uninterrupted
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.interrupts import uninterrupted
 from dsa_engine.tokenizer import Tokenizer
 
 TEXTS = ["first request", "the second", "a third one of them"]
@@ -78,7 +78,10 @@ def test_a_request_that_forbids_every_token(llm: LLM) -> None:
     params = SamplingParams(max_tokens=10, min_tokens=3, stop_token_ids=list(range(320)))
     fine, failed = llm.generate(TEXTS[:2], [GREEDY, params])
     assert fine.finish_reason == "length" and failed.finish_reason == "error"
-    assert failed.error == "no token is left to sample: min_tokens with its stop_token_ids forbids every one"
+    assert failed.error == (
+        "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its stop_token_ids, "
+        "forbid every one"
+    )
 
 
 @pytest.mark.parametrize("at", [0, 3, 9])
@@ -107,8 +110,8 @@ def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pyt
 def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int:
     """Runs with a SIGINT at the n-th line that runs in the engine's own files; returns how many lines ran."""
     folder = str(Path(dsa_engine.__file__).parent)
-    names = ("scheduler", "engine", "request", "pages", "interrupts")
-    files = {f"{folder}/llm.py", *(f"{folder}/engine/{name}.py" for name in names)}
+    names = ("scheduler", "engine", "request", "pages", "call", "turns")
+    files = {f"{folder}/llm.py", f"{folder}/interrupts.py", *(f"{folder}/engine/{name}.py" for name in names)}
     assert all(Path(file).is_file() for file in files)
     lines = 0
 
@@ -131,11 +134,23 @@ def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int
     return lines
 
 
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "how, ahead", [("generate", False), ("generate", True), ("stream", False), ("stream", True), ("prefill", False)]
+    "how, ahead",
+    [
+        ("generate", False),
+        ("generate", True),
+        ("stream", False),
+        ("stream", True),
+        ("prompt_logits", False),
+        ("prefill", False),
+    ],
 )
-def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, ahead: bool) -> None:
-    """Whatever runs when Ctrl-C comes: no request stays, no page is lost, and the next call works."""
+def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, ahead: bool, every: int) -> None:
+    """Whatever runs when Ctrl-C comes: no request stays and no page is lost, when the next call begins at the latest.
+
+    A stream is ended by whoever holds it, and the interrupt may hit the line that would do so.
+    """
 
     def fast(plan: Any, _: Any) -> Samples:
         sequences = [request for _, request in plan.ranks[0].logits_rows]
@@ -144,6 +159,7 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
 
     monkeypatch.setattr(llm.engine.runner, "launch", fast)
     monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
+    monkeypatch.setattr(llm.engine.runner, "all_logits", lambda *_: None)
     monkeypatch.setattr(llm.engine.runner, "last_logits", lambda chunks: torch.zeros(3))
     llm.tokenizer  # noqa: B018 - loading it is no part of this
     stopped = SamplingParams(max_tokens=4, stop=llm.tokenizer.decode([78]))  # the third token
@@ -151,16 +167,22 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
     runs: dict[str, Callable[[], object]] = {
         "generate": lambda: llm.generate([TEXTS[0], "b"], [stopped, params]),
         "stream": lambda: list(llm.stream(TEXTS[0], params)),
+        "prompt_logits": lambda: llm.prompt_logits([5] * 40),
         "prefill": lambda: llm.engine.prefill([5] * 40),
     }
-    total = our_lines(runs[how])
-    assert total > 100
-    for line in range(1, total + 1):
-        with pytest.raises(KeyboardInterrupt):
+    line = 1
+    while True:
+        try:
             our_lines(runs[how], line)
-        assert_clean(llm)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert our_lines(runs[how]) == total
+            break  # so many lines have not run
+        except KeyboardInterrupt:
+            if how == "stream":
+                llm._calls.new()
+            assert_clean(llm)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            line += every
+    assert line > 100
+    assert_clean(llm)
 
 
 def test_an_interrupt_waits_for_the_end_of_a_block() -> None:

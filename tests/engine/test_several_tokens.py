@@ -43,31 +43,36 @@ def llm(shared: LLM) -> Iterator[LLM]:
 
 
 def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
-    """The same choices, and log-probabilities, as in three steps: greedy, drawn, and with tokens forbidden at first."""
+    """The same choices, and log-probabilities, as in three steps: greedy, drawn, with tokens forbidden at first,
+    and with what depends on the tokens before."""
     drawn = replace(GREEDY, temperature=1.1, top_p=0.9, seed=3, logprobs=2)
     allowed = [40, 41]  # other tokens end it, from the fourth on
     bound = replace(GREEDY, min_tokens=3, stop_token_ids=[i for i in range(320) if i not in allowed])
-    params = [GREEDY, drawn, bound]
+    penalised = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=-0.2, seed=4)
+    shaped = replace(
+        drawn, repetition_penalty=0.8, frequency_penalty=1.5, logit_bias={70: 2.0}, bad_words=["ab", "e", "the"]
+    )
+    params = [GREEDY, drawn, bound, penalised, shaped]
     cases = [(prompt, one) for prompt in PROMPTS for one in params]
     wanted = llm.generate([prompt for prompt, _ in cases], [one for _, one in cases])
     engine = llm.engine
-    requests = [engine.add(prompt, one) for prompt, one in cases]
+    requests = [engine.add(prompt, one, llm.tokenizer) for prompt, one in cases]
     while min(len(request.output) for request in requests) < 1:
         engine.step()
-    rows = [1, 3, 3, 3, 3, 3]
+    rows = [1] + [3] * 9
     for request, output, count in zip(requests, wanted, rows, strict=True):
         assert request.output == output.token_ids[:1]
         request.output += output.token_ids[1:count]
     chunks = [replace(chunk, num_logits=chunk.length) for chunk in engine.scheduler.schedule()]
     assert [chunk.length for chunk in chunks] == rows
-    found = dict(engine.runner.launch(engine.runner.plan(chunks)).read())
+    found = {one.request: one.tokens for one in engine.runner.launch(engine.runner.plan(chunks)).read()}
     for request, output, count in zip(requests, wanted, rows, strict=True):
         assert [one.token for one in found[request]] == output.token_ids[1 : 1 + count]
         if output.logprobs is not None:
             for one, logprobs in zip(found[request], output.logprobs[1:], strict=False):
                 assert one.logprobs == pytest.approx(logprobs, abs=1e-3)
         engine.finish(request, "abort")
-    for output in wanted[2::3]:
+    for output in wanted[2::5]:
         assert set(output.token_ids[:3]) <= set(allowed) and output.token_ids[3] not in allowed
 
 

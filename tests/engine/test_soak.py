@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import random
+import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
-from dsa_engine.demo import demo_folder
-from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.engine.request import Request
 
-TINY = {
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "index_topk": 16,
-    "index_n_heads": 4,
-}
 ROOM = 64  # tokens in the cache
 HALF = 250  # requests
 
 
 @pytest.fixture(scope="module")
-def llm(demo_cache: Path) -> LLM:
-    config = ModelConfig.from_pretrained(demo_folder(), TINY)
-    token = cache_bytes_per_token(config, cache_format(config, torch.float32))
-    return LLM(
-        demo_folder(),
-        device="cpu",
-        load_format="dummy",
-        hf_overrides=TINY,
-        max_model_len=200,
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        page_size=2,
-        cache_memory=ROOM * token,
-        progress=False,
-    )
+def llm(tiny_llm: Callable[..., LLM]) -> LLM:
+    return tiny_llm(ROOM)
 
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams, str]:
@@ -141,3 +116,85 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     assert (engine.launched_ahead - launched_ahead > 500) == ahead
     assert objects[1] - objects[0] < 100, "objects are left behind"
     assert memory[1] - memory[0] < 8 * 2**20
+
+
+@pytest.mark.parametrize("requests", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: int, ahead: bool) -> None:
+    """Interrupted, closed, forgotten and preempted as it comes: what a request gets is what it would get alone."""
+    rng, engine = random.Random(requests), llm.engine
+    monkeypatch.setattr(engine, "async_scheduling", ahead)
+    kinds = []
+    while len(kinds) < 60:
+        prompt, params, how = random_request(rng)
+        if how in ("left", "runs"):
+            params = dataclasses.replace(params, seed=len(kinds), logprobs=None)
+            output = llm.generate([prompt], params)[0]
+            kinds.append((prompt, params, output.token_ids, output.text))
+    launch, before = engine.runner.launch, engine.scheduler.preemptions
+    calm = False
+
+    def disturbed(*args: Any) -> Any:
+        if not calm and rng.random() < 0.01:
+            signal.raise_signal(signal.SIGINT)
+        return launch(*args)
+
+    monkeypatch.setattr(engine.runner, "launch", disturbed)
+    ended: Counter[str] = Counter()
+    live: list[tuple[Iterator[StreamPiece], list[int], list[str], list[int], str]] = []
+    for number in range(requests + 12):
+        if number < requests:
+            prompt, params, wanted, text = rng.choice(kinds)
+            live.append((llm.stream(prompt, params), wanted, [], [], text))
+        calm = number >= requests
+        while len(live) >= 12 or (calm and live):
+            stream, wanted, texts, tokens, text = item = rng.choice(live)
+            how = rng.random()
+            if how < 0.03:
+                live.remove(item)
+                if how < 0.015:
+                    stream.close()  # type: ignore[attr-defined]
+                ended["closed" if how < 0.015 else "forgotten"] += 1
+                del stream, item
+                continue
+            try:
+                piece = next(stream)
+            except KeyboardInterrupt:
+                live.remove(item)
+                ended["interrupted"] += 1
+                continue
+            texts.append(piece.text)
+            tokens += piece.token_ids
+            assert tokens == wanted[: len(tokens)]
+            if piece.finish_reason is not None:
+                live.remove(item)
+                assert tokens == wanted and "".join(texts) == text
+                ended[piece.finish_reason] += 1
+    print(ended, f"{engine.scheduler.preemptions - before} preemptions")
+    assert ended.total() == requests and set(ended) == {"stop", "length", "closed", "forgotten", "interrupted"}
+    assert engine.scheduler.preemptions > before
+    llm._calls.new()  # what the next call finds
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.own_free_pages == engine.cache.pages
+
+
+@pytest.mark.slow
+def test_soak_with_drafts(tiny_llm: Callable[..., LLM]) -> None:
+    """Steps bring one to four tokens, whatever the module says: how many is decided here."""
+    llm = tiny_llm(ROOM, speculative_config={"num_speculative_tokens": 3})
+    engine, rng = llm.engine, random.Random(1)
+    accepted: Counter[int] = Counter()
+
+    def decide(request: Request) -> int:
+        accepted[count := (len(request) * 7 + request.id) % (len(request.drafts) + 1)] += 1
+        return count
+
+    assert engine.runner.drafter is not None
+    engine.runner.drafter.assume = decide
+    ended = run(llm, rng, 2 * HALF)
+    print(ended, accepted, f"{engine.scheduler.preemptions} preemptions")
+    assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
+    assert engine.scheduler.preemptions > 20 and set(accepted) == {0, 1, 2, 3}
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.free_pages == [engine.cache.pages]
+    assert engine.scheduler.own_free_pages == engine.cache.pages

@@ -113,9 +113,15 @@ def test_decode_never_waits_for_the_device(llm: LLM) -> None:
         stop_token_ids=[7],
         seed=1,
         logprobs=2,
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        presence_penalty=0.1,
+        logit_bias={5: 1.0},
+        allowed_token_ids=list(range(300)),
+        bad_words=["ab"],
     )
     engine = llm.engine
-    sequences = [engine.add(PROMPTS[1], params) for params in (GREEDY, asks_for_all)]
+    sequences = [engine.add(PROMPTS[1], params, llm.tokenizer) for params in (GREEDY, asks_for_all)]
     while min(len(s.output) for s in sequences) < 3:
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -140,6 +146,8 @@ def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPat
         SamplingParams(temperature=0.0, max_tokens=12, min_tokens=9, stop_token_ids=greedy[2:4], logprobs=0),
         SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=list(range(320))),  # fails at once
         SamplingParams(temperature=0.7, max_tokens=30),  # a seed from its number
+        SamplingParams(temperature=0.0, max_tokens=30, repetition_penalty=1.4, frequency_penalty=0.3, ignore_eos=True),
+        SamplingParams(temperature=0.9, max_tokens=30, presence_penalty=1.5, bad_words=["ee", "at", "x"], seed=2),
     ]
     prompts = [PROMPTS[0]] * len(params)
 

@@ -124,6 +124,13 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
     assert bool((out == 1.5).all())
 
 
+def test_plain_sums(device: str) -> None:
+    """Without weights, as rows come back from other ranks; a token that went nowhere is zero."""
+    y = torch.tensor([[1.0, 2.0], [4.0, 8.0], [float("nan")] * 2], device=device)
+    places = torch.tensor([[1, -1, 0], [-1, -1, -1], [-1, 1, -1]], dtype=torch.int32, device=device)
+    assert combine(y, places).tolist() == [[5.0, 10.0], [0.0, 0.0], [4.0, 8.0]]
+
+
 def test_bad_sums() -> None:
     y, places, weights = torch.ones(4, 3), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"places \(2, 2\), weights \(2, 1\) do not fit"):

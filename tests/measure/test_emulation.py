@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.checkpoint import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.links import Links
@@ -239,6 +240,54 @@ def test_a_watched_step_knows_its_collectives(emulated: LLM) -> None:
     communication = one.communication(Links())
     assert 0 < communication.stalled_seconds <= communication.seconds
     assert all(group.log is None for group in emulated.engine.mesh.groups)
+
+
+def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
+    """Of DeepSeek-V3.2's sizes: 656 + 132 bytes a row, padded to 800, where bfloat16 takes 1,408."""
+    small = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "vocab_size": 128,
+        "index_n_heads": 4,
+        "index_topk": 16,
+    }
+    raw = {k: v for k, v in released_config("deepseek_v32").items() if k != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(raw | small))
+    gathered = {}
+    for caches in ("auto", "fp8"):
+        options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": caches, "load_format": "dummy"}
+        parallel = EmulatedConfig(emulate_world=4)
+        llm = LLM(tmp_path, device="cpu", max_model_len=256, parallel=parallel, progress=False, **options)
+        follow_steps(llm.engine)
+        with watched(llm.engine) as one:
+            assert bool(torch.isfinite(llm.engine.prefill([i % 100 for i in range(200)])).all())
+        assert one.log is not None
+        gathered[caches] = {c.sent for c in one.log.collectives if c.asynchronous}
+    # Each rank sends the rows of its 50 tokens to each of the three others.
+    assert gathered == {"auto": {(0, *[50 * 1408] * 3)}, "fp8": {(0, *[50 * 800] * 3)}}
+
+
+def test_copies_of_fp8_cache_rows_have_scales_of_their_own() -> None:
+    """Equal keys would make equal scores; the rest of a row is as it was."""
+    group = EmulatedGroup((0, 1, 2), 1, None, scale_at=8)
+    rows = torch.zeros(5, 16, dtype=torch.uint8)
+    rows[:, :8] = torch.arange(40).view(5, 8)
+    rows[:, 8:12] = torch.arange(1, 6, dtype=torch.float32)[:, None].view(torch.uint8)
+    got = group.all_gather(rows)
+    assert torch.equal(got[:, :8], rows[:, :8].repeat(3, 1)) and not got[:, 12:].any()
+    assert torch.equal(got[5:10], rows)
+    scales = got[:, 8:12].contiguous().view(torch.float32)
+    assert len(scales.unique()) == 15 and bool((scales > 0).all())
+    latents = torch.ones(2, 8, dtype=torch.uint8)  # of a layer without index keys
+    assert torch.equal(group.all_gather(latents), torch.ones(6, 8, dtype=torch.uint8))
 
 
 def test_prefill_of_an_emulated_rank(emulated: LLM) -> None:

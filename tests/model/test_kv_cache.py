@@ -51,6 +51,9 @@ def test_everybody_counts_the_same_bytes(
     dsa_engine_command(["info", str(tmp_path), "--memory", "1GB", "--json", str(report)])
     assert "cache per token" in capsys.readouterr().out
     printed = {row["dtype"]: row["cache_bytes_per_token"] for row in json.loads(report.read_text())["per_dtype"]}
+    for row in json.loads(report.read_text())["per_dtype"]:
+        tokens, left = row["tokens_that_fit_in_fp8_caches"], max(0, 10**9 - row["weight_bytes"])
+        assert tokens * printed["float8_e4m3fn"] <= left < (tokens + 1) * printed["float8_e4m3fn"]
     config = ModelConfig.from_dict(raw(rank, rope, dim))
     for dtype in (torch.float32, torch.bfloat16, FP8):
         cache = make(rank, rope, dim, dtype)
@@ -73,6 +76,7 @@ def test_a_rank_that_fp8_has_no_rows_for(tmp_path: Path, capsys: pytest.CaptureF
     dsa_engine_command(["info", str(tmp_path), "--memory", "1GB", "--json", str(tmp_path / "info.json")])
     assert "no such format" in capsys.readouterr().out
     printed = {r["dtype"]: r for r in json.loads((tmp_path / "info.json").read_text())["per_dtype"]}
+    assert {r["tokens_that_fit_in_fp8_caches"] for r in printed.values()} == {None}
     assert printed["float8_e4m3fn"]["cache_bytes_per_token"] is printed["float8_e4m3fn"]["tokens_that_fit"] is None
     assert printed["bfloat16"]["cache_bytes_per_token"] == 4 * (80 + 16) * 2
 

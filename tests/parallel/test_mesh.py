@@ -32,10 +32,10 @@ CPU = torch.device("cpu")
         ({"tp_size": "2"}, "tp_size must be a positive integer, not '2'"),
         ({"moe_dispatch": "deepep"}, "moe_dispatch must be one of all_to_all, all_gather, not 'deepep'"),
         ({"cp_layout": "zigzag"}, "cp_layout must be one of head_tail, contiguous, not 'zigzag'"),
-        ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
-        ({"timeout": float("nan")}, "timeout must be a positive number of seconds, not nan"),
-        ({"timeout": float("inf")}, "timeout must be a positive number of seconds, not inf"),
-        ({"timeout": "10"}, "timeout must be a positive number of seconds, not '10'"),
+        ({"timeout": 0}, "timeout must be a finite number above 0 (seconds), not 0"),
+        ({"timeout": float("nan")}, "timeout must be a finite number above 0 (seconds), not nan"),
+        ({"timeout": float("inf")}, "timeout must be a finite number above 0 (seconds), not inf"),
+        ({"timeout": "10"}, "timeout must be a finite number above 0 (seconds), not '10'"),
     ],
 )
 def test_parallel_config_refuses(keys: dict[str, Any], message: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.mesh import choose_device
+from dsa_engine.parallel.value_checks import integer, is_integer, is_number
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,9 @@ class EmulatedConfig(ParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("emulate_world", "machine_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+            integer(least=1)(name, getattr(self, name))
         rank, world, loads = self.emulate_rank, self.emulate_world, self.expert_loads
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
+        if not is_integer(rank) or not 0 <= rank < world:
             raise ValueError(
                 f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {world}, not {rank!r}"
             )
@@ -45,14 +44,12 @@ class EmulatedConfig(ParallelConfig):
             return
         if world < 2:
             raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
-        numbers = isinstance(loads, (tuple, list)) and all(
-            isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf for x in loads
-        )
+        numbers = isinstance(loads, (tuple, list)) and all(is_number(x) and x >= 0 for x in loads)
         if not numbers or not any(loads):
             raise ValueError(f"expert_loads must be numbers of at least 0, and one above it, not {loads!r:.80}")
         object.__setattr__(self, "expert_loads", tuple(loads))
 
-    def create_mesh(self, device: str = "auto") -> EmulatedMesh:
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> EmulatedMesh:
         """The mesh of the emulated rank; ``ValueError`` in a world that is there, and as :meth:`Mesh.create`."""
         if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(

@@ -8,7 +8,7 @@ from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.stage_timer import EMULATION
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.expert_parallel import Dispatched, ExpertParallel
+from dsa_engine.parallel.expert_parallel import Arrivals, Dispatched, ExpertParallel
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 
@@ -46,7 +46,8 @@ class EmulatedExpertParallel(AssignedExpertParallel):
                 arrived, _ = self.assigned.arriving()
         return here._replace(experts=arrived)
 
-    def exchange_counts(self, counts: torch.Tensor) -> list[int]:
-        super().exchange_counts(counts)
+    def exchange_counts(self, sent: torch.Tensor) -> Arrivals:
+        made_up = super().exchange_counts(sent)
         with stage(EMULATION):
-            return self.assigned.arriving()[1]
+            choices, receive = self.assigned.arriving()
+            return Arrivals(made_up.send, receive, int((choices >= 0).sum()))

@@ -26,8 +26,12 @@ class EmulatedGroup(Group):
     """A group of which only ``ranks[index]`` exists. Its collectives return this rank's rows for everybody's.
 
     The work of making them up is a stage of its own: it is no part of what the rank computes.
+
+    Attributes:
+        scale_at: of gathered FP8 cache rows, the byte at which the scale of the index key begins.
     """
 
+    scale_at: int | None = None
     _factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -40,6 +44,9 @@ class EmulatedGroup(Group):
                 gathered = (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
             else:
                 gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
+            if rows.dtype == torch.uint8 and self.scale_at is not None and self.scale_at < rows.shape[1]:
+                scales = gathered[:, self.scale_at : self.scale_at + 4].view(torch.float32)
+                scales.view(self.size, -1).mul_(self._factors_for(scales)[:, None])
             if rows.dtype == torch.int64:
                 gathered.clamp_(min=0)  # below 0 are codes of errors; what is made up here is none, and no token id
         return lambda: gathered

@@ -20,7 +20,6 @@ Nobody else is on the links, all ranks begin at once, and a machine's adapters a
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.parallel.collective_log import Collective
+from dsa_engine.parallel.value_checks import integer, is_number
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Links:
         if "start_us" in values:
             values["start_us"] = _figure("start_us", values["start_us"])
         size = values.get("machine_size", 1)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"machine_size must be a positive integer, not {size!r}")
+        integer(least=1)("machine_size", size)
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
@@ -164,7 +163,6 @@ def _figure(name: str, value: object) -> object:
             raise ValueError(f"{name} must be a text, not {value!r}")
         return value
     positive = name.endswith("bandwidth_gb_s")
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (positive and value == 0):  # type: ignore[operator]
+    if not is_number(value) or value < 0 or (positive and value == 0):  # type: ignore[operator]
         raise ValueError(f"{name} must be a number {'above 0' if positive else 'of at least 0'}, not {value!r}")
     return value

@@ -56,7 +56,7 @@ class EmulatedMesh(Mesh):
 
 def follow_steps(engine: Engine) -> None:
     """Lets an emulated rank know of every step how many tokens the other ranks have, and of which groups of experts the
-    model's router chooses; nothing where no rank is emulated.
+    model's router chooses, and where FP8 cache rows have their scales; nothing where no rank is emulated.
 
     An engine that is not followed is one in which all ranks have as many tokens as this one.
     """
@@ -65,4 +65,7 @@ def follow_steps(engine: Engine) -> None:
         return
     for assigned in mesh.assigned:
         assigned.limit(engine.config.n_group, engine.config.topk_group)
+    stored = engine.cache.format
+    if stored.fp8 and stored.index_key is not None and isinstance(mesh.cp, EmulatedGroup):
+        mesh.cp.scale_at = stored.latent.columns + stored.index_key.dim
     engine.runner.observers.append(mesh.begin_step)

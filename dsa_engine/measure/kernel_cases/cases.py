@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dsa_engine.measure.kernel_cases import cases_attention, cases_int, cases_moe, cases_rows
+from dsa_engine.measure.kernel_cases import cases_attention, cases_fp8_cache, cases_int, cases_moe, cases_rows
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 
@@ -23,6 +23,7 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[Case]]] = {
     "norms": cases_rows.norms,
     "prologs": cases_rows.prologs,
     "fp8": cases_rows.fp8,
+    "fp8_cache": cases_fp8_cache.fp8_cache,
 }
 
 

@@ -1,0 +1,86 @@
+"""``dsa-engine chat``: a conversation on a terminal, through the model's chat template."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+from typing import Any
+
+from dsa_engine.arguments import add_engine_arguments, llm_from
+from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
+from dsa_engine.llm import LLM
+from dsa_engine.parallel.launch_environment import several_processes
+from dsa_engine.sampling_params import SamplingParams
+
+_HELP = "/new begins another conversation; Ctrl-C stops an answer, Ctrl-D (or /exit) ends"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin every conversation with")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run_chat(args: argparse.Namespace) -> None:
+    """Reads a line, answers, and keeps both, until the input ends.
+
+    Raises:
+        ValueError: several processes, an option is not possible, or the model has no chat template.
+    """
+    if several_processes():
+        raise ValueError(
+            "chat reads one keyboard and runs in one process; under torchrun use dsa-engine generate --chat"
+        )
+    params = sampling_params(args)
+    llm = llm_from(args)
+    beginning = [{"role": "system", "content": args.system}] if args.system else []
+    llm.tokenizer.chat([*beginning, {"role": "user", "content": "Hello"}])  # that there is a template
+    asks = sys.stdin.isatty()
+    if asks:
+        print(f"{_HELP}.", file=sys.stderr)
+    conversation = [*beginning]
+    while (text := _line(asks)) is not None:
+        if text == "/exit":
+            return
+        if text == "/new":
+            conversation = [*beginning]
+        elif text:
+            asked = [*conversation, {"role": "user", "content": text}]
+            answer = _answer(llm, asked, params)
+            if answer is not None:
+                conversation = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _line(asks: bool) -> str | None:
+    """The next line; None where there is none."""
+    while True:
+        try:
+            return input("> " if asks else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if not asks:
+                raise
+            print(f"\n{_HELP}.", file=sys.stderr)
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
+    """Prints the answer as it comes. None: there is none to keep; what was asked is forgotten too."""
+    parts: list[str] = []
+    try:
+        stream: Any = llm.stream(llm.tokenizer.chat(messages), params)
+        with closing(stream) as pieces:
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+                parts.append(piece.text)
+                if piece.error:
+                    print(f"\nerror: {piece.error}", file=sys.stderr)
+                    return None
+    except ValueError as error:  # the conversation has become too long, or the template refuses it
+        print(f"error: {error}; /new begins another conversation", file=sys.stderr)
+        return None
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    print(flush=True)
+    return "".join(parts)

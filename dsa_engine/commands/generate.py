@@ -1,0 +1,64 @@
+"""``dsa-engine generate``: goes on from a prompt and prints the text as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
+from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="the text to go on from; '-' reads it from standard input")
+    prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to go on from")
+    prompt.add_argument(
+        "--prompt-ids",
+        type=_token_ids,
+        metavar="IDS",
+        help="token ids such as 0,51,17 to go on from; a folder without a tokenizer will do, and ids are printed then",
+    )
+    parser.add_argument("--chat", action="store_true", help="send the prompt through the model's chat template")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """Prints the pieces of the output, on rank 0; exit status 1 where the request ends with an error.
+
+    Raises:
+        ValueError, OSError: an option, the prompt or a file is not possible.
+    """
+    if args.chat and args.prompt_ids is not None:
+        raise ValueError("--chat takes a text; give --prompt or --prompt-file with it, not --prompt-ids")
+    text = ""
+    if args.prompt_file:
+        text = read_text(args.prompt_file)
+    elif args.prompt is not None:
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = sampling_params(args)
+    llm = llm_from(args)
+    prompt = text if args.prompt_ids is None else args.prompt_ids
+    if args.chat:
+        prompt = llm.tokenizer.chat([{"role": "user", "content": text}])
+    first, texts = llm.engine.mesh.rank == 0, llm.has_tokenizer
+    error = None
+    for piece in llm.stream(prompt, params):
+        if first:
+            shown = piece.text if texts else "".join(f"{token} " for token in piece.token_ids)
+            print(shown, end="", flush=True)
+        error = piece.error
+    if first:
+        print()
+        if error:
+            print(f"error: {error}", file=sys.stderr)
+    if error:
+        sys.exit(1)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"give token ids separated by commas, such as 0,51,17, not {text!r}") from None

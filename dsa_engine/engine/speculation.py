@@ -1,0 +1,236 @@
+"""Speculative decoding with an MTP module: drafts, and what the model makes of them.
+
+One step of a request whose tokens are t_0 … t_{n-1}, the last of them not computed yet, with drafts d_1 … d_k of the
+tokens behind:
+
+1. The model computes 1 + k rows, of t_{n-1}, d_1 … d_k. The sampler chooses a token after each, s_0 … s_k, as it would
+   have done one row at a time: the row of d_j sees the drafts before it, and its token is drawn with the random numbers
+   of its own position.
+2. A draft is *accepted* while it equals the token in its place: d_1 = s_0, d_2 = s_1, … The request goes on by the a
+   drafts that are, and by s_a. So it gets the tokens that it would have got without drafts.
+3. The module runs over the same rows with the model's hidden states and the tokens s_0 … s_k behind them, and drafts
+   the token behind s_a. What it computes for the rows behind is void, and so are the model's cache rows of drafts that
+   were not accepted: the next step writes them again, and nothing before that sees them.
+4. In eagle mode the module goes on alone, a row at a time, from its own hidden state and its last draft. Its cache rows
+   of these are void too.
+
+So the caches of model and module hold the same positions, and one ``num_computed_tokens`` serves both. A step of
+prefill is the same with rows of a prompt: only 3 and 4 follow, and under context parallelism they run on the ranks
+that have the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.engine.batch import StepPlan, build_batch, known_ids, plans_of
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.padded_drafts import PaddedDrafts
+from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.sampler import Samples
+from dsa_engine.kernels.transfer import download, upload
+from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.model import Model
+from dsa_engine.parallel import Mesh
+
+NO_DRAFT = -3  # equals no token and no code of an error
+
+
+class _Drafting(NamedTuple):
+    """A request for which drafts are made."""
+
+    request: Request
+    rank: int  # that has its rows of logits
+    length: int  # its tokens, those of this step included
+    wanted: int  # drafts that it can use
+
+
+class Drafter:
+    """Runs the MTP module behind every step of the model.
+
+    Args:
+        model, cache, mesh: of the engine.
+        plan: makes the plan of a step from its chunks.
+
+    Attributes:
+        assume: decides, in place of the tokens, how many of a request's drafts are accepted; for measuring where
+            tokens mean nothing.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, plan: Callable[[list[Chunk]], StepPlan]):
+        self._model = model
+        self._cache = cache
+        self._mesh = mesh
+        self._plan = plan
+        self._static = PaddedDrafts(model, cache, mesh)
+        self.assume: Callable[[Request], int] | None = None
+
+    def draft(
+        self,
+        step: StepPlan,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        samples: Samples,
+        count: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> Samples:
+        """Finds what was accepted, and drafts the tokens behind; every rank takes part.
+
+        Args:
+            step, batch: of the step that the model has computed.
+            hidden: its normed hidden states ``[T, hidden]``.
+            samples: what was sampled from it.
+            count: drafts of every request.
+            graphs: run the passes of a padded step.
+        """
+        ids = [p.next_token_ids(batch.tp_rows, samples.indices) for p in plans_of(step, self._mesh.tp)]
+        shifted = known_ids(torch.tensor(ids, dtype=torch.int64), samples.tokens, self._mesh.device)
+        if step.bucket is not None and graphs is not None and samples.indices:
+            return self._padded(step, batch, hidden, samples, shifted, count, graphs)
+        passed_on = self._model.draft(0, hidden, replace(batch, input_ids=shifted), self._cache)
+        if not samples.indices:
+            return samples
+        accepted = self._accepted(samples)
+        mine = [i for i, rank in enumerate(_ranks(step, samples)) if rank == self._mesh.rank]
+        # Each request's last row: of its rows of logits, the one behind its accepted drafts.
+        first = self._indices([list(samples.indices.values())[i].start for i in mine])
+        most = max(len(p.logits_rows) for p in step.ranks)
+        rows = upload(step.ranks[self._mesh.rank].rows_with_logits, hidden.device)
+        last = rows[first - self._mesh.rank * most + accepted[self._indices(mine)]]
+        known = accepted.tolist()  # which rows the next pass has depends on it
+        drafting = [
+            _Drafting(request, rank, len(request) + kept + 1, _wanted(count, _room(request), kept))
+            for request, rank, kept in zip(samples.indices, _ranks(step, samples), known, strict=True)
+        ]
+        drafts = self._chain(drafting, passed_on[last], count)
+        return replace(samples, verified=lambda: list(zip(known, drafts(), strict=True)))
+
+    def _padded(
+        self,
+        step: StepPlan,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        samples: Samples,
+        input_ids: torch.Tensor,
+        count: int,
+        graphs: DecodeGraphs,
+    ) -> Samples:
+        """The same in static shapes: the host does not wait for what was accepted."""
+        assert step.bucket is not None
+        accepted = self._accepted(samples)
+        order = {request: i for i, request in enumerate(samples.indices)}
+        drafts = download(self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs))
+        known = download(accepted)
+        places = {
+            chunk.request: rank * step.bucket.requests + i
+            for rank, plan in enumerate(step.ranks)
+            for i, chunk in enumerate(plan.chunks)
+        }
+        rooms = [_room(request) for request in samples.indices]
+
+        def verified() -> list[tuple[int, list[int]]]:
+            rows, found = drafts(), []
+            for request, kept, room in zip(samples.indices, known(), rooms, strict=True):
+                found.append((kept, rows[places[request]][: _wanted(count, room, kept)]))
+            return found
+
+        return replace(samples, verified=verified)
+
+    def _chain(self, drafting: list[_Drafting], hidden: torch.Tensor, count: int) -> Callable[[], list[list[int]]]:
+        """Drafts for every request; ``hidden`` are the module's states of this rank's, in their order."""
+        mesh, ranks = self._mesh, [one.rank for one in drafting]
+        mine = [one for one in drafting if one.rank == mesh.rank]
+        tokens = self._most_likely(hidden, ranks)
+        drafts, active = [tokens], list(range(len(mine)))
+        for number in range(1, count):
+            going_on = [one for one in drafting if one.wanted > number]
+            if not going_on:
+                break
+            still = [i for i, place in enumerate(active) if mine[place].wanted > number]
+            active = [active[i] for i in still]
+            kept = self._indices(still)
+            hidden = self._next(going_on, hidden[kept], tokens[kept], number)
+            tokens = self._most_likely(hidden, [one.rank for one in going_on])
+            drafts.append(tokens.new_zeros(len(mine)).index_copy_(0, self._indices(active), tokens))
+        most = max(ranks.count(rank) for rank in set(ranks))
+        table = torch.stack(drafts, dim=1)
+        everybodys = download(mesh.world.all_gather(F.pad(table, (0, 0, 0, most - len(mine)))))
+
+        def read() -> list[list[int]]:
+            table, seen, found = everybodys(), [0] * mesh.world_size, []
+            for one in drafting:
+                found.append(table[one.rank * most + seen[one.rank]][: one.wanted])
+                seen[one.rank] += 1
+            return found
+
+        return read
+
+    def _next(self, drafting: list[_Drafting], hidden: torch.Tensor, tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """The module's row behind draft ``number``, of every request.
+
+        Args:
+            hidden: ``[requests of this rank, hidden]``, what the module passed on from the row before.
+            tokens: that draft, ``[requests of this rank]``.
+        """
+        mesh = self._mesh
+        step = self._plan(
+            [Chunk(one.request, one.length - 2 + number, 1, range(one.rank, one.rank + 1), 1) for one in drafting]
+        )
+        rows = upload(step.ranks[mesh.rank].rows_with_logits, hidden.device)
+        tp_rows = max(1, *(p.rows for p in plans_of(step, mesh.tp)))
+        ids = tokens.new_zeros(tp_rows).index_copy_(0, rows, tokens)
+        input_ids = mesh.tp.all_gather(ids).view(-1, tp_rows)
+        batch = build_batch(step, self._model.config, mesh, self._cache.page_size, None, input_ids=input_ids)
+        ordered = torch.empty_like(hidden).index_copy_(0, rows, hidden)
+        return self._model.draft(0, ordered, batch, self._cache)[rows]
+
+    def _most_likely(self, hidden: torch.Tensor, ranks: list[int]) -> torch.Tensor:
+        """int64 ``[n]`` tokens of this rank's states ``[n, hidden]``; ``ranks`` of everybody's requests."""
+        most = max(ranks.count(rank) for rank in self._mesh.tp.ranks)
+        if most == 0:
+            return torch.empty(0, dtype=torch.int64, device=hidden.device)
+        return self._model.own_logits(hidden, most).argmax(dim=-1)
+
+    def _accepted(self, samples: Samples) -> torch.Tensor:
+        if self.assume is None:
+            return count_accepted(samples)
+        return self._indices([min(len(request.drafts), self.assume(request)) for request in samples.indices])
+
+    def _indices(self, numbers: list[int]) -> torch.Tensor:
+        return upload(torch.tensor(numbers, dtype=torch.int64), self._mesh.device)
+
+
+def count_accepted(samples: Samples) -> torch.Tensor:
+    """How many of its drafts each request of a step keeps: int64 ``[requests]``, on the device."""
+    width = max(map(len, samples.indices.values()))
+    rows, drafts = [], []
+    for request, indices in samples.indices.items():
+        padding = width - len(indices)
+        rows.append([*indices, *[indices.start] * padding])
+        drafts.append(request.drafts[: len(indices) - 1] + [NO_DRAFT] * padding)
+    device = samples.tokens.device
+    sampled = samples.tokens[upload(torch.tensor(rows), device)]
+    guessed = upload(torch.tensor(drafts, dtype=torch.int64).view(len(rows), width - 1), device)
+    return (sampled[:, :-1] == guessed).long().cumprod(dim=1).sum(dim=1)
+
+
+def _room(request: Request) -> int:
+    """Tokens that it may still get."""
+    return request.max_tokens - request.num_output_tokens
+
+
+def _wanted(count: int, room: int, accepted: int) -> int:
+    """Drafts that a request can use: its last token is not drafted, nothing would be gained."""
+    return max(0, min(count, room - accepted - 2))
+
+
+def _ranks(step: StepPlan, samples: Samples) -> list[int]:
+    """The rank that has the rows of logits, of every request that is sampled."""
+    of = {request: rank for rank, plan in enumerate(step.ranks) for _, request in plan.logits_rows}
+    return [of[request] for request in samples.indices]

@@ -1,0 +1,95 @@
+"""The other ranks of a fake device's world: collectives that allocate what they would return, and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dsa_engine.measure.fake_cuda.device import FakeDevice, Launch
+from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.expert_parallel import Arrivals, ExpertParallel
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.mesh import choose_device
+from dsa_engine.parallel.placement import ExpertPlacement
+
+
+@dataclass(frozen=True)
+class FakeConfig(ParallelConfig):
+    """One rank of a world on a :class:`~.device.FakeDevice`.
+
+    Attributes:
+        device: the device of this rank.
+        world: number of ranks.
+        skew: how many times the tokens of a balanced routing reach this rank's experts in an all-to-all.
+    """
+
+    device: FakeDevice | None = None
+    world: int = 1
+    skew: float = 1.0
+
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> FakeMesh:
+        return FakeMesh(self, 0, self.world, choose_device(device))
+
+
+class FakeMesh(Mesh):
+    """A mesh of which only rank 0 exists."""
+
+    config: FakeConfig
+
+    def exchange(self, value: int) -> list[int]:
+        return [value] * self.world_size
+
+    def _group(self, size: int) -> FakeGroup:
+        return FakeGroup(tuple(range(size)), 0, None, device=self.config.device)
+
+    def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
+        parallel = FakeExpertParallel(self.ep, placement)
+        parallel.skew = self.config.skew
+        return parallel
+
+
+@dataclass
+class FakeGroup(Group):
+    """A group of which only rank 0 exists."""
+
+    device: FakeDevice | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def _launched(self, name: str, *shape: int, like: torch.Tensor) -> torch.Tensor:
+        assert self.device is not None
+        if like.is_cuda:
+            self.device.launches.append(Launch("collective", name))
+        return like.new_empty(*shape)
+
+    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        gathered = self._launched("all_gather", self.size * rows.shape[0], *rows.shape[1:], like=rows)
+        return lambda: gathered
+
+    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._launched("reduce_scatter", rows.shape[0] // self.size, *rows.shape[1:], like=rows)
+
+    def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
+        count = rows.shape[0] if receive is None else sum(receive)
+        return self._launched("all_to_all", count, *rows.shape[1:], like=rows)
+
+
+class FakeExpertParallel(ExpertParallel):
+    """Routing that sends each token to as many ranks as it can, and equally many to all; ``skew`` times as many come to
+    this one."""
+
+    skew = 1.0
+
+    def exchange_counts(self, sent: torch.Tensor) -> Arrivals:
+        super().exchange_counts(sent)
+        total, size = self.choices, self.group.size
+        send = [total // size] * size
+        return Arrivals(send, [int(self.skew * n) for n in send], int(self.skew * total))
+
+    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
+        self.choices = experts.numel()
+        return super().to_physical(experts)

@@ -1,0 +1,58 @@
+"""Finds the folder of a model: a path, a hub id in the local Hugging Face cache, or a demo model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from dsa_engine.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_model(model: str | Path) -> Path:
+    """The folder of a model; nothing is ever downloaded.
+
+    Args:
+        model: a Hugging Face folder; a hub id (``deepseek-ai/DeepSeek-V3.2-Exp``), looked up in the local cache;
+            "demo", which comes with the package; or "demo-random", which is made on first use.
+
+    Raises:
+        CheckpointError: a file was given, or a hub id that is not in the cache; the text says what to do.
+    """
+    name = str(model)
+    if name in ("demo", "demo-random"):
+        from dsa_engine.demo import demo_folder, trained_folder  # only who asks for a demo model pays for making it
+
+        return trained_folder() if name == "demo" else demo_folder()
+    path = Path(model).expanduser()
+    if path.is_file():
+        raise CheckpointError(_about_a_file(path))
+    if path.is_dir() or not _HUB_ID.fullmatch(name):
+        return path  # where there is no such folder, reading config.json says so
+    return _in_hub_cache(name)
+
+
+def _about_a_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        original = "the folder of the original checkpoint (config.json and *.safetensors)"
+        return f"{path} is a GGUF file, which is not read here; give {original}"
+    return f"{path} is a file; give the folder that it lies in: {path.parent}"
+
+
+def _in_hub_cache(hub_id: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(hub_id, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"no such model folder: {hub_id}, and the Hugging Face cache ({constants.HF_HUB_CACHE}) does not have it; "
+            f"give the path of a folder, or get the model first: hf download {hub_id}"
+        ) from error
+    logger.info("%s is %s", hub_id, folder)
+    return folder

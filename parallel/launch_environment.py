@@ -1,0 +1,39 @@
+"""What the launcher (``torchrun``) says in the environment of each process: its rank, and where the run's store is."""
+
+from __future__ import annotations
+
+import os
+
+
+def launched_rank() -> tuple[int, int]:
+    """Rank of this process and number of processes; (0, 1) where nobody has launched several.
+
+    Raises:
+        ValueError: the environment names no rank of a run.
+    """
+    size = _number("WORLD_SIZE", "1", 1, "a positive integer")
+    return _number("RANK", "0", 0, f"an integer from 0 to {size - 1}, as WORLD_SIZE is {size}", size), size
+
+
+def several_processes() -> bool:
+    """Whether this is one process of several; False where the environment makes no sense (:func:`launched_rank`)."""
+    try:
+        return launched_rank()[1] > 1
+    except ValueError:
+        return False
+
+
+def launched_store() -> bool:
+    """Whether the launcher keeps the store of the run: it is there before any rank has begun."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _number(name: str, default: str, least: int, allowed: str, end: int | None = None) -> int:
+    text = os.environ.get(name, default)
+    value = int(text) if text.isascii() and text.isdigit() else least - 1
+    if value < least or (end is not None and value >= end):
+        raise ValueError(
+            f"{name} in the environment must be {allowed}, not {text!r}; start several processes with torchrun, which "
+            "sets it, or unset it to run one"
+        )
+    return value

@@ -1,0 +1,22 @@
+"""Requests that arrive over time: throughput, TTFT, TPOT, ITL, E2EL and goodput of the engine in this process.
+
+[torchrun --nproc-per-node N] scripts/bench_serve.py --request-rate 4 --num-prompts 100 [--max-concurrency 16]
+
+Options and fields are named as in `vllm bench serve`. The first figure to read is request throughput beside the rate
+that was asked for: where it is lower, the engine was saturated, and TTFT grows with the number of requests.
+"""
+
+from __future__ import annotations
+
+from dsa_engine.arguments import argument_parser, run
+from dsa_engine.measure.serving_command import add_arguments, run_serving
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    add_arguments(parser)
+    run_serving(parser.parse_args())
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,155 @@
+"""Tokens with drafts are those without, on 1, 2 and 4 ranks, whatever is accepted and however the work is divided.
+
+Drafts are scripted: as many are right as the length of the request says, so that every count is accepted at some time.
+The module's own drafts are kept: they must be those of a single process that computes each prompt in one step and
+accepts nothing, at every length, so that its caches are right too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.checkpoint import write_random_checkpoint
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 204,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "float32",
+    "routed_scaling_factor": 2.5,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": SIZES | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 12},
+    "glm_moe_dsa": SIZES
+    | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 12, "indexer_types": ["full", "shared"]},
+    "deepseek_v3": SIZES,
+}
+LENGTHS = (1, 3, 15, 16, 17, 75, 40)  # of prompts: shorter than index_topk, around it, beyond it
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 22, "ignore_eos": True}
+# What a token costs depends on the tokens before it, drafts included.
+PENALISED = GREEDY | {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3, "min_tokens": 20}
+OPTIONS = {"device": "cpu", "max_model_len": 128, "page_size": 4, "cache_memory": "4MiB", "progress": False}
+
+
+def case(model: str, drafts: int, name: str, parallel: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    options = OPTIONS | options | {"speculative_config": {"num_speculative_tokens": drafts}}
+    described = {"name": f"{model} {drafts} {name}", "model": model, "parallel": parallel or {}, "options": options}
+    return described | {"preempts": "preempted" in name}
+
+
+def divided(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
+    return {"cp_size": cp, "tp_size": tp, "moe_dispatch": dispatch, "decode_dispatch": dispatch}
+
+
+CHUNKED = {"max_num_batched_tokens": 7, "max_prefill_share": 1.0}
+SHARED = {"max_num_batched_tokens": 16}
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        case(model, drafts, name, **options)
+        for name, options in {"whole": {}, "chunked": CHUNKED, "preempted": SHARED}.items()
+        for model, drafts in (
+            ("deepseek_v32", 1),
+            ("deepseek_v32", 2),
+            ("deepseek_v32", 7),
+            ("glm_moe_dsa", 3),
+            ("deepseek_v3", 3),
+        )
+    ],
+    2: [
+        *(
+            case("deepseek_v32", 1 + tp, f"tp{tp} {dispatch}", divided(2, tp, dispatch))
+            for tp in (1, 2)
+            for dispatch in ("all_to_all", "all_gather")
+        ),
+        case("deepseek_v32", 1, "chunked", divided(2, 1, "all_gather"), **CHUNKED),
+        case("deepseek_v32", 2, "preempted", divided(2, 1, "all_to_all"), **SHARED),
+        case("deepseek_v32", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
+        case("glm_moe_dsa", 3, "chunked", divided(2, 2, "all_to_all"), **CHUNKED),
+        case("deepseek_v3", 3, "groups", divided(1, 1, "all_to_all")),
+    ],
+    4: [
+        case("deepseek_v32", 3, "tp2", divided(4, 2, "all_gather")),
+        case("deepseek_v32", 2, "tp4, chunked", divided(2, 4, "all_to_all"), **CHUNKED),
+        case("deepseek_v32", 7, "groups, preempted", divided(2, 1, "all_gather"), **SHARED),
+        case("glm_moe_dsa", 1, "groups", divided(1, 2, "all_to_all")),
+        case("deepseek_v3", 3, "chunked", divided(4, 1, "all_gather"), **CHUNKED),
+    ],
+}
+
+
+class Wanted:
+    """Of a model, what the worker is to run, and what must come of it."""
+
+    def __init__(self, folder: Path, model: str, generate: dict[str, Any], worker: ModuleType, base: dict[str, Any]):
+        write_random_checkpoint(folder, base | MODELS[model] | {"model_type": model}, fp8=False)
+        self.of_all: dict[str, Any] = {"folder": str(folder), "generate": [generate]}
+        plain = worker.run_case(self.of_all | {"options": OPTIONS})
+        self.tokens: list[list[int]] = plain["tokens"][0]
+        self.of_all["script"] = self.tokens
+        none_right = [[] for _ in self.tokens]
+        seven = case(model, 7, "wrong") | self.of_all | {"script": none_right}
+        found = worker.run_case(seven)
+        assert found["tokens"][0] == self.tokens
+        self.drafts = {key: drafts for key, (_, drafts) in found["drafts"].items()}
+
+
+@pytest.fixture(scope="module")
+def wanted(
+    worker: ModuleType, random_ids: Callable[..., list[int]], base_config: dict[str, Any], tmp_path_factory: Any
+) -> Callable[[str], Wanted]:
+    made: dict[str, Wanted] = {}
+    prompts = [random_ids(length, seed=length) for length in LENGTHS]
+    params = [(GREEDY, SAMPLED | {"seed": i}, PENALISED)[i % 3] for i in range(len(prompts))]
+    # Rows that see drafts: what depends on the tokens before counts them.
+    params[0] = params[0] | {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    params[1] = params[1] | {"presence_penalty": 0.7}
+
+    def get(model: str) -> Wanted:
+        if model not in made:
+            folder = tmp_path_factory.mktemp("mtp") / model
+            made[model] = Wanted(folder, model, {"prompts": prompts, "params": params}, worker, base_config)
+        return made[model]
+
+    return get
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_the_same_tokens(
+    world: int,
+    wanted: Callable[[str], Wanted],
+    torchrun: Callable[..., Any],
+    worker: ModuleType,
+    tmp_path: Path,
+) -> None:
+    cases = [described | wanted(described["model"]).of_all for described in CASES[world]]
+    if world == 1:
+        ranks = [{c["name"]: worker.run_case(c) for c in cases}]
+    else:
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        assert done.returncode == 0, done.stderr
+        ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+    for described in cases:
+        name, expected = described["name"], wanted(described["model"])
+        count = described["options"]["speculative_config"]["num_speculative_tokens"]
+        found = ranks[0][name]
+        assert found["tokens"][0] == expected.tokens, name
+        accepted = {number for number, _ in found["drafts"].values()}
+        assert accepted >= {0, count} and len(accepted) > count // 2, name
+        assert len(found["drafts"]) >= 20
+        for key, (_, drafts) in found["drafts"].items():
+            assert drafts[:count] == expected.drafts[key][:count], (name, key)
+        assert found["preemptions"] == 3 * described["preempts"], name
+        for other in (rank[name] for rank in ranks):
+            assert all(other[key] == found[key] for key in ("tokens", "drafts", "preemptions"))
+            assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0

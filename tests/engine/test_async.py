@@ -1,0 +1,151 @@
+"""Calls from event loops: together with those of threads, each with the tokens it would have got alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, CapacityError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_llm: Callable[..., LLM]) -> LLM:
+    return tiny_llm(160)
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    yield shared
+    scheduler = shared.engine.scheduler
+    for thread in threading.enumerate():
+        if thread.name == "dsa_engine steps":
+            thread.join()
+    assert not scheduler.has_work and not shared._calls.open
+    assert scheduler.free_pages == [shared.engine.cache.pages]
+
+
+async def streamed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list[int], str]:
+    tokens: list[int] = []
+    text = ""
+    async for piece in llm.astream(prompt, params):
+        tokens += piece.token_ids
+        text += piece.text
+    assert piece.finish_reason is not None
+    return tokens, text
+
+
+def test_many_tasks_and_threads_at_once(llm: LLM) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(4, 320) for _ in range(rng.choice([1, 5, 20]))] for _ in range(24)]
+    params = [
+        SamplingParams(max_tokens=rng.choice([1, 7, 20]), seed=n, ignore_eos=True, temperature=rng.choice([0.0, 0.8]))
+        for n in range(24)
+    ]
+    expected = llm.generate(prompts, params)
+    others: list[list[int]] = []
+
+    def in_a_thread() -> None:
+        others.extend(output.token_ids for output in llm.generate(prompts[:4], params[:4]))
+
+    async def everything() -> list[Any]:
+        return await asyncio.gather(
+            *(streamed(llm, prompts[n], params[n]) for n in range(12)),
+            *(llm.agenerate([prompts[n], prompts[n + 6]], [params[n], params[n + 6]]) for n in range(12, 18)),
+            asyncio.to_thread(in_a_thread),
+        )
+
+    found = asyncio.run(everything())
+    assert found[:12] == [(output.token_ids, output.text) for output in expected[:12]]
+    for n, outputs in enumerate(found[12:18], 12):
+        assert [o.token_ids for o in outputs] == [expected[n].token_ids, expected[n + 6].token_ids]
+    assert others == [output.token_ids for output in expected[:4]]
+    assert asyncio.run(llm.agenerate([])) == []
+
+
+def test_a_task_that_is_cancelled_and_a_stream_that_is_closed(llm: LLM) -> None:
+    wanted = llm.generate([[5, 6]], LONG)[0].token_ids
+
+    async def left() -> list[int]:
+        tokens: list[int] = []
+        async with aclosing(llm.astream([5, 6], LONG)) as pieces:
+            async for piece in pieces:
+                tokens += piece.token_ids
+                if len(tokens) > 5:
+                    return tokens
+        raise AssertionError
+
+    async def everything() -> None:
+        task = asyncio.create_task(llm.agenerate([[7, 8], [9]], LONG))
+        tokens = await left()
+        assert tokens == wanted[: len(tokens)]
+        assert any(request.prompt == [9] for call in llm._calls.open for request in call.requests)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not llm._calls.open
+        assert (await streamed(llm, [5, 6], LONG))[0] == wanted
+
+    asyncio.run(everything())
+
+
+def test_errors_come_to_whom_they_belong(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = llm.generate([[5, 6]], GREEDY)[0].token_ids
+    launch = llm.engine.runner.launch
+
+    def failing(plan: Any, *rest: Any) -> Any:
+        requests = [chunk.request for rank in plan.ranks for chunk in rank.chunks]
+        if any(request.prompt == [11] for request in requests):
+            raise RuntimeError("out of memory")
+        return launch(plan, *rest)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", failing)
+    monkeypatch.setattr(llm.engine.scheduler, "_max_num_seqs", 1)
+
+    async def everything() -> list[Any]:
+        return await asyncio.gather(
+            streamed(llm, [5, 6], GREEDY),
+            streamed(llm, [11], GREEDY),
+            llm.agenerate([[5, 6]], GREEDY),
+            llm.agenerate([[5, 6], [11]], GREEDY),
+            streamed(llm, [320], GREEDY),
+            llm.agenerate([[9] * 140], SamplingParams(max_tokens=60)),
+            return_exceptions=True,
+        )
+
+    found = asyncio.run(everything())
+    assert found[0][0] == wanted and found[2][0].token_ids == wanted
+    assert [type(found[n]) for n in (1, 3, 4, 5)] == [RuntimeError, RuntimeError, ValueError, CapacityError]
+    assert str(found[1]) == str(found[3]) == "out of memory"
+
+
+def test_the_loop_goes_on_meanwhile(llm: LLM) -> None:
+    async def everything() -> int:
+        turns = 0
+        task = asyncio.create_task(llm.agenerate([[5, 6]], LONG))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert len((await task)[0].token_ids) == 90
+        return turns
+
+    assert asyncio.run(everything()) > 90
+
+
+def test_a_loop_that_ends_leaves_nothing(llm: LLM) -> None:
+    """The request of a generator that nobody closes ends with its loop."""
+
+    async def begin() -> None:
+        pieces = llm.astream([5, 6], LONG)
+        await anext(pieces)
+
+    asyncio.run(begin())
+    llm._calls.new()

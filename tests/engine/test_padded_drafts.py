@@ -1,0 +1,80 @@
+"""Speculative decoding in padded steps of static shape, as CUDA graphs replay them: accepted counts stay on the device.
+
+On a GPU the graphs are captured. Under ``TRITON_INTERPRET=1`` the same padded steps run kernel by kernel; the
+references look at the batch on the host and cannot run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.request import Request
+from dsa_engine.kernels.launch import INTERPRETED
+
+CUDA = torch.cuda.is_available() and not INTERPRETED
+DRAFTS, COUNT = 2, 7
+
+
+@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("model_type", ["deepseek_v32", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_padded_steps_with_drafts(
+    model_type: str, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
+) -> None:
+    """Three requests in a bucket of four: one selects, one comes to it while it decodes, one sees few tokens. Drafts
+    that are made are those of the equations; those that are verified are right now and then."""
+    oracle = drafting_oracle(model_type, layers=1, **({"index_topk": 16} if model_type == "deepseek_v32" else {}))
+    prompts = [random_ids(19), random_ids(14, seed=1), random_ids(3, seed=2)]
+    llm = LLM(
+        oracle.folder,
+        device="cuda" if CUDA else "cpu",
+        dtype="float32",
+        max_model_len=64,
+        page_size=16,
+        cache_memory="2MiB",
+        enforce_eager=True,
+        progress=False,
+        speculative_config={"num_speculative_tokens": DRAFTS},
+    )
+    engine, ran = llm.engine, []
+    expected = {tuple(prompt): greedy(oracle, prompt) for prompt in prompts}
+
+    class Counted(DecodeGraphs):
+        def run(self, name: Hashable, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+            ran.append(name)
+            return super().run(name, function)
+
+    engine.runner._graphs = Counted(
+        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=32
+    )
+    original, accepted = engine.scheduler.verified, []
+
+    def verified(request: Request, drafts: list[int]) -> None:
+        accepted.append(len(request) - 1 - request.num_computed_tokens + len(request.drafts))
+        wanted = oracle.drafts([*request.prompt, *request.output], DRAFTS).argmax(dim=-1).tolist()
+        assert drafts == wanted[: COUNT - request.num_output_tokens - 1]
+        done = request.num_output_tokens
+        right = expected[tuple(request.prompt)][done : done + DRAFTS]
+        kept = (done + len(request.prompt)) % (DRAFTS + 1)
+        original(request, [token if i < kept else (token + 1) % 200 for i, token in enumerate(right)])
+
+    engine.scheduler.verified = verified  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == list(expected.values())
+    assert set(accepted) == set(range(DRAFTS + 1))
+    steps = [name for name in ran if not isinstance(name, tuple)]
+    assert len(steps) >= 3 and ran == [name for step in steps for name in (step, ("drafts", step))]
+    assert steps[0].requests == 4 and {step.rows_per_request for step in steps} == {1 + DRAFTS}
+
+
+@torch.no_grad()
+def greedy(oracle: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(COUNT):
+        tokens.append(int(oracle.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,165 @@
+"""Speculative decoding: drafts are those of the paper's equations, what a request asks for holds, bad input.
+
+That tokens are the same, whatever is accepted: tests/distributed/test_speculation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.request import Chunk
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=22, ignore_eos=True, seed=3)
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"index_topk": 16},
+    "glm_moe_dsa": {"index_topk": 16, "indexer_types": ["full", "shared", "full"]},
+    "deepseek_v3": {},
+}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 128,
+    "page_size": 4,
+    "cache_memory": "4MiB",
+    "progress": False,
+}
+
+
+def engine_of(folder: Path, drafts: int, **options: Any) -> LLM:
+    return LLM(
+        folder, **OPTIONS | {"speculative_config": {"num_speculative_tokens": drafts} if drafts else {}} | options
+    )
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_drafts_are_those_of_the_equations(
+    model_type: str,
+    drafting_oracle: Callable[..., Any],
+    assert_same_logits: Callable[..., None],
+    random_ids: Callable[..., list[int]],
+) -> None:
+    """Logits of every draft of a chain of 4, behind a prompt and behind verified rows, against float64."""
+    oracle = drafting_oracle(model_type, **MODELS[model_type])
+    llm = engine_of(oracle.folder, 4, max_num_batched_tokens=32)
+    engine, prompt = llm.engine, random_ids(75)
+    rows: list[torch.Tensor] = []
+    original = engine.model.own_logits
+
+    def kept(hidden: torch.Tensor, most: int) -> torch.Tensor:
+        rows.append(original(hidden, most))
+        return rows[-1]
+
+    engine.model.own_logits = kept  # type: ignore[method-assign]
+    request = engine.add(prompt, replace(GREEDY, max_tokens=12))
+    while not request.output:
+        engine.step()
+    chains = []
+    for _ in range(4):
+        assert len(rows) == 5 and len(request.drafts) == 4  # the model's rows, then a draft each
+        chains.append((torch.cat(rows[1:]), oracle.drafts([*prompt, *request.output], 4)))
+        assert request.drafts == chains[-1][1].argmax(dim=-1).tolist()
+        rows.clear()
+        engine.step()
+    ours, theirs = (torch.cat(part) for part in zip(*chains, strict=True))
+    assert_same_logits(ours, theirs.float(), what="of drafts")
+
+
+def write_predictable(folder: Path, source: Path) -> None:
+    """A model whose layers add nothing: the token behind t is t + 1. Its module adds nothing either, and says the same
+    of the token that it embeds."""
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("norm.weight") and "layernorm" not in name:
+            tensor.fill_(1.0)
+    hidden = tensors["model.embed_tokens.weight"].shape[1]
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, dims=0).contiguous()
+    layer = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    prefix = f"model.layers.{layer}."
+    tensors[prefix + "eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((source / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def predictable(drafting_oracle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predictable") / "model"
+    write_predictable(folder, drafting_oracle("deepseek_v32", index_topk=16).folder)
+    return folder
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_a_module_that_knows_is_always_right(drafts: int, predictable: Path) -> None:
+    llm = engine_of(predictable, drafts)
+    rows: list[int] = []
+    original = llm.engine.scheduler.computed
+
+    def computed(chunks: list[Chunk]) -> None:
+        rows.append(sum(chunk.num_logits for chunk in chunks))
+        original(chunks)
+
+    llm.engine.scheduler.computed = computed  # type: ignore[method-assign]
+    length = 1 + 4 * (drafts + 1)
+    output = llm.generate([[30, 31, 32] * 9], replace(GREEDY, max_tokens=length))[0]
+    assert output.token_ids == list(range(33, 33 + length))
+    assert rows == [1] + [drafts + 1] * 4
+
+
+def test_what_a_request_asks_for_holds_within_a_step(predictable: Path) -> None:
+    """Stop tokens and lengths inside a run of accepted drafts, tokens forbidden at first, log-probabilities."""
+    params = [
+        replace(GREEDY, stop_token_ids=[43]),
+        replace(SAMPLED, max_tokens=6, logprobs=3),
+        replace(GREEDY, min_tokens=9, stop_token_ids=[35, 36, 43]),
+        replace(GREEDY, max_tokens=50, ignore_eos=False),  # token 1 ends it
+        replace(GREEDY, max_tokens=1),
+    ]
+    prompts = [[30, 31, 32] * 9] * 3 + [[180] * 20, [30]]
+    expected, found = (engine_of(predictable, drafts).generate(prompts, params) for drafts in (0, 5))
+    assert [o.finish_reason for o in expected] == ["stop", "length", "stop", "stop", "length"]
+    lengths = [len(o.token_ids) for o in expected]
+    assert lengths == [11, 6, lengths[2], lengths[3], 1] and lengths[2] > 9 and lengths[3] < 50
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for ours, theirs in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given, error, complaint",
+    [
+        ({"method": "medusa"}, ValueError, "method must be one of mtp, not 'medusa'"),
+        ({"num_speculative_tokens": 0}, ValueError, "num_speculative_tokens must be an integer from 1 to 7, not 0"),
+        ({"num_speculative_tokens": 8}, ValueError, "num_speculative_tokens must be an integer from 1 to 7, not 8"),
+        ({"num_speculative_token": 2}, TypeError, "did you mean 'num_speculative_tokens'"),
+        ([1], TypeError, "speculative_config must be a dict"),
+    ],
+)
+def test_what_is_no_configuration(given: Any, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        LLM("no such folder", speculative_config=given)
+
+
+def test_a_checkpoint_without_the_module(drafting_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    folder = drafting_oracle("deepseek_v32", index_topk=16).folder
+    with pytest.raises(ValueError, match=r"takes 1 MTP module\(s\), the model has 0"):
+        engine_of(folder, 1, hf_overrides={"num_nextn_predict_layers": 0})
+    with pytest.raises(ValueError, match="with num_hidden_layers 1 of 2 the MTP module would draft for another model"):
+        engine_of(folder, 1, hf_overrides={"num_hidden_layers": 1})
+    tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".layers.2." not in k}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="does not hold layer 2"):
+        engine_of(tmp_path, 1)

@@ -1,0 +1,56 @@
+"""What is reported of drafts, and acceptance that is assumed where tokens mean nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsa_engine import SamplingParams, SpeculationMetrics
+from dsa_engine.engine.request import Request
+from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
+from dsa_engine.measure.generation_benchmark import measure_latency
+
+
+def test_counts_of_drafts() -> None:
+    found = SpeculationMetrics.of([(3, 3), (3, 0), (3, 1), (1, 1), (0, 0)])
+    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (4, 10, 5)
+    assert found.num_draft_tokens_per_pos == (4, 3, 3) and found.num_accepted_tokens_per_pos == (3, 1, 1)
+    assert found.acceptance_rates == [3 / 4, 1 / 3, 1 / 3] and found.mean_acceptance_length == 1 + 5 / 4
+    assert math.isnan(SpeculationMetrics.of([(0, 0)]).mean_acceptance_length)
+
+
+def test_assumed_rates_are_kept() -> None:
+    assume, count = AssumedAcceptance((0.9, 0.5, 0.2)), 4000
+    requests = [Request(i % 40, [0] * (1 + i // 40), SamplingParams(), drafts=[0] * 4) for i in range(count)]
+    accepted = [assume(request) for request in requests]
+    found = [sum(n > i for n in accepted) / count for i in range(4)]
+    assert found == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.03)
+    assert accepted == [assume(request) for request in requests], "the same on every rank"
+    assert AssumedAcceptance.default(3).rates == pytest.approx((0.85, 0.7225, 0.614125))
+
+
+@pytest.mark.parametrize("rates", [(), (1.1,), (0.5, 0.6), (-0.1,)])
+def test_rates_that_are_none(rates: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="must lie in"):
+        AssumedAcceptance(rates)
+
+
+def test_one_run_with_and_without_drafts(tiny_llm: Callable[..., Any]) -> None:
+    llm = tiny_llm(400, speculative_config={"num_speculative_tokens": 3})
+    steps = []
+    for count, rates in ((0, None), (3, (1.0,)), (2, (1.0, 0.0)), (0, None)):
+        acceptance = AssumedAcceptance(rates) if rates else None
+        result = measure_latency(
+            llm, 40, 25, warmup=0, repeat=1, fill_cache=True, num_drafts=count, acceptance=acceptance
+        )
+        found = result.to_json()
+        assert result.num_speculative_tokens == count and ("assumed_acceptance" in found) == (count > 0)
+        assert ("mean_acceptance_length" in found) == (count > 0)
+        steps.append(found.get("mean_acceptance_length", 1.0))
+        assert found["median_tpot_ms"] > 0
+    assert steps[0] == steps[3] == 1.0 and 3.5 < steps[1] <= 4 and steps[2] == 2.0
+    with pytest.raises(ValueError, match="4 drafts a step are not possible: num_speculative_tokens allows 0 to 3"):
+        llm.engine.draft(4)

@@ -1,0 +1,68 @@
+"""The MHA form over a paged cache: within its workspace, however many rows it expands, and the same in any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM
+from dsa_engine.kernels.segment import Segment
+from dsa_engine.model.forward_batch import MHASegments
+
+CPU = torch.device("cpu")
+
+
+def test_parts_hold_whole_segments_and_all_of_them() -> None:
+    ends, lengths = [40, 3, 25, 25, 90, 10], [40, 1, 5, 25, 7, 2]
+    segments = [Segment(0, n, i, end - n) for i, (end, n) in enumerate(zip(ends, lengths, strict=True))]
+    tables = torch.arange(6 * 12, dtype=torch.int32).view(6, 12)
+    whole = MHASegments.of(segments, tables, 8, CPU)
+    assert whole is not None
+    for most, expected in ((1, [1] * 6), (50, [2, 2, 1, 1]), (68, [3, 1, 1, 1]), (100, [4, 2]), (1000, [6])):
+        parts = whole.parts(most)
+        assert whole.parts(most) is parts
+        assert [len(part.cu_seqlens_q) for _, part in parts] == expected
+        rows = [row for chosen, _ in parts for row in range(chosen.start, chosen.stop)]
+        assert rows == list(range(sum(lengths)))
+        assert torch.equal(torch.cat([part.key_slots for _, part in parts]), whole.key_slots)
+        for (chosen, part), first in zip(parts, [sum(expected[:i]) for i in range(len(parts))], strict=True):
+            last = first + len(part.cu_seqlens_q)
+            for cu, of in ((part.cu_seqlens_q, lengths), (part.cu_seqlens_k, ends)):
+                assert [b - a for a, b in cu] == of[first:last] and cu.longest == max(of[first:last])
+                assert cu.on_device.tolist() == list(cu.offsets) and cu.on_device.dtype == torch.int32
+            assert chosen.stop - chosen.start == part.cu_seqlens_q.rows
+
+
+@pytest.mark.parametrize("caches", ["auto", "fp8"])
+def test_memory_stays_within_the_workspace(
+    caches: str, oracle: Callable[..., Any], peak_memory: Callable[..., int]
+) -> None:
+    """Twenty requests that see 400 tokens each: their gathered rows alone are four times the workspace."""
+    folder = oracle("deepseek_v3", kv_lora_rank=128).folder
+    requests, sees, rows, page_size = 20, 400, 4, 16
+    results, peaks = [], []
+    for workspace in (1 << 20, 1 << 28):
+        options: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 1000, "page_size": page_size}
+        llm = LLM(folder, kv_cache_dtype=caches, cache_memory="32MiB", workspace=workspace, **options)
+        engine = llm.engine
+        pages = -(-sees // page_size)
+        engine.cache.fill_random(list(range(requests * pages)), seed=1)
+        tables = torch.arange(requests * pages, dtype=torch.int32).view(requests, pages)
+        segments = [Segment(i * rows, rows, i, sees - rows) for i in range(requests)]
+        batch: Any = SimpleNamespace(mha=MHASegments.of(segments, tables, page_size, CPU), mha_rows=requests * rows)
+        attention = engine.model.layers[0].attention
+        g = torch.Generator().manual_seed(0)
+        q = torch.randn(requests * rows, engine.config.num_attention_heads, engine.config.qk_head_dim, generator=g)
+        out = torch.empty(*q.shape[:2], engine.config.v_head_dim)
+        with torch.inference_mode():
+            peaks.append(peak_memory(partial(attention._mha, q, engine.cache.latent[0], batch, out)))
+        results.append(out)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+    print(f"{peaks[0]:,} and {peaks[1]:,} bytes")
+    assert peaks[0] < (1 << 20) + results[0].nbytes + (1 << 18)
+    assert peaks[1] > 4 << 20, "without a bound it would take more"

@@ -1,0 +1,163 @@
+"""What a process learns of its run: its rank, the store, and whether the processes of the other ranks live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dsa_engine.parallel import Mesh, ParallelConfig, failure
+from dsa_engine.parallel import mesh as mesh_module
+from dsa_engine.parallel.agreement import differences
+from dsa_engine.parallel.launch_environment import launched_rank, several_processes
+from dsa_engine.parallel.peers import name_of, state_of, wake
+
+
+def test_nobody_has_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    assert launched_rank() == (0, 1) and not several_processes()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment must be a positive integer, not '0'; start several"),
+        ({"WORLD_SIZE": "-2"}, "must be a positive integer, not '-2'"),
+        ({"WORLD_SIZE": "two"}, "must be a positive integer, not 'two'"),
+        ({"WORLD_SIZE": "²"}, "must be a positive integer, not '²'"),
+        ({"WORLD_SIZE": "4", "RANK": "4"}, "RANK .* an integer from 0 to 3, as WORLD_SIZE is 4, not '4'"),
+        ({"WORLD_SIZE": "4", "RANK": ""}, "RANK in the environment must be an integer from 0 to 3"),
+    ],
+)
+def test_an_environment_without_sense(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert not several_processes()
+    with pytest.raises(ValueError, match=message):
+        Mesh.create(ParallelConfig(), "cpu")
+
+
+@pytest.fixture
+def mute_port() -> Iterator[int]:
+    """A port that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepted = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    accepted.append(server.accept()[0])
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in accepted:
+            connection.close()
+
+
+def test_a_port_that_stays_mute_is_not_waited_for(mute_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", mute_port)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(failure, "_reporter", None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
+    monkeypatch.setattr(mesh_module.dist, "init_process_group", lambda *_, **__: pytest.fail("nobody answered"))
+    with pytest.raises(
+        TimeoutError, match=f"127.0.0.1:{mute_port} .MASTER_ADDR, MASTER_PORT. accepts connections, but"
+    ):
+        Mesh.create(ParallelConfig(timeout=0.5), "cpu")
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT must be in the environment"):
+        Mesh.create(ParallelConfig(timeout=0.5), "cpu")
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Callable[[], tuple[subprocess.Popen[bytes], str]]]:
+    """Starts a process that waits; and how others know it."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> tuple[subprocess.Popen[bytes], str]:
+        started.append(process := subprocess.Popen(["sleep", "300"]))
+        return process, name_of(process.pid)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_states_of_processes(sleeper: Callable[[], tuple[subprocess.Popen[bytes], str]]) -> None:
+    assert state_of(name_of(os.getpid())) == "running"
+    process, name = sleeper()
+    assert state_of(name) == "running"
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert state_of(name) == "stopped"
+    wake(name)
+    os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+    assert state_of(name) == "running"
+    machine, pid, since = name.split()
+    assert state_of(f"{machine} {pid} {int(since) - 1}") == "ended", "another process has its number now"
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert state_of(name) == "ended", "nobody has asked for its end yet"
+    process.wait()
+    assert state_of(name) == "ended"
+    wake(name)
+    assert state_of(f"elsewhere {pid} {since}") == "unknown"
+
+
+def test_only_ranks_that_may_be_the_cause_are_named(
+    sleeper: Callable[[], tuple[subprocess.Popen[bytes], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(failure, "_PEERS_S", 0.0)
+    reporter = failure._Reporter(sys.excepthook)
+    store = reporter.store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    for rank in (0, 4):
+        store.set(str(rank), "has failed")
+    (one, name_of_one), (three, name_of_three) = sleeper(), sleeper()
+    store.set("process 1", name_of_one)
+    store.set("process 3", name_of_three)
+    store.set("process 2", "elsewhere 2 1")  # of rank 5 nothing is known
+    said = reporter._lost(reporter._states())
+    assert said.startswith("no word from rank 2, 5: it hangs, or its process has ended without an error of its own")
+    assert "1" not in said and "3" not in said, "they live, and wait for the others"
+    store.set("2", "has failed")
+    store.set("5", "has failed")
+    assert reporter._lost(reporter._states()) == "no word from rank 1, 3: it hangs, though its process is alive"
+    before = reporter._states()
+    one.kill()
+    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+    after = reporter._states()
+    assert (before, after) == ({1: "running", 3: "running"}, {1: "ended", 3: "running"})
+    assert reporter._lost(reporter._states()).startswith(
+        "no word from rank 1: its process has ended without an error of its own (killed"
+    )
+    assert reporter._lost(before).startswith("no word from rank 1: its process has ended")
+    three.kill()
+    os.waitid(os.P_PID, three.pid, os.WEXITED | os.WNOWAIT)
+    assert reporter._lost(after).startswith("no word from rank 1: "), "torchrun has ended the other one since"
+
+
+def test_differences_are_named() -> None:
+    assert differences({0: {"a": "1", "c": "3"}, 1: {"a": "2", "c": "3"}, 2: {"a": "1", "b": "x", "c": "3"}}) == [
+        "a is 1 on rank 0, 2 and 2 on rank 1",
+        "b is not known on rank 0, 1 and x on rank 2",
+    ]

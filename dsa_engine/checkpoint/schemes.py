@@ -148,3 +148,20 @@ def target_specs(scheme: TargetScheme, plain: list[TensorSpec]) -> Iterator[tupl
     """Each tensor of the source, as it would be in plain numbers, with those that the target has in its place."""
     for spec in plain:
         yield spec, scheme.specs(spec) if spec.name in scheme.quantized else [spec]
+
+
+def stored_bytes(config: ModelConfig, quantize: str, experts: int) -> int:
+    """Bytes of a model's weights in a scheme, without the MTP module, with ``experts`` of each layer's routed ones.
+
+    Raises:
+        ValueError: see :func:`target_scheme`.
+    """
+    mtp = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+    left_out = tuple(f"model.layers.{i}." for i in mtp)
+    plain = [spec for spec in released_tensors(config, fp8=False) if not spec.name.startswith(left_out)]
+    total = of_experts = 0
+    for spec, targets in target_specs(target_scheme(quantize, config), plain):
+        size = sum(target.nbytes for target in targets)
+        total += size
+        of_experts += size * (".mlp.experts." in spec.name)
+    return total - of_experts // config.n_routed_experts * (config.n_routed_experts - experts)

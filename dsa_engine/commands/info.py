@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 
 import torch
 
 from dsa_engine.arguments import json_object
 from dsa_engine.checkpoint import parameter_counts
+from dsa_engine.checkpoint.schemes import stored_bytes
 from dsa_engine.engine.memory import available_bytes
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.model.config import ModelConfig
@@ -48,14 +50,17 @@ def run_info(args: argparse.Namespace) -> None:
     experts = config.n_routed_experts - math.ceil(config.n_routed_experts / args.ranks)
     expert = 3 * config.moe_intermediate_size * config.hidden_size
     elsewhere = config.mlp_layer_types.count("sparse") * experts * expert
+    stored = [
+        ("float8_e4m3fn", torch.float8_e4m3fn, counts.bytes_fp8 - elsewhere),
+        ("bfloat16", torch.bfloat16, counts.bytes_bfloat16 - elsewhere * 2),
+        ("float32", torch.float32, counts.bytes_float32 - elsewhere * 4),
+    ]
+    for name in ("int8", "int4-experts"):
+        with suppress(ValueError):  # sizes that groups of 128 do not divide
+            stored.append((name, torch.bfloat16, stored_bytes(config, name, config.n_routed_experts - experts)))
     rows = []
-    for name, dtype, total in (
-        ("float8_e4m3fn", torch.float8_e4m3fn, counts.bytes_fp8),
-        ("bfloat16", torch.bfloat16, counts.bytes_bfloat16),
-        ("float32", torch.float32, counts.bytes_float32),
-    ):
-        weights = total - elsewhere * dtype.itemsize
-        per_token, in_fp8 = (_cache_bytes(config, stored) for stored in (dtype, torch.float8_e4m3fn))
+    for name, dtype, weights in stored:
+        per_token, in_fp8 = (_cache_bytes(config, cached) for cached in (dtype, torch.float8_e4m3fn))
         row = {"dtype": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
         for key, each in (("tokens_that_fit", per_token), ("tokens_that_fit_in_fp8_caches", in_fp8)):
             row[key] = max(0, memory - weights) // each if each else None
@@ -80,6 +85,7 @@ def run_info(args: argparse.Namespace) -> None:
     columns = ("dtype", "weights per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
     print(format_table(columns, table))
     print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load")
+    print("int8, int4-experts: what convert_checkpoint.py --quantize writes, with caches in bfloat16")
 
 
 def _cache_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:

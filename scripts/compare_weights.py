@@ -41,7 +41,7 @@ def main() -> None:
         "dtype": args.dtype,
         "device": args.device,
         "max_num_seqs": args.batch_size,
-        "max_model_len": args.input_len + args.output_len,
+        "max_model_len": args.input_len + args.output_len + 1,
     }
     llms = [LLM(model, progress=False, **options) for model in args.models]
     for llm in llms:

@@ -115,11 +115,19 @@ def test_what_the_package_writes_is_read(
     for name, tensors, extra in (("packed", packed, {"quantization_config": config.to_dict()}), ("plain", plain, {})):
         save_file(tensors, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text(json.dumps(raw | extra, default=str))
-    ids = random_ids(60)  # before anything is selected
-    ours, wanted = (LLM(tmp_path / name, **OPTIONS).prompt_logits(ids) for name in ("packed", "plain"))
-    error = float((ours - wanted).norm() / wanted.norm())
-    print(f"relative error {error:.1e}")
-    assert error < 1e-5 if bits == 4 else 1e-4 < error < 0.05  # W8A8 rounds activations too
+    llms = [LLM(tmp_path / name, **OPTIONS) for name in ("packed", "plain")]
+    layer = llms[0].engine.model.layers[0]
+    for linear in (layer.attention.o, layer.attention.q_b, layer.attention.kv_b, layer.mlp.down):
+        name = linear.sources[0].name.removesuffix("_packed")
+        torch.testing.assert_close(linear.dequantized(), plain[name], rtol=1e-6, atol=0)
+    if bits == 4:  # W8A8 rounds activations too
+        ids = random_ids(60)
+        ours, wanted = (llm.prompt_logits(ids) for llm in llms)
+        assert float((ours - wanted).norm() / wanted.norm()) < 1e-5
+    else:
+        experts = llms[0].engine.model.layers[2].moe.experts
+        got = experts.down[7] * experts.down_scale[7][:, None]
+        torch.testing.assert_close(got, plain["model.layers.2.mlp.experts.7.down_proj.weight"], rtol=1e-6, atol=0)
 
 
 def test_fp8_in_the_released_format(source: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Also called for a subcommand: so it is the subcommand that knows what may have been meant."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        if getattr(parsed, "json", None) == "-":
+        if str(getattr(parsed, "json", None)) == "-":
             keep_stdout()
         if unknown:
             word = next((word for word in unknown if word.startswith("--")), unknown[0]).partition("=")[0]

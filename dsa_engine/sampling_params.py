@@ -48,12 +48,13 @@ _COUNT = Kind(integer(0))
 
 
 @documented
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams(Options):
     """How to choose the tokens of one request, and what to make of them; names and meanings as in vLLM.
 
     What changes a token's logit comes in this order: ``allowed_token_ids``, ``bad_words``, ``min_tokens``,
     ``logit_bias``, penalties, temperature; then ``min_p``, ``top_k`` and ``top_p`` leave the tokens to draw from.
+    A parameter may be assigned later (``params.max_tokens = 64``); requests that have been given keep what they had.
 
     Raises:
         TypeError, ValueError: a parameter is not known or not possible; the text says what is.
@@ -141,6 +142,13 @@ class SamplingParams(Options):
             raise ValueError(f"seed + n must be at most 2**64: each output has a seed of its own; not seed {self.seed}")
         if stop and not self.detokenize:
             raise ValueError(f"stop strings need detokenize=True: they are looked for in the text; not {shown(stop)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Checks what is assigned as the constructor does."""
+        if "stop_strings" in vars(self):  # the last to be set while it is made
+            vars(self).update(vars(replace(self, **{name: value})))
+        else:
+            object.__setattr__(self, name, value)
 
     @classmethod
     def answer(cls, name: str, value: Any) -> str | None:

@@ -35,6 +35,7 @@ class Resources(NamedTuple):
     warpgroup_waits: int  # where warps meet around warpgroup products; many mean that products run one after another
     mma: int  # products by a single warp: mma.sync
     tcgen05: int  # Blackwell's products
+    fp8: int  # of all these, products of e4m3 operands
     loads_16: int  # loads of 16 bytes a thread, plain or asynchronous
 
 
@@ -67,6 +68,7 @@ class Launch(NamedTuple):
             mma=ptx.count("mma.sync.aligned"),
             warpgroup_waits=len(re.findall(r"\bWARPGROUP\.", sass)),
             tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
+            fp8=len(re.findall(r"(?:wgmma\.mma_async|mma\.sync)[\w.:]*e4m3|tcgen05\.mma[\w.:]*f8f6f4", ptx)),
             loads_16=len(
                 re.findall(r"ld\.global[.\w]*\.v4\.[bfu]32|ld\.global[.\w]*\.v2\.[bfu]64|cp\.async\.cg\.[^;]*0x10", ptx)
             ),

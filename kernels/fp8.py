@@ -155,6 +155,8 @@ def dequantize_blocks(
         )
     if scale_inv.device != weight.device:
         raise ValueError(f"weight is on {weight.device}, scale_inv on {scale_inv.device}; both must be on one device")
+    if weight.is_meta:
+        return torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if runs_triton(weight):
         return _launch(weight, scale_inv, block_size, start, dtype)
     return dequantize_blocks_reference(weight, scale_inv, block_size, start, dtype)

@@ -11,6 +11,7 @@ the last bit, and of the codes of random bfloat16 numbers 0.12% do. Inputs are f
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -38,30 +39,34 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_rows_reference(values: torch.Tensor, block: int, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = values.float().unflatten(-1, (-1, block))
+    width = values.shape[-1]
+    blocks = F.pad(values.float(), (0, -width % block)).unflatten(-1, (-1, block))
     scales = blocks.abs().amax(dim=-1).clamp_min(SMALLEST_AMAX).mul_(1 / E4M3_MAX)
     if power_of_two:
         scales = _rounded_up(scales)
     # A rounded scale may lift a value over the end of the range; e4m3 has no infinity to catch it.
     scaled = (blocks / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn).flatten(-2), scales
+    return scaled.to(torch.float8_e4m3fn).flatten(-2)[..., :width].contiguous(), scales
 
 
 @triton.jit(do_not_specialize=["count"])
 def quantize_rows_kernel(
     x, codes, scales, count, x_stride,
-    PER_ROW: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS of all ``count`` blocks a program, PER_ROW of which make a row of ``x``."""
+    """BLOCKS of all ``count`` blocks a program; the last block of a row may be narrower than SIZE."""
     block = (tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
-    inside = block < count
-    column = tl.arange(0, SIZE)[None, :]
-    row, first = block // PER_ROW, block % PER_ROW * SIZE
-    values = tl.load(x + row * x_stride + first + column, mask=inside, other=0.0)
+    known = block < count
+    per_row: tl.constexpr = (WIDTH + SIZE - 1) // SIZE
+    row, column = block // per_row, block % per_row * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = known
+    if WIDTH % SIZE != 0:
+        inside &= column < WIDTH
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     code, scale = quantize_tile(values.to(tl.float32), POWER_OF_TWO, CONVERTS)
-    tl.store(codes + block * SIZE + column, code, mask=inside)
-    tl.store(scales + block, scale, mask=inside)
+    tl.store(codes + row * WIDTH + column, code, mask=inside)
+    tl.store(scales + block, scale, mask=known)
 
 
 def quantize_rows(
@@ -71,21 +76,21 @@ def quantize_rows(
 
     Args:
         values: bfloat16, float16 or float32; the last dimension contiguous.
-        block: a power of two that divides the width.
+        block: a power of two. Where it does not divide the width, the last block of a row is narrower.
         power_of_two: round scales up to powers of two (``scale_fmt: ue8m0`` in released configurations).
 
     Returns:
-        float8_e4m3fn, shaped like ``values``, and float32 scales ``[..., width / block]``; both contiguous.
+        float8_e4m3fn, shaped like ``values``, and float32 scales ``[..., ceil(width / block)]``; both contiguous.
 
     Raises:
-        ValueError: a block that is no power of two or does not divide the width.
+        ValueError: a block that is no power of two.
     """
     width = values.shape[-1]
-    if block < 1 or block & (block - 1) or width % block:
-        raise ValueError(f"the block must be a power of two that divides the width {width}, not {block}")
+    if block < 1 or block & (block - 1):
+        raise ValueError(f"the block must be a power of two, not {block}")
     if not runs_triton(values):
         return quantize_rows_reference(values, block, power_of_two)
-    per_row = width // block
+    per_row = triton.cdiv(width, block)
     codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
     scales = torch.empty(*values.shape[:-1], per_row, dtype=torch.float32, device=values.device)
     rows = values if values.dim() == 2 and values.stride(1) == 1 else values.contiguous().view(-1, width)
@@ -93,7 +98,7 @@ def quantize_rows(
         blocks = max(1, _TILE // block)
         quantize_rows_kernel[(triton.cdiv(scales.numel(), blocks),)](
             rows, codes.view(torch.uint8), scales, scales.numel(), rows.stride(0),
-            PER_ROW=per_row, SIZE=block, BLOCKS=blocks,
+            WIDTH=width, SIZE=block, BLOCKS=blocks,
             POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,
         )  # fmt: skip
     return codes, scales

@@ -8,6 +8,7 @@ import time
 import torch
 
 from dsa_engine.arguments import argument_parser, run
+from dsa_engine.kernels.launch import capability
 from dsa_engine.measure.kernel_cases.bench import Ceilings, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
@@ -50,6 +51,9 @@ def main() -> None:
             continue
         measured = []
         for case in CASES[name](Inputs(device, dtype, seed=args.seed), sizes):
+            if device.type == "cuda" and capability(torch.empty(0, device=device)) < case.needs:
+                print(f"{case.kernel}: left out, it needs compute capability {case.needs / 10:g}")
+                continue
             measured.append(measure(case, ceilings, device))
         print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
         results += measured

@@ -23,6 +23,7 @@ COLUMNS = (
     "warpgroup_waits",
     "mma",
     "tcgen05",
+    "fp8",
     "loads_16",
 )
 

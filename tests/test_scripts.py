@@ -324,8 +324,9 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     info = json.loads(report.read_text())
     assert f"{info['parameters']:,} parameters" in text and "cache per token" in text
-    by_dtype = {row["dtype"]: row for row in info["per_dtype"]}
-    row = by_dtype["bfloat16"]
+    by_format = {row["weights"]: row for row in info["per_format"]}
+    assert list(by_format) == ["fp8", "bfloat16", "float32"] and "fp8: as the checkpoint stores them" in text
+    row = by_format["bfloat16"]
     assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
     assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
     with pytest.raises(SystemExit, match="2"):

@@ -14,6 +14,8 @@ from dsa_engine.kernels.fp8 import quantize_blocks, scale_shape
 from dsa_engine.kernels.int4 import check_groups, quantize_int4
 from dsa_engine.kernels.int8 import quantize_rows_int8_reference
 from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.config_keys import Keys
+from dsa_engine.model.quantization_config import QuantizationConfig
 
 GROUP_SIZE = 128
 QUANTIZE = ("fp8", "int8", "int4-experts")
@@ -150,18 +152,6 @@ def target_specs(scheme: TargetScheme, plain: list[TensorSpec]) -> Iterator[tupl
         yield spec, scheme.specs(spec) if spec.name in scheme.quantized else [spec]
 
 
-def stored_bytes(config: ModelConfig, quantize: str, experts: int) -> int:
-    """Bytes of a model's weights in a scheme, without the MTP module, with ``experts`` of each layer's routed ones.
-
-    Raises:
-        ValueError: see :func:`target_scheme`.
-    """
-    mtp = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
-    left_out = tuple(f"model.layers.{i}." for i in mtp)
-    plain = [spec for spec in released_tensors(config, fp8=False) if not spec.name.startswith(left_out)]
-    total = of_experts = 0
-    for spec, targets in target_specs(target_scheme(quantize, config), plain):
-        size = sum(target.nbytes for target in targets)
-        total += size
-        of_experts += size * (".mlp.experts." in spec.name)
-    return total - of_experts // config.n_routed_experts * (config.n_routed_experts - experts)
+def stored_as(quantize: str, config: ModelConfig) -> QuantizationConfig | None:
+    """What a checkpoint that :func:`target_scheme` has made says of its weights."""
+    return QuantizationConfig.from_keys(Keys({"quantization_config": target_scheme(quantize, config).config}))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import math
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from dsa_engine.arguments import json_object
 from dsa_engine.checkpoint import parameter_counts
-from dsa_engine.checkpoint.schemes import stored_bytes
+from dsa_engine.checkpoint.schemes import stored_as
 from dsa_engine.engine.memory import available_bytes
 from dsa_engine.measure.report import format_table, write_json
+from dsa_engine.measure.weight_memory import RELEASED_FP8, rank_weight_bytes
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.output_files import check_outputs
+from dsa_engine.quantization import word_for
 from dsa_engine.sizes import format_bytes, parse_bytes
 
 
@@ -25,11 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
     parser.add_argument("--memory", metavar="SIZE", help="of one rank, e.g. 141GB; default: what this machine has")
     parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
+    parser.add_argument(
+        "--tp-size", type=int, default=1, help="ranks that share embedding, output projections and LM head"
+    )
     parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")
 
 
 def run_info(args: argparse.Namespace) -> None:
-    """Prints what the weights take in each dtype, and how many cached tokens fit beside them.
+    """Prints what the weights take in each format, and how many cached tokens fit beside them.
 
     Raises:
         ValueError, OSError: an option or the configuration is not possible.
@@ -46,28 +52,32 @@ def run_info(args: argparse.Namespace) -> None:
         memory = parse_bytes(args.memory, "--memory")
     else:
         memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else available_bytes()
-    # Parameters that other ranks hold, seen from a rank that has most experts.
-    experts = config.n_routed_experts - math.ceil(config.n_routed_experts / args.ranks)
-    expert = 3 * config.moe_intermediate_size * config.hidden_size
-    elsewhere = config.mlp_layer_types.count("sparse") * experts * expert
-    stored = [
-        ("float8_e4m3fn", torch.float8_e4m3fn, counts.bytes_fp8 - elsewhere),
-        ("bfloat16", torch.bfloat16, counts.bytes_bfloat16 - elsewhere * 2),
-        ("float32", torch.float32, counts.bytes_float32 - elsewhere * 4),
+    stored = config.quantization or RELEASED_FP8
+    forms: list[tuple[str, QuantizationConfig | None, torch.dtype]] = [
+        (word_for(stored) or "as stored", stored, torch.bfloat16)
     ]
     for name in ("int8", "int4-experts"):
         with suppress(ValueError):  # sizes that groups of 128 do not divide
-            stored.append((name, torch.bfloat16, stored_bytes(config, name, config.n_routed_experts - experts)))
-    rows = []
-    for name, dtype, weights in stored:
-        per_token, in_fp8 = (_cache_bytes(config, cached) for cached in (dtype, torch.float8_e4m3fn))
-        row = {"dtype": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
+            if name != forms[0][0]:
+                forms.append((name, stored_as(name, config), torch.bfloat16))
+    forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
+    rows: list[dict[str, Any]] = []
+    for name, kept, dtype in forms:
+        weights = rank_weight_bytes(config, kept, dtype, args.ranks, args.tp_size)
+        per_token, in_fp8 = (_cache_bytes(config, cache) for cache in (dtype, torch.float8_e4m3fn))
+        row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
         for key, each in (("tokens_that_fit", per_token), ("tokens_that_fit_in_fp8_caches", in_fp8)):
             row[key] = max(0, memory - weights) // each if each else None
         rows.append(row)
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
-        result |= {"mtp_parameters": counts.mtp, "ranks": args.ranks, "memory_bytes": memory, "per_dtype": rows}
+        result |= {
+            "mtp_parameters": counts.mtp,
+            "ranks": args.ranks,
+            "tp_size": args.tp_size,
+            "memory_bytes": memory,
+            "per_format": rows,
+        }
         write_json(args.json, result)
     print(
         f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counts.total:,} parameters, "
@@ -81,11 +91,12 @@ def run_info(args: argparse.Namespace) -> None:
         cached = ["no such format", "-"] if per_token is None else [f"{per_token:,} B", f"{tokens:,}"]
         in_fp8 = r["tokens_that_fit_in_fp8_caches"]
         cached.append("-" if in_fp8 is None else f"{in_fp8:,}")
-        table.append((r["dtype"], format_bytes(r["weight_bytes"]), *cached))
-    columns = ("dtype", "weights per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
+        table.append((r["weights"], format_bytes(r["weight_bytes"]), *cached))
+    columns = ("weights", "per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
     print(format_table(columns, table))
-    print("\nfloat8_e4m3fn: as it is stored; this version expands FP8 weights on load")
-    print("int8, int4-experts: what convert_checkpoint.py --quantize writes, with caches in bfloat16")
+    what = "as the checkpoint stores them" if config.quantization else "if scripts/convert_checkpoint.py made it so"
+    print(f"\n{rows[0]['weights']}: {what}; what is never quantised, W_UK and W_UV count in bfloat16")
+    print("int8, int4-experts: what scripts/convert_checkpoint.py --quantize makes of it")
 
 
 def _cache_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -106,7 +107,7 @@ class Call:
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> Request:
         """Brings a request; raises what :meth:`.engine.Engine.add` raises."""
         engine = self._calls.engine
-        request = engine.prepare(prompt, params, tokenizer)
+        request = engine.prepare(prompt, replace(params), tokenizer)  # a copy: the caller's may change
         with uninterrupted():
             self.requests.append(request)
             self._calls.open.add(self)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.dense_attention import flash_attn_varlen_func
+from dsa_engine.quantization import Unquantized, word_for
 from dsa_engine.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ def log_start(engine: Engine, folder: Path) -> None:
 
 
 def _log_fallbacks(engine: Engine) -> None:
-    options = engine.options
+    options, stored = engine.options, word_for(engine.config.quantization)
+    if stored and isinstance(engine.model.runtime.weights, Unquantized):
+        why = "" if options.quantization else f": {engine.mesh.device} does not multiply them"
+        logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)
     if engine.mesh.device.type != "cuda":
         if options.device == "auto":
             logger.info("no CUDA device is available: operations run in PyTorch on the CPU, not as Triton kernels")

@@ -58,7 +58,8 @@ class Load:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         for name in ("request_rate", "burstiness"):
             value = getattr(self, name)
-            if not (is_number(value) and value > 0):
+            at_once = name == "request_rate" and value == math.inf
+            if not (at_once or (is_number(value) and value > 0)):
                 raise ValueError(f"{name} must be a number above 0, not {value}")
         if not 0 <= self.range_ratio < 1:
             raise ValueError(f"range_ratio must be at least 0 and below 1, not {self.range_ratio}")

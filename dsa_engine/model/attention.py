@@ -59,7 +59,10 @@ class Attention(Weighted):
 
     def weights_loaded(self) -> None:
         nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
-        up = self.kv_b.dequantized().view(self.config.num_attention_heads, -1, rank)
+        # In the run's dtype, whatever they are stored in, as the released code has them in absorbed form: W_UK is
+        # multiplied from its other side there, and both take a small part of the time.
+        up = self.only_dequantized(self.kv_b).view(self.config.num_attention_heads, -1, rank)
+        del self.kv_b
         self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
 
     def forward(

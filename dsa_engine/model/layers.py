@@ -21,7 +21,8 @@ class Weighted(nn.Module):
         super().__init__()
         self.runtime = runtime
         self.sources: list[Source] = []
-        self.stored = nn.ParameterList()  # the tensors of linear layers and experts
+        self._weights: list[Weights] = []  # linear layers and experts
+        self.stored = nn.ParameterList()  # their tensors
 
     def weight(
         self,
@@ -59,8 +60,23 @@ class Weighted(nn.Module):
         return experts
 
     def _own(self, weights: Weights) -> None:
+        self._weights.append(weights)
         self.sources += weights.sources
         self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
+
+    def only_dequantized(self, linear: Linear) -> torch.Tensor:
+        """The plain weight of a layer that is only ever multiplied in a way of its own: what is stored is let go.
+
+        To be asked for once, in :meth:`weights_loaded`; the layer cannot be called afterwards.
+        """
+        weight = linear.dequantized()
+        if not any(weight is tensor for tensor in linear.tensors):
+            self._weights.remove(linear)
+            kept = [tensor for weights in self._weights for tensor in weights.tensors]
+            self.stored = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in [*kept, weight])
+            names = {source.name for source in linear.sources}
+            self.sources = [source for source in self.sources if source.name not in names]
+        return weight
 
     def weights_loaded(self) -> None:
         """Called once, when the weights have been loaded: the time to derive others from them."""

@@ -19,7 +19,7 @@ from dsa_engine.parallel.value_checks import is_integer, shown
 METHODS = ("fp8", "compressed-tensors")
 
 # Matrices that the released FP8 checkpoints hold in their plain dtype, though nothing in config.json says so.
-_PLAIN_IN_RELEASED = ("eh_proj", "weights_proj", "gate", "embed_tokens", "lm_head", "head")
+PLAIN_IN_RELEASED = ("eh_proj", "weights_proj", "gate", "embed_tokens", "lm_head", "head")
 
 _MOST = 2**24
 
@@ -127,7 +127,7 @@ def _released(part: Keys) -> QuantizationConfig:
     block = _pair(part, "weight_block_size")
     power_of_two = scale_fmt == "ue8m0"
     stored = WeightScheme("float", 8, "block", block=block, activation_bits=8, power_of_two=power_of_two)
-    plain = (*_PLAIN_IN_RELEASED, *_words(part, "modules_to_not_convert"))
+    plain = (*PLAIN_IN_RELEASED, *_words(part, "modules_to_not_convert"))
     return QuantizationConfig("fp8", ((("Linear",), stored),), plain)
 
 

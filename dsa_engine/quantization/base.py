@@ -65,7 +65,8 @@ class Linear(Weights):
     @abstractmethod
     def dequantized(self) -> torch.Tensor:
         """The weight as plain numbers of the run's dtype, ``[out, in]``, for whoever multiplies in a way of its own.
-        To be asked for once, when the weights have been loaded. Where it is stored so, no copy is made."""
+        To be asked for once, when the weights have been loaded (:meth:`.layers.Weighted.only_dequantized`). Where it is
+        stored so, no copy is made."""
 
 
 class GroupedExperts(Weights):

@@ -117,7 +117,7 @@ def test_what_the_package_writes_is_read(
         (tmp_path / name / "config.json").write_text(json.dumps(raw | extra, default=str))
     llms = [LLM(tmp_path / name, **OPTIONS) for name in ("packed", "plain")]
     layer = llms[0].engine.model.layers[0]
-    for linear in (layer.attention.o, layer.attention.q_b, layer.attention.kv_b, layer.mlp.down):
+    for linear in (layer.attention.o, layer.attention.q_b, layer.attention.indexer.wq_b, layer.mlp.down):
         name = linear.sources[0].name.removesuffix("_packed")
         torch.testing.assert_close(linear.dequantized(), plain[name], rtol=1e-6, atol=0)
     if bits == 4:  # W8A8 rounds activations too

@@ -80,19 +80,20 @@ def test_experts() -> None:
 class TransposedLinear(Linear):
     """Stored as ``[in, out]``: another layout, so a plain weight is a copy and must be made after loading."""
 
+    asked = 0
+
     def __init__(self, parts: Sequence[Matrix]):
         rows = [part.shape[0] for part in parts]
         self.stored = torch.full((parts[0].shape[1], sum(rows)), float("nan"))
         self.tensors = (self.stored,)
         into = self.stored.split(rows, dim=1)
         self.sources = [part.source(piece.t()) for part, piece in zip(parts, into, strict=True)]
-        self.asked = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.stored
 
     def dequantized(self) -> torch.Tensor:
-        self.asked += 1
+        TransposedLinear.asked += 1
         return self.stored.t().contiguous()
 
 
@@ -128,13 +129,11 @@ def test_no_layer_knows_how_weights_are_stored(demo_cache: Path, monkeypatch: py
     other_logits, other_tokens, other = results()
     assert other_tokens == tokens
     assert float((other_logits - logits).norm() / logits.norm()) < 1e-3
-    linears = [v for m in other.engine.model.modules() for v in vars(m).values() if isinstance(v, TransposedLinear)]
-    layers = other.engine.config.num_hidden_layers
-    # What is asked for plain is W_UK and W_UV of every layer, once.
-    assert sorted(m.asked for m in linears) == [0] * (len(linears) - layers) + [1] * layers
+    # What is asked for plain is W_UK and W_UV of every layer, once; what they were stored in is let go.
+    assert TransposedLinear.asked == other.engine.config.num_hidden_layers
     assert CountedExperts.calls > 0
     held = [sum(p.nbytes for p in llm.engine.model.parameters()) for llm in (plain, other)]
     assert held[0] == held[1] == sum(source.into.nbytes for source in plain.engine.model.weight_sources())
     # Loaded in the same order, whatever the format.
     names = [[source.name for source in llm.engine.model.weight_sources()] for llm in (plain, other)]
-    assert names[0] == names[1]
+    assert [name for name in names[0] if "kv_b_proj" not in name] == names[1]

@@ -25,6 +25,7 @@ class Case:
     bytes: float  # fewest bytes that it has to move: every input read once, every output written once
     baselines: Mapping[str, Call] = field(default_factory=dict)  # the same result by other means
     product: bool = False  # tensor-core work, to be compared with a matrix product; else with a copy
+    needs: int = 0  # compute capability below which no GPU has the instructions
 
 
 @dataclass(frozen=True)

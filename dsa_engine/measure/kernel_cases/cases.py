@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dsa_engine.measure.kernel_cases import cases_attention, cases_fp8_cache, cases_int, cases_moe, cases_rows
+from dsa_engine.measure.kernel_cases import (
+    cases_attention,
+    cases_fp8_cache,
+    cases_fp8_products,
+    cases_int,
+    cases_moe,
+    cases_rows,
+)
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 
@@ -24,6 +31,7 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[Case]]] = {
     "prologs": cases_rows.prologs,
     "fp8": cases_rows.fp8,
     "fp8_cache": cases_fp8_cache.fp8_cache,
+    "fp8_products": cases_fp8_products.fp8_products,
 }
 
 

@@ -21,13 +21,15 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> list[dict[s
 
     Returns:
         for every compiled kernel, once: the case and shape that first launched it, its grid there, and the fields of
-        :class:`~dsa_engine.kernels.compile_only.Resources`.
+        :class:`~dsa_engine.kernels.compile_only.Resources`. Cases that need a later chip are left out.
     """
     make = Inputs(torch.device("cpu"), torch.bfloat16, untouched=True)
     found: dict[str, dict[str, Any]] = {}
     with compile_only(capability) as launches:
         for name in names:
             for case in CASES[name](make, Sizes()):
+                if capability < case.needs:
+                    continue
                 launches.clear()
                 case.run()
                 for launch in launches:

@@ -1,0 +1,43 @@
+"""What the weights of a rank take, counted by making its model on no device: every format, cut and copy as in a run."""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.model import Model
+from dsa_engine.model.quantization_config import PLAIN_IN_RELEASED, QuantizationConfig, WeightScheme
+from dsa_engine.model.runtime import Runtime
+from dsa_engine.quantization import weight_format, word_for
+
+_META = torch.device("meta")
+
+# The released FP8 format, for a checkpoint that is not in it yet.
+RELEASED_FP8 = QuantizationConfig(
+    "fp8", ((("Linear",), WeightScheme("float", 8, "block", block=(128, 128), activation_bits=8)),), PLAIN_IN_RELEASED
+)
+
+
+def rank_weight_bytes(
+    config: ModelConfig, stored: QuantizationConfig | None, dtype: torch.dtype, ranks: int, tp_size: int = 1
+) -> int:
+    """Bytes of the weights on the rank that holds most, the MTP module not counted.
+
+    Args:
+        config: the model.
+        stored: the format in which they are kept; None: all in ``dtype``.
+        dtype: of activations, and of what is not quantised.
+        ranks: over which the experts are divided.
+        tp_size: neighbours that share embedding, output projections and LM head.
+
+    Raises:
+        ValueError: sizes that do not divide, or a format that has no class.
+    """
+    mesh = EmulatedConfig(emulate_world=ranks, tp_size=tp_size).create_mesh("cpu")
+    mesh.device = _META
+    with torch.inference_mode():
+        made = weight_format(stored, word_for(stored), dtype, _META)
+        model = Model(config, Runtime(mesh, dtype, made, workspace=0))
+        model.weights_loaded()
+    return sum(parameter.nbytes for parameter in model.parameters())

@@ -1,0 +1,43 @@
+"""The bytes of a rank's weights that are counted are those that an engine holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa_engine import LLM
+from dsa_engine.checkpoint import released_config
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.weight_memory import rank_weight_bytes
+from dsa_engine.model.config import ModelConfig
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "dequantize"])
+@pytest.mark.parametrize("ranks, tp_size", [(1, 1), (5, 1), (4, 4)])
+def test_counted_as_held(demo_cache: Path, quantization: str, ranks: int, tp_size: int) -> None:
+    """24 experts on 5 ranks: the first holds one more than the last. What 4 ranks share is cut between blocks."""
+    llm = LLM(
+        "demo-random", device="cpu", dtype="bfloat16", quantization=quantization, max_model_len=256,
+        cache_memory="8MiB", progress=False, load_format="dummy",
+        parallel=EmulatedConfig(emulate_world=ranks, tp_size=tp_size),
+    )  # fmt: skip
+    held = sum(parameter.nbytes for parameter in llm.engine.model.parameters())
+    config = llm.engine.config
+    stored = config.quantization if quantization == "fp8" else None
+    assert rank_weight_bytes(config, stored, torch.bfloat16, ranks, tp_size) == held
+
+
+def test_the_whole_model_on_eight_ranks() -> None:
+    """DeepSeek-V3.2 as stored is half of what it is in bfloat16, and a little more."""
+    config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 5})
+    fp8, plain = (rank_weight_bytes(config, stored, torch.bfloat16, 8) for stored in (config.quantization, None))
+    tables = 2 * 2 * config.vocab_size * config.hidden_size  # embedding and LM head are not quantised
+    assert 0.5 < (fp8 - tables) / (plain - tables) < 0.53
+
+
+def test_a_size_that_does_not_divide() -> None:
+    config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 4})
+    with pytest.raises(ValueError, match="tp_size"):
+        rank_weight_bytes(config, None, torch.bfloat16, 8, tp_size=3)

@@ -46,7 +46,7 @@ def _output(prompt: ParsedPrompt, requests: list[Request]) -> RequestOutput:
         prompt=prompt.text,
         prompt_token_ids=first.prompt,
         outputs=[request.completion(index) for index, request in enumerate(requests)],
-        prompt_logprobs=first.prompt_logprobs,
+        prompt_logprobs=first.decoded_prompt_logprobs(),
     )
 
 

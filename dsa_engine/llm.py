@@ -16,6 +16,7 @@ from dsa_engine.engine.call import Call, Calls
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.start_log import log_start
 from dsa_engine.generation import Asked, add_requests, outputs_of, show_progress
+from dsa_engine.generation_config import default_sampling
 from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
@@ -47,6 +48,7 @@ class LLM:
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
         check_tokenizer(self.folder)  # before the weights, which may take minutes
+        self.default_sampling = default_sampling(self.folder, options.generation_config)
         self.engine = Engine(self.folder, options)
         log_start(self.engine, self.folder)
         self._calls = Calls(self.engine)
@@ -69,7 +71,7 @@ class LLM:
         Args:
             prompts: texts, lists or arrays of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a
                 single one is taken as a list of one. Of an empty list nothing is generated.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each; default: :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
         Raises:
@@ -144,7 +146,7 @@ class LLM:
         at once where a loop over it is left early. Errors are those of :meth:`generate`.
         """
         call = self._calls.new()
-        pieces = self._pieces(call, prompt, sampling_params or SamplingParams())
+        pieces = self._pieces(call, prompt, sampling_params or self.get_default_sampling_params())
         call.of(pieces)
         return pieces
 
@@ -171,7 +173,7 @@ class LLM:
         (``contextlib.aclosing`` does that at once where a loop over it is left early).
         """
         call = self._calls.new(asynchronous=True)
-        pieces = self._async_pieces(call, prompt, sampling_params or SamplingParams())
+        pieces = self._async_pieces(call, prompt, sampling_params or self.get_default_sampling_params())
         call.of(pieces)
         return pieces
 
@@ -209,6 +211,11 @@ class LLM:
             with self._loading:
                 self._tokenizer = self._tokenizer or Tokenizer(self.folder, self.engine.options.trust_remote_code)
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What applies where no parameters are given: those of the folder's ``generation_config.json``, unless the
+        option ``generation_config`` says otherwise."""
+        return SamplingParams(**self.default_sampling)
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer as ``transformers`` made it."""
@@ -251,7 +258,7 @@ class LLM:
     ) -> list[Asked]:
         many = parse_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(many)
+            params = [sampling_params or self.get_default_sampling_params()] * len(many)
         elif not isinstance(sampling_params, (list, tuple)):
             raise TypeError(f"sampling parameters must be a SamplingParams or a list of them, not {sampling_params!r}")
         else:

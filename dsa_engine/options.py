@@ -29,6 +29,7 @@ from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+GenerationConfig = Literal["auto", "vllm"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8"]  # vLLM's words
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
@@ -98,6 +99,13 @@ class EngineOptions(Options):
         dict,
         'keys that replace those of config.json, for example ``{"num_hidden_layers": 4}``.',
         help="keys that replace those of config.json",
+    )
+    generation_config: GenerationConfig = option(
+        choice(GenerationConfig),
+        "auto",
+        'where sampling parameters that nobody gives come from: "auto" takes what generation_config.json says, "vllm" '
+        "the defaults of SamplingParams.",
+        help="auto: default sampling of generation_config.json; vllm: neutral defaults",
     )
     trust_remote_code: bool = option(
         BOOL,

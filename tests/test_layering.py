@@ -30,7 +30,7 @@ LAYERS = (
     ("engine.speculation",),
     ("engine.padded_drafts",),
     ("engine.decode_graphs", "engine.sampler"),
-    ("engine.logit_terms",),
+    ("engine.logit_terms", "engine.prompt_logprobs"),
     ("engine",),
     ("model.model",),
     ("model.mtp",),
@@ -40,7 +40,8 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "model_folder", "options", "sampling_params", "tokenizer"),
+    ("checkpoint", "demo", "generation_config", "model_folder", "options", "tokenizer"),
+    ("sampling_params",),
     ("chat_template", "outputs", "prompts"),
     (
         "model.config",

@@ -313,3 +313,94 @@ def test_no_stop_string_before_min_tokens(llm: LLM) -> None:
     assert len(kept.token_ids) > 10
     (cut,) = llm.generate("def main():", SamplingParams(**params, stop=[early]))
     assert cut.text == "" and cut.finish_reason == "stop"
+
+
+def test_what_vllm_users_read(llm: LLM) -> None:
+    """The fields of vLLM's outputs, beside the short ones."""
+    stop = SamplingParams(temperature=0.0, max_tokens=6, stop_token_ids=list(range(320)), logprobs=2)
+    first, second = llm.generate(["some text", [5, 6]], [GREEDY, stop])
+    assert (first.prompt, second.prompt, second.prompt_token_ids) == ("some text", None, [5, 6])
+    assert first.finished and first.request_id != second.request_id and first.prompt_logprobs is None
+    (one,), (two,) = first.outputs, second.outputs
+    assert (one.index, one.text, one.token_ids) == (0, first.text, first.token_ids)
+    assert (one.finish_reason, one.stop_reason, one.logprobs) == ("length", None, None)
+    assert (two.finish_reason, two.stop_reason) == ("stop", two.token_ids[-1]) and len(two.token_ids) == 1
+    assert two.logprobs is not None and two.cumulative_logprob == two.logprobs[0][two.token_ids[0]].logprob
+    best = next(iter(two.logprobs[0].values()))
+    assert (best.rank, best.decoded_token) == (1, llm.tokenizer.decode(two.token_ids))
+    assert "rank=1" in repr(best)
+    assert second.logprobs == two.logprobs and second.metrics is two.metrics and second.error is None
+
+
+def test_prompts_of_every_form(llm: LLM) -> None:
+    numpy = pytest.importorskip("numpy")
+    ids = llm.tokenizer.encode("some text")
+    forms: list[Any] = [
+        *("some text", {"prompt": "some text"}, ids, tuple(ids), {"prompt_token_ids": ids}, numpy.array(ids)),
+        *(torch.tensor(ids), numpy.array(ids, dtype=numpy.uint16), [numpy.int32(i) for i in ids]),
+        *({"prompt_token_ids": torch.tensor(ids), "prompt": "for reading"}, list(torch.tensor(ids))),
+    ]
+    outputs = llm.generate(forms, GREEDY) + [llm.generate(form, GREEDY)[0] for form in forms]
+    outputs += llm.generate(numpy.array([ids, ids]), GREEDY)
+    assert {tuple(o.prompt_token_ids) for o in outputs} == {tuple(ids)}
+    assert len({tuple(o.token_ids) for o in outputs}) == 1 and outputs[9].prompt == "for reading"
+    assert llm.generate([]) == [] and llm.generate((), []) == []
+    assert "".join(piece.text for piece in llm.stream({"prompt": "some text"}, GREEDY)) == outputs[0].text
+    wrong: list[tuple[Any, str]] = [
+        ([ids, {"text": "x"}], r"^prompts\[1\]: a prompt is a text or .*, not a dictionary with the keys 'text'"),
+        ([ids, "x", {}], r"^prompts\[2\]: .* with the keys \(none\)"),
+        ([ids, {"prompt": 5}], r"^prompts\[1\]: the prompt in a dictionary must be a text, not 5"),
+        ([ids, {"prompt": "x", "multi_modal_data": {}}], r"^prompts\[1\]: .* the keys 'prompt', 'multi_modal_data'"),
+        (numpy.array([0.5]), "a prompt is a text or a list of integer token ids"),
+        ([ids, [True]], r"^prompts\[1\]: a prompt is a text or a list of integer token ids .*, not \[True\]"),
+    ]
+    for prompts, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            llm.generate(prompts, GREEDY)
+    with pytest.raises(ValueError, match=r"^prompts\[2\]: token id 320 is out of range"):
+        llm.generate([ids, "x", [5, 320]], GREEDY)
+
+
+def test_what_text_is_made(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop string kept or cut, the text of a stop token, special tokens, no text at all."""
+    tokens = [*llm.tokenizer.encode("one, two, three")[1:], 1]
+    seed = len(llm.tokenizer.encode("p"))
+    force(monkeypatch, tokens)
+    comma, special = tokens[3], {"skip_special_tokens": False}
+    cases: list[tuple[dict[str, Any], str, Any]] = [
+        ({"stop": "two"}, "one, ", "two"),
+        ({"stop": "two", "include_stop_str_in_output": True}, "one, two", "two"),
+        ({"stop_token_ids": [comma]}, "one", comma),
+        ({"stop_token_ids": [comma], "include_stop_str_in_output": True}, "one,", comma),
+        ({}, "one, two, three", None),
+        (special, "one, two, three", None),
+        (
+            {"skip_special_tokens": False, "include_stop_str_in_output": True},
+            "one, two, three<|end_of_sentence|>",
+            None,
+        ),
+        ({"detokenize": False}, "", None),
+    ]
+    for keys, text, reason in cases:
+        params = SamplingParams(max_tokens=20, seed=seed, logprobs=0, **keys)
+        (output,) = llm.generate("p", params)[0].outputs
+        assert (output.text, output.finish_reason, output.stop_reason) == (text, "stop", reason), keys
+        assert output.token_ids == tokens[: len(output.token_ids)]
+        assert output.logprobs is not None
+        decoded = [next(iter(of.values())).decoded_token for of in output.logprobs]
+        assert (decoded == [None] * len(decoded)) == (keys == {"detokenize": False})
+        pieces = list(llm.stream("p", params))
+        assert "".join(map(str, pieces)) == text and pieces[-1].stop_reason == reason
+
+
+def test_chat_arguments(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    plain = llm.chat([{"role": "user", "content": "Hello"}], GREEDY)[0]
+    assert llm.chat(parts, GREEDY)[0].token_ids == plain.token_ids and plain.prompt is not None
+    assert plain.prompt.endswith("Hello<|Assistant|>")
+    begun = [*parts, {"role": "assistant", "content": "I"}]
+    (output,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt is not None and output.prompt.endswith("<|Assistant|>I")
+    assert output.prompt_token_ids == llm.tokenizer.encode(output.prompt, add_special_tokens=False)
+    (output,) = llm.chat(parts, GREEDY, chat_template="{{ a }}", chat_template_kwargs={"a": "xyz"})
+    assert output.prompt == "xyz" and llm.get_tokenizer().decode(output.prompt_token_ids) == "xyz"

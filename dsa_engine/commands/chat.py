@@ -32,8 +32,9 @@ def run_chat(args: argparse.Namespace) -> None:
         raise ValueError(
             "chat reads one keyboard and runs in one process; under torchrun use dsa-engine generate --chat"
         )
-    params = sampling_params(args)
+    sampling_params(args)  # wrong ones are said before anything is loaded
     llm = llm_from(args)
+    params = sampling_params(args, llm.default_sampling)
     beginning = [{"role": "system", "content": args.system}] if args.system else []
     llm.tokenizer.chat([*beginning, {"role": "user", "content": "Hello"}])  # that there is a template
     asks = sys.stdin.isatty()

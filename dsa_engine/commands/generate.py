@@ -37,8 +37,9 @@ def run_generate(args: argparse.Namespace) -> None:
         text = read_text(args.prompt_file)
     elif args.prompt is not None:
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    params = sampling_params(args)
+    sampling_params(args)  # wrong ones are said before anything is loaded
     llm = llm_from(args)
+    params = sampling_params(args, llm.default_sampling)
     prompt = text if args.prompt_ids is None else args.prompt_ids
     if args.chat:
         prompt = llm.tokenizer.chat([{"role": "user", "content": text}])

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from dsa_engine.sampling_params import SamplingParams
+
+_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ELSE: dict[str, Any] = {"max_tokens": 128, "temperature": 0.0}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options; :func:`sampling_params` reads them."""
-    parser.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token")
+    source = "default: that of generation_config.json, else"
+    parser.add_argument("--max-tokens", type=int, help=f"most tokens to generate; {source} 128")
+    parser.add_argument("--temperature", type=float, help=f"0: the most likely token; {source} 0")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="keep the likeliest tokens of this probability together"
+        "--top-p", type=float, help=f"keep the likeliest tokens of this probability together; {source} 1"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="keep this many of the likeliest tokens; 0: all")
+    parser.add_argument("--top-k", type=int, help=f"keep this many of the likeliest tokens, 0: all; {source} 0")
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="keep tokens of at least this fraction of the highest probability"
+        "--min-p", type=float, help=f"keep tokens of at least this fraction of the highest probability; {source} 0"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, help=f"above 1: tokens that there have been come less often; {source} 1"
     )
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The :class:`SamplingParams` that the options describe; ``--seed`` is an option of the engine."""
-    return SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-    )
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """The :class:`SamplingParams` that the options describe; ``--seed`` is an option of the engine.
+
+    Args:
+        defaults: of the model folder (``LLM.default_sampling``); without them the options are checked only.
+
+    Raises:
+        ValueError: an option is not possible.
+    """
+    given = {name: value for name in _NAMES if (value := getattr(args, name)) is not None}
+    return SamplingParams(**(_ELSE | dict(defaults or {}) | given | {"seed": args.seed}))

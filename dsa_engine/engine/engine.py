@@ -231,6 +231,8 @@ class Engine:
             self.scheduler.computed(chunks)
             for request, indices in launched.indices.items():
                 request.placeholders += indices
+            for request, found in launched.prompt_logprobs.items():
+                request.add_prompt_logprobs(found)
             if launched.indices:
                 self.launched_ahead += bool(self._in_flight)
                 self._in_flight.append(launched)

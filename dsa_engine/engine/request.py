@@ -7,7 +7,7 @@ placeholder: the index at which it lies in the ``tokens`` of the step that sampl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +48,6 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)  # of each output token, where they are asked for
-    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
     verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
@@ -63,10 +62,13 @@ class Request:
     finish_reason: str | None = None  # of its ending
     error: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
     exception: Exception | None = None  # of a step that it was part of; whoever waits for it is to raise this
 
     def __post_init__(self) -> None:
         self.num_prefill_tokens = len(self.prompt)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing stands before the first token
 
     def __len__(self) -> int:
         return len(self.prompt) + self.num_output_tokens
@@ -128,6 +130,12 @@ class Request:
             return Ending("error", f"its tokens could not be decoded to text: {type(error).__name__}: {error}")
         return ending
 
+    def add_prompt_logprobs(self, found: Mapping[int, Logprobs]) -> None:
+        """Takes those of the prompt's next tokens, by position."""
+        assert self.prompt_logprobs is not None
+        for position in sorted(found):
+            self.prompt_logprobs[position:] = [found[position]]
+
     def _stop_token(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
         """How the request ends if this token, the last of the output, ends it."""
         params = self.params
@@ -178,6 +186,12 @@ class Request:
             logprobs=None if self.params.logprobs is None else self.logprobs[first:],
             stop_reason=self.stop_reason,
         )
+
+    def decoded_prompt_logprobs(self) -> list[Logprobs | None] | None:
+        """With the text of each token, where text is made."""
+        if self.prompt_logprobs is None or self.text is None:
+            return self.prompt_logprobs
+        return [None if of is None else self.text.decoded(of) for of in self.prompt_logprobs]
 
     def completion(self, index: int) -> CompletionOutput:
         """The whole output of a request that has ended, as number ``index`` of its prompt; not of one that is

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan, build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
 from dsa_engine.engine.speculation import Drafter
@@ -93,6 +94,8 @@ class ModelRunner:
         """
         batch, hidden = self._forward(plan, sampled)
         samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
+        if of_prompts := prompt_logprobs(self._model, plan, hidden):
+            samples = replace(samples, prompt_logprobs=of_prompts)
         if self.num_drafts == 0:
             return samples
         assert self.drafter is not None

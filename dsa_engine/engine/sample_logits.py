@@ -9,6 +9,7 @@ from hashlib import blake2b
 import torch
 
 from dsa_engine.kernels.transfer import upload
+from dsa_engine.outputs import Logprob, Logprobs
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -103,3 +104,12 @@ def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> 
     own = of_all.gather(1, tokens[:, None])
     rank = (of_all >= own).sum(dim=-1, keepdim=True)
     return torch.cat((own.double(), rank.double(), ids.double(), best.double()), dim=1)
+
+
+def ranked(token: int, row: list[float], count: int) -> Logprobs:
+    """A row of :func:`log_probabilities` by token id: the ``count`` most likely tokens, and the sampled one."""
+    logprob, rank, *best = row
+    most = len(best) // 2
+    found = {int(best[i]): Logprob(best[most + i], i + 1) for i in range(min(count, most))}
+    found.setdefault(token, Logprob(logprob, int(rank)))
+    return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import RankPlan, StepPlan
 from dsa_engine.engine.logit_terms import LogitTerms, Wanted
 from dsa_engine.engine.request import Request, SampledToken
-from dsa_engine.engine.sample_logits import log_probabilities, sample
+from dsa_engine.engine.sample_logits import log_probabilities, ranked, sample
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.outputs import Logprob
+from dsa_engine.outputs import Logprobs
 from dsa_engine.parallel import Mesh
 
 # Codes in place of a token, where a request's sampling went wrong.
@@ -45,6 +45,7 @@ class Samples:
     tokens: torch.Tensor  # int64 [ranks · largest row count of a rank], on the device; codes of errors in place of some
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
+    prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
     # Of each request, how many of its drafts were accepted, and drafts of the next tokens; None: nothing is drafted.
     verified: Callable[[], list[tuple[int, list[int]]]] | None = None
 
@@ -144,18 +145,9 @@ def _wanted(rank_plan: RankPlan) -> list[Wanted]:
 def _sampled(code: int, logprobs: list[float] | None, asked: int | None) -> SampledToken:
     if code < 0:
         return SampledToken(code, error=_ERRORS[code])
-    return SampledToken(code, None if asked is None or logprobs is None else _ranked(code, logprobs, asked))
+    return SampledToken(code, None if asked is None or logprobs is None else ranked(code, logprobs, asked))
 
 
 def _mixed(seed: int, number: int) -> int:
     """A seed for the request of this number: neighbouring seeds and numbers have nothing in common."""
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big")
-
-
-def _ranked(token: int, row: list[float], count: int) -> dict[int, Logprob]:
-    """A row of :func:`log_probabilities` by token id: the ``count`` most likely tokens, and the sampled one."""
-    logprob, rank, *best = row
-    most = len(best) // 2
-    found = {int(best[i]): Logprob(best[most + i], i + 1) for i in range(min(count, most))}
-    found.setdefault(token, Logprob(logprob, int(rank)))
-    return found

@@ -45,6 +45,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         "tokens": [],
         "ends": [],
         "logprobs": [],
+        "prompt_logprobs": [],
     }
     for request in case.get("generate", []):
         params = [SamplingParams(**p) for p in request["params"]]
@@ -56,6 +57,10 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
             outs = llm.generate(request["prompts"], params)
         result["tokens"].append([out.token_ids for out in outs])
         result["ends"].append([(out.finish_reason, out.error) for out in outs])
+        asked = [out.prompt_logprobs for out in outs if isinstance(out, RequestOutput) and out.prompt_logprobs]
+        result["prompt_logprobs"].append(
+            [[of and {token: (float(x), x.rank) for token, x in of.items()} for of in prompt] for prompt in asked]
+        )
         plain = [out.logprobs and [{token: float(x) for token, x in of.items()} for of in out.logprobs] for out in outs]
         result["logprobs"].append(plain)
     result["drafts"] = drafts

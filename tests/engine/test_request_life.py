@@ -231,3 +231,43 @@ def test_logprobs_end_with_the_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, stop=[free.text[1]], logprobs=1)
     output = llm.generate(TEXTS[0], params)[0]
     assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids) < 10
+
+
+@pytest.mark.parametrize("batched", [8192, 7])
+def test_prompt_logprobs(shared: LLM, batched: int) -> None:
+    """Of every token of the prompt but the first: the model's own, in one piece and in parts, with rank and text."""
+    llm = shared
+    if batched != 8192:
+        llm = LLM("demo-random", device="cpu", max_model_len=256, max_num_batched_tokens=batched, progress=False)
+    ask = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, logprobs=1, ignore_eos=True)
+    several = SamplingParams(max_tokens=2, prompt_logprobs=0, n=2, seed=1, ignore_eos=True)
+    first, second, plain, short = llm.generate([*TEXTS, [5]], [ask, several, GREEDY, ask])
+    assert plain.prompt_logprobs is None and short.prompt_logprobs == [None]
+    for output, count in ((first, 2), (second, 0)):
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        ids = output.prompt_token_ids
+        rows = llm.prompt_logits(ids).log_softmax(dim=-1)
+        assert len(output.prompt_logprobs) == len(ids)
+        for token, found, row in zip(ids[1:], output.prompt_logprobs[1:], rows, strict=False):
+            assert found is not None and set(found) == {*row.topk(count).indices.tolist(), token}
+            assert list(found)[:count] == row.topk(count).indices.tolist()
+            assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
+            for one, value in found.items():
+                assert value.logprob == float(value) and value.decoded_token == llm.tokenizer.token_text(one)
+                assert value.rank == int((row > row[one]).sum()) + 1
+    assert first.logprobs is not None and [of.rank for of in first.logprobs[0].values()] == [1]
+
+
+def test_prompt_logprobs_after_a_preemption(demo_cache: Path) -> None:
+    """What is computed again is not given twice."""
+    llm = LLM("demo-random", device="cpu", max_model_len=512, cache_memory="0.5MiB", page_size=8, progress=False)
+    prompts = [[7 + i] * 80 for i in range(3)]
+    wanted = [llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))[0] for prompt in prompts]
+    params = SamplingParams(max_tokens=50, prompt_logprobs=0, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    assert llm.engine.scheduler.preemptions > 0
+    for output, alone in zip(outputs, wanted, strict=True):
+        assert output.prompt_logprobs is not None and alone.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == 80
+        for one, other in zip(output.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True):
+            assert one is not None and one == pytest.approx(other, abs=1e-3)

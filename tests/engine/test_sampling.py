@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.engine.sample_logits import log_probabilities, sample
+from dsa_engine.engine.logit_terms import LogitTerms, Wanted
+from dsa_engine.engine.request import Request
+from dsa_engine.engine.sample_logits import exponential_noise, log_probabilities, sample
 from dsa_engine.engine.sampler import _mixed
 from dsa_engine.sampling_params import SamplingParams
 
@@ -206,3 +209,75 @@ def test_log_probabilities() -> None:
         assert found[2:6].tolist() == order
         assert found[6:].tolist() == pytest.approx(expected[order].tolist(), abs=1e-5)
     assert torch.equal(log_probabilities(logits, tokens, 0), table[:, :2])
+
+
+EDGES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 17, 10**30, -(10**30), 10**400, 2**31, 2**63, 2**64, -(2**63) - 1),
+    *(0.0, -0.0, 0.5, 1.0, 1.5, 1e-46, 5e-324, 3.5e38, 1e308, -1e308, math.inf, -math.inf, math.nan, 1j),
+    *("", "0", "no", "x" * 200, b"x", [], [0], [True], [-1], [2**31], [1.0], ["a"], [""], [[1]], (1, 2), {1}, {}),
+    *({5: 1.0}, {5: math.nan}, {5: 101}, {"5": 1}, {-1: 0}, {True: 1}, {5: None}, object(), float, ...),
+]
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(SamplingParams) if f.init])
+def test_every_parameter_at_its_edges(name: str) -> None:
+    """A value is refused with an error that names the parameter, or it means what it says: a token that is allowed."""
+    logits = torch.tensor([1.0, -math.inf, 3.0, 2.0, 1.5, 0.0])
+    accepted = 0
+    for value in EDGES:
+        try:
+            params = SamplingParams(**{name: value})
+        except (TypeError, ValueError) as error:
+            assert name in str(error) and len(str(error)) < 300
+            continue
+        accepted += 1
+        request = Request(0, [2, 3], params, output=[2])
+        row = logits[None].clone()
+        LogitTerms((4,)).apply(row, [Wanted(request, 3)], None)
+        assert not bool(row.isnan().any()) and not bool((row == math.inf).any()) and row[0, 1] == -math.inf
+        if bool(row.isfinite().any()):
+            for one_of in params.of_each_output()[:3]:
+                seed = one_of.seed or 0
+                token = one(row[0], one_of, seed, 7) if one_of.temperature > 0 else int(row.argmax())
+                assert bool(row[0, token].isfinite()) and token == one(row[0], one_of, seed, 7)
+    assert accepted >= 1 and accepted < len(EDGES)
+
+
+@pytest.mark.parametrize("keys", [{"top_p": 5e-324}, {"top_p": 1e-46}, {"temperature": 5e-324}, {"top_k": 1}])
+def test_tiny_values_are_greedy(keys: dict[str, Any]) -> None:
+    assert draws(torch.tensor([0.5, -math.inf, 2.0, 1.0]), SamplingParams(**keys), 50) == {2: 50}
+
+
+@pytest.mark.parametrize("temperature", [1e30, 3.5e38, 1e308, 10**300])
+def test_a_huge_temperature_is_uniform_and_keeps_what_is_forbidden(temperature: float) -> None:
+    found = draws(torch.tensor([0.5, -math.inf, 2.0, 900.0]), SamplingParams(temperature=temperature), 3000)
+    assert set(found) == {0, 2, 3} and max(found.values()) < 1150
+
+
+def test_noise() -> None:
+    """Exponentially distributed, positive, finite; neighbouring seeds, positions and tokens have nothing in common."""
+    rows = exponential_noise([0, 0, 1, 2**63, -(2**63)], [0, 1, 0, 0, 0], 40_000, "cpu")
+    assert rows.dtype == torch.float32 and bool((rows > 0).all()) and bool(rows.isfinite().all())
+    for row in rows:
+        assert float(row.mean()) == pytest.approx(1, abs=0.03) and float(row.std()) == pytest.approx(1, abs=0.05)
+        quantiles = row.quantile(torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99]))
+        expected = [-math.log(1 - q) for q in (0.01, 0.1, 0.5, 0.9, 0.99)]
+        assert quantiles.tolist() == pytest.approx(expected, rel=0.12)
+    shifted = torch.cat((rows, rows[:1].roll(1, dims=1), rows[:1].roll(7, dims=1)))
+    correlation = torch.corrcoef(shifted) - torch.eye(len(shifted))
+    assert float(correlation.abs().max()) < 0.03
+    assert torch.equal(exponential_noise([7, 5], [3, 2], 100, "cpu")[1:], exponential_noise([5], [2], 100, "cpu"))
+    assert torch.equal(exponential_noise([5], [2], 300, "cpu")[:, :100], exponential_noise([5], [2], 100, "cpu"))
+
+
+def test_parameters_that_contradict_each_other() -> None:
+    for keys, message in (
+        ({"n": 2, "temperature": 0.0}, "n must be 1 with temperature 0, where all outputs would be equal, not 2"),
+        ({"stop": "x", "detokenize": False}, "stop strings need detokenize=True"),
+        ({"n": 3, "seed": 2**64 - 2}, r"seed \+ n must be at most 2\*\*64"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must name at least one token; None allows all"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(**keys)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="there is no option 'temprature'; did you mean 'temperature'\\?"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]

@@ -130,8 +130,8 @@ def test_rows_see_no_neighbours(name: str, stored: Callable[[str], Path], random
     prompts = [random_ids(length) for length in (150, 30, 97)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     whole, chunked = (LLM(stored(name), max_num_batched_tokens=n, **OPTIONS) for n in (512, 32))
-    logits = whole.prompt_logits(prompts[0])
-    error = (chunked.prompt_logits(prompts[0]) - logits).norm(dim=1) / logits.norm(dim=1)
+    logits = whole.prompt_logits(prompts[0][:64])  # before anything is selected
+    error = (chunked.prompt_logits(prompts[0][:64]) - logits).norm(dim=1) / logits.norm(dim=1)
     assert float(error.median()) < 1e-5  # of some rows a code lies beside a tie, as above
     together = [out.token_ids for out in whole.generate(prompts, params)]
     assert [chunked.generate(prompt, params)[0].token_ids for prompt in prompts] == together

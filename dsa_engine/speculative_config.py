@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dsa_engine.parallel.option_fields import Kind, Options, choice, documented, option
+from dsa_engine.parallel.value_checks import integer, number
 
 MOST_DRAFTS = 7
 
 Method = Literal["mtp"]
 
 
-def _check_drafts(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DRAFTS:
-        raise ValueError(f"{name} must be an integer from 1 to {MOST_DRAFTS}, not {value!r}")
+_TOKEN = Kind(integer(0), int)
 
 
 @documented
@@ -27,7 +26,24 @@ class SpeculativeConfig(Options):
     """
 
     method: Method = option(choice(Method), "mtp", '"mtp": the checkpoint\'s Multi-Token Prediction module drafts.')
-    num_speculative_tokens: int = option(Kind(_check_drafts, int), 1, f"drafts a step, 1 to {MOST_DRAFTS}.")
+    num_speculative_tokens: int = option(Kind(integer(1, MOST_DRAFTS), int), 1, f"drafts a step, 1 to {MOST_DRAFTS}.")
+    relaxed_topk: int = option(
+        Kind(integer(0), int),
+        0,
+        "while the model thinks, also accept a draft that is among so many most likely tokens: this changes outputs. "
+        "0: never.",
+    )
+    relaxed_delta: float = option(
+        Kind(number(0, 1), float),
+        0.0,
+        "accept such a draft only if its probability is at least that of the most likely token less this.",
+    )
+    begin_thinking_token: int | None = option(
+        _TOKEN, None, "the token behind which a model thinks; default: the tokenizer's <think>."
+    )
+    end_thinking_token: int | None = option(
+        _TOKEN, None, "the token that ends its thinking; default: the tokenizer's </think>."
+    )
 
     @property
     def modules(self) -> int:

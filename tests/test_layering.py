@@ -30,6 +30,7 @@ LAYERS = (
     ("engine.speculation",),
     ("engine.padded_drafts",),
     ("engine.decode_graphs", "engine.sampler"),
+    ("engine.relaxed_acceptance",),
     ("engine.logit_terms", "engine.prompt_logprobs"),
     ("engine",),
     ("model.model",),

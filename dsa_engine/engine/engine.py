@@ -31,6 +31,7 @@ from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
+from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.request_checks import check_prompt, check_token_ids
 from dsa_engine.engine.runner import ModelRunner
@@ -70,6 +71,7 @@ class Engine:
         self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
         refuse_extra_layers(folder, config, options)
         refuse_missing_modules(folder, config, options)
+        relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
         drafts = options.speculation.num_speculative_tokens if options.speculation else 0
         modules = options.speculation.modules if options.speculation else 0
         self.max_model_len = options.max_model_len or config.max_position_embeddings
@@ -121,7 +123,7 @@ class Engine:
         self.graphs = None
         if device.type == "cuda" and not options.enforce_eager and not by_reference:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
-        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs)
+        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs, relaxed=relaxed)
         self.draft(drafts)
         self.launched_ahead = self._next_id = 0
         self._scheduled: list[Chunk] = []  # the next step, until it has been launched

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import StepPlan, build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.prompt_logprobs import prompt_logprobs
+from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
 from dsa_engine.engine.speculation import Drafter
@@ -30,6 +31,7 @@ class ModelRunner:
         seed: of requests without a seed of their own.
         graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
         max_decode_rows: a step in which every request has at most so many rows, on one rank, is a decode step.
+        relaxed: of the sampler.
 
     Attributes:
         num_drafts: that the MTP module makes of a request in a step; 0: it does not run.
@@ -46,12 +48,13 @@ class ModelRunner:
         seed: int,
         graphs: DecodeGraphs | None = None,
         max_decode_rows: int = 1,
+        relaxed: RelaxedAcceptance | None = None,
     ):
         self._model = model
         self._cache = cache
         self._config = config
         self._mesh = mesh
-        self._sampler = Sampler(config, mesh, seed)
+        self._sampler = Sampler(config, mesh, seed, relaxed)
         self._graphs = graphs
         self._max_decode_rows = max_decode_rows
         self.num_drafts = 0

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import RankPlan, StepPlan
 from dsa_engine.engine.logit_terms import LogitTerms, Wanted
+from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Request, SampledToken
 from dsa_engine.engine.sample_logits import log_probabilities, ranked, sample
 from dsa_engine.kernels.transfer import download, upload
@@ -71,12 +72,14 @@ class Sampler:
     Args:
         config, mesh: of the engine.
         seed: of requests without a seed of their own.
+        relaxed: puts likely drafts in the place of chosen tokens.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, seed: int):
+    def __init__(self, config: ModelConfig, mesh: Mesh, seed: int, relaxed: RelaxedAcceptance | None = None):
         self._config = config
         self._mesh = mesh
         self._seed = seed
+        self._relaxed = relaxed
         self._terms = LogitTerms(config.eos_token_ids)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor, sampled: torch.Tensor | None = None) -> Samples:
@@ -96,6 +99,8 @@ class Sampler:
         wanted = _wanted(plan.ranks[self._mesh.rank])
         self._terms.apply(logits, wanted, sampled)
         tokens = self._choose(wanted, logits)
+        if self._relaxed is not None:
+            tokens = self._relaxed(wanted, logits, tokens)
         spare = most - len(tokens)
         everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
         logprobs = None

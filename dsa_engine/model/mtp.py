@@ -13,7 +13,7 @@ What the report leaves open, and where it is answered:
   modelling code that AMD ships with R1-0528-MXFP4, the model's forward ends with the final norm and hands that on.
 * Used again on its own state (eagle mode), the module passes on the state *after* ``shared_head.norm``: SGLang does so;
   vLLM since pull request 47448; ATOM measured it on R1-0528 (pull request 1764: 64.6% instead of 61.4% accepted with
-  three drafts). Our trained demo model agrees (docs/TRAINING.md).
+  three drafts).
 * ``eh_proj`` is not quantised in FP8 checkpoints: bfloat16, without scales.
 * A row has the position of its hidden state, for RoPE and the causal mask; its cache rows lie in the slots of that
   position, one layer behind the main model's.

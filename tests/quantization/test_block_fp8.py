@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import CheckpointReader, Source, write_random_checkpoint
 from dsa_engine.demo import demo_config
 from dsa_engine.engine.load_weights import load_weights
+from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.fp8 import quantize_blocks
 from dsa_engine.model.model import Model
 from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, choose
 from dsa_engine.quantization.base import StoredFormat
 from dsa_engine.quantization.block_fp8 import BlockFP8, BlockFP8Experts, BlockFP8Linear, SideBySide
+from dsa_engine.quantization.unquantized import UnquantizedLinear
 
 CPU = torch.device("cpu")
 SCHEME = WeightScheme("float", 8, "block", block=(128, 128), activation_bits=8, power_of_two=True)
@@ -242,3 +246,45 @@ def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path) -> None:
 def test_dummy_weights(folder: Path) -> None:
     llm = LLM(folder, quantization="fp8", load_format="dummy", **OPTIONS)
     assert bool(llm.prompt_logits(PROMPT).isfinite().all())
+
+
+SCALE = "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"
+
+
+@pytest.mark.parametrize(
+    "value, error",
+    [
+        (None, f"has no tensor '{SCALE}', which config.json implies"),
+        (0.0, f"'{SCALE}' holds the scale 0.0; scales must be finite and above 0"),
+        (-1.0, "holds the scale -1.0"),
+        (math.nan, "holds the scale nan"),
+        (math.inf, "holds the scale inf"),
+    ],
+)
+def test_scales_that_are_none(folder: Path, tmp_path: Path, value: float | None, error: str) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    if value is None:
+        del tensors[SCALE]
+    else:
+        tensors[SCALE][1, 2] = value
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=error):
+        LLM(tmp_path / "model", quantization="fp8", **OPTIONS)
+
+
+def test_a_weight_that_is_not_quantised_must_be_named(folder: Path, tmp_path: Path) -> None:
+    """Then it is kept as it is; the others are multiplied in FP8 all the same."""
+    name = "model.layers.0.self_attn.o_proj"
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    del tensors[f"{name}.weight_scale_inv"]
+    tensors[f"{name}.weight"] = torch.randn(320, 512).bfloat16() / 100
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name}.*is torch.bfloat16, where config.json.*name it there among the"):
+        LLM(tmp_path / "model", quantization="fp8", **OPTIONS)
+    named = {"quantization_config": {"modules_to_not_convert": [name]}}
+    llm = LLM(tmp_path / "model", quantization="fp8", hf_overrides=named, **OPTIONS)
+    assert bool(llm.prompt_logits(PROMPT).isfinite().all())
+    kinds = [type(layer.attention.o) for layer in llm.engine.model.layers]
+    assert kinds == [UnquantizedLinear, BlockFP8Linear, BlockFP8Linear]

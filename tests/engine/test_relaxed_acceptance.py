@@ -1,0 +1,95 @@
+"""Relaxed acceptance: what it accepts, where, and that nothing changes outside of a model's thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.logit_terms import Wanted
+from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
+from dsa_engine.engine.request import Request
+
+BEGIN, END = 8, 9
+LOGITS = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05, 0, 0, 0, 0, 0]]).log()  # the probabilities of tokens 0, 1, …
+
+
+def chosen(relaxed: RelaxedAcceptance, prompt: list[int], drafts: list[int], token: int = 0) -> list[int]:
+    """The tokens of the rows of a request whose logits all are ``LOGITS``, and whose choice is ``token``."""
+    request = Request(0, prompt, SamplingParams(), drafts=drafts)
+    wanted = [Wanted(request, len(prompt) + i) for i in range(len(drafts) + 1)]
+    tokens = torch.full((len(wanted),), token)
+    return relaxed(wanted, LOGITS.expand(len(wanted), -1).clone(), tokens).tolist()
+
+
+@pytest.mark.parametrize(
+    "topk, delta, draft, accepted",
+    [
+        (10, 0.1, 1, True),
+        (10, 0.09, 1, False),
+        (2, 1.0, 1, True),
+        (1, 1.0, 1, False),
+        (3, 0.5, 2, True),
+        (2, 0.5, 2, False),
+        (10, 1.0, 7, True),  # every token is within the ten of this vocabulary
+        (10, 0.0, 0, True),
+        (10, 1.0, END, False),
+    ],
+)
+def test_what_is_accepted_while_it_thinks(topk: int, delta: float, draft: int, accepted: bool) -> None:
+    relaxed = RelaxedAcceptance(topk, delta + 1e-6, BEGIN, END)
+    assert chosen(relaxed, [5, BEGIN, 6], [draft]) == [draft if accepted else 0, 0]
+    assert chosen(relaxed, [5, 6], [draft]) == [0, 0], "it does not think yet"
+    assert chosen(relaxed, [5, BEGIN, 6, END, 7], [draft]) == [0, 0], "nor any more"
+    assert chosen(relaxed, [5, BEGIN, 6], [draft], token=-1) == [-1, -1], "an error stays"
+
+
+def test_thinking_ends_among_the_drafts() -> None:
+    relaxed = RelaxedAcceptance(10, 1.0, BEGIN, END)
+    assert chosen(relaxed, [BEGIN], [1, END, 2]) == [1, 0, 0, 0]
+    assert chosen(relaxed, [5], [1, BEGIN, 2]) == [0, 0, 2, 0]
+
+
+def test_requests_that_think_and_that_do_not(
+    drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
+) -> None:
+    """With every draft accepted, a request that thinks says what the module drafts; another what it always says."""
+    folder = drafting_oracle("deepseek_v32", index_topk=16).folder
+    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    prompts = [random_ids(30), [*random_ids(20), 198, *random_ids(9, seed=1)], random_ids(5, seed=2)]
+    found = {}
+    for relaxed in (0, 200):
+        llm = LLM(
+            folder,
+            device="cpu",
+            dtype="float32",
+            max_model_len=64,
+            cache_memory="2MiB",
+            progress=False,
+            speculative_config={
+                "num_speculative_tokens": 3,
+                "relaxed_topk": relaxed,
+                "relaxed_delta": 1.0,
+                "begin_thinking_token": 198,
+                "end_thinking_token": 199,
+            },
+        )
+        found[relaxed] = llm.generate(prompts, params)
+    strict, free = found[0], found[200]
+    assert not any(198 in output.token_ids for output in strict)
+    assert [o.token_ids for o in free[::2]] == [o.token_ids for o in strict[::2]]
+    assert free[1].token_ids[1:] != strict[1].token_ids[1:] and free[1].token_ids[0] == strict[1].token_ids[0]
+    assert free[1].metrics.speculation.acceptance_rates == [1.0] * 3
+    assert strict[1].metrics.speculation.mean_acceptance_length < 2
+
+
+def test_tokens_that_are_not_known(drafting_oracle: Callable[..., Any]) -> None:
+    folder: Path = drafting_oracle("deepseek_v32", index_topk=16).folder
+    with pytest.raises(ValueError, match="relaxed_topk works between the tokens <think> and </think>"):
+        LLM(folder, speculative_config={"num_speculative_tokens": 1, "relaxed_topk": 10})
+    with pytest.raises(ValueError, match="relaxed_delta must be a finite number from 0 to 1, not 2"):
+        LLM(folder, speculative_config={"relaxed_topk": 10, "relaxed_delta": 2})

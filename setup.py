@@ -63,6 +63,7 @@ setup(
             "pytest>=9",
             "pytest-xdist>=3.8",
             "hypothesis",
+            'compressed-tensors>=0.15; python_version >= "3.11"',  # what others write and read: an oracle
             "matplotlib",
             "ruff",
             "mypy",

@@ -7,7 +7,7 @@ the group: the largest token count among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,14 +41,23 @@ def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Gro
     return group.reduce_scatter(partial)
 
 
-def head_parallel_projection(
-    heads: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], rows: int, group: Group
-) -> torch.Tensor:
+class Projection(Protocol):
+    """A linear layer of which a rank holds some columns."""
+
+    scales_whole_rows: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor: ...
+
+
+def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int, group: Group) -> torch.Tensor:
     """Output projection sharded by heads: all-to-all from tokens to heads, product, reduce-scatter to tokens.
 
     Args:
         heads: ``[T, heads, dim]``, all heads of this rank's tokens.
-        project: ``[n, heads / size · dim] -> [n, hidden]``, by this rank's columns of the weight.
+        project: ``[n, heads / size · dim] -> [n, hidden]``, by this rank's columns of the weight. Where it quantises a
+            row by its largest magnitude, it is told that of the whole row, so that results do not depend on the group.
 
     Returns:
         ``[T, hidden]``.
@@ -59,7 +68,10 @@ def head_parallel_projection(
     padded = F.pad(heads, (0, 0, 0, 0, 0, rows - count))
     by_rank = padded.view(rows, group.size, -1).transpose(0, 1)  # [size, rows, heads / size · dim]
     mine = group.all_to_all(by_rank.reshape(group.size * rows, -1))  # everybody's tokens, my heads
-    return group.reduce_scatter(project(mine))[:count]
+    if not project.scales_whole_rows:
+        return group.reduce_scatter(project(mine))[:count]
+    largest = group.all_gather(padded.flatten(1).abs().amax(dim=1).float())
+    return group.reduce_scatter(project.of_parts(mine, largest))[:count]
 
 
 def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 
+from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, llm_from, reported, run
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import caption, format_table, run_report, write_json
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model_folder import resolve_model
 from dsa_engine.output_files import check_outputs
 from dsa_engine.training.cases import KINDS
-from dsa_engine.training.evaluate import held_out, perplexity, retrieval, second_next, summary
+from dsa_engine.training.evaluate import divergence, held_out, perplexity, retrieval, second_next, summary
 from dsa_engine.training.export import load_checkpoint
 from dsa_engine.training.pictures import plot_retrieval
 from dsa_engine.training.selection import SELECTIONS
@@ -31,6 +34,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--selection", choices=SELECTIONS, default="trained", help="what replaces the indexer's choice")
     parser.add_argument("--dense", action="store_true", help="dense attention: index_topk is the longest length")
     parser.add_argument("--perplexity", type=int, default=0, metavar="N", help="held-out texts of 2,048 tokens")
+    parser.add_argument(
+        "--kl-to", metavar="MODEL", help="on the texts of --perplexity, also the KL divergence from MODEL in float32"
+    )
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="the MTP module on N texts and N conversations")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--plot", metavar="PATH", help="draw length by depth (PNG)")
@@ -42,6 +48,8 @@ def main() -> None:
     args = parse()
     check_outputs(args.json, args.plot)
     check_plot(args.plot)
+    if args.kl_to and not args.perplexity:
+        raise ValueError("--kl-to is measured on the texts of --perplexity; say how many")
     if args.dense:
         args.hf_overrides = f'{{"index_topk": {max(args.length) + 1024}}}'
     llm = llm_from(args)
@@ -57,6 +65,12 @@ def main() -> None:
     report = {"retrieval": results}
     if args.perplexity:
         report["perplexity"] = perplexity(llm, documents, 2048, args.perplexity)
+    if args.kl_to:
+        other = resolve_model(args.kl_to)
+        expanded = "dequantize" if ModelConfig.from_pretrained(other).quantization else None
+        reference = LLM(other, dtype="float32", quantization=expanded, device=args.device, progress=False)
+        report["divergence"] = divergence(llm, reference, documents, 2048, args.perplexity)
+    report["weight_bytes"] = sum(tensor.nbytes for tensor in llm.engine.model.parameters())
     if args.mtp:
         report["mtp"] = second_next(load_checkpoint(llm.folder), documents, 1024, args.mtp)
     if not first:
@@ -85,6 +99,9 @@ def show(report: dict) -> None:
     print("\n" + format_table(("tokens", "cases", "right", "tokens right", "value selected", "recall by layer"), rows))
     if "perplexity" in report:
         print("\nheld-out text: {loss:.3f} nats a token, perplexity {perplexity:.2f}".format(**report["perplexity"]))
+    if "divergence" in report:
+        figures = report["divergence"]
+        print(f"KL divergence {figures['kl']:.2e} nats a token, the same token {figures['same_greedy_token']:.2%}")
     for name, figures in report.get("mtp", {}).items():
         print(
             f"MTP, {name}: second next token right {figures['module_right']:.1%}, as the main model says "

@@ -1,4 +1,4 @@
-"""Checkpoints in the Hugging Face layout: read, write, make at random, convert from FP8."""
+"""Checkpoints in the Hugging Face layout: read, write, make at random, convert."""
 
 from dsa_engine.checkpoint.convert import dequantize_checkpoint
 from dsa_engine.checkpoint.dummy import DummyReader
@@ -8,6 +8,7 @@ from dsa_engine.checkpoint.layout import (
     parameter_counts,
     released_tensors,
 )
+from dsa_engine.checkpoint.quantize import quantize_checkpoint
 from dsa_engine.checkpoint.random_init import write_random_checkpoint
 from dsa_engine.checkpoint.reader import CheckpointReader, Reader, Source
 from dsa_engine.checkpoint.released import RELEASED_CONFIGS, released_config
@@ -25,6 +26,7 @@ __all__ = [
     "WrittenCheckpoint",
     "dequantize_checkpoint",
     "parameter_counts",
+    "quantize_checkpoint",
     "released_config",
     "released_tensors",
     "write_random_checkpoint",

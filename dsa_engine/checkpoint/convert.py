@@ -52,7 +52,7 @@ def dequantize_checkpoint(
     raw = read_config_json(source_folder)
     block_size = ModelConfig.from_dict(raw).weight_block_size
     with CheckpointReader(source_folder, block_size) as reader:
-        specs, dequantized = _target_tensors(reader, dtype)
+        specs, dequantized = plain_tensors(reader, dtype)
         if not dequantized:
             raise CheckpointError(f"{source_folder} holds no FP8 weights: there is nothing to convert")
         with (
@@ -66,14 +66,13 @@ def dequantize_checkpoint(
             for key in {"dtype", "torch_dtype"} & raw.keys() or {"torch_dtype"}:
                 raw[key] = dtype_name
             writer.add_file("config.json", json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
-            for path in sorted(source_folder.iterdir()):
-                if path.is_file() and _is_copied(path):
-                    writer.add_file(path.name, path)
+            for path in copied_files(source_folder):
+                writer.add_file(path.name, path)
     return replace(writer.written, dequantized=dequantized)
 
 
-def _target_tensors(reader: CheckpointReader, dtype: torch.dtype) -> tuple[list[TensorSpec], int]:
-    """What the target will hold, in the order of the source's index, and how many of them are FP8 in the source."""
+def plain_tensors(reader: CheckpointReader, dtype: torch.dtype) -> tuple[list[TensorSpec], int]:
+    """All tensors in plain numbers, in the order of the source's index, and how many of them are FP8 in the source."""
     specs: list[TensorSpec] = []
     dequantized = 0
     for name in reader.names():
@@ -96,6 +95,14 @@ def _load(reader: CheckpointReader, spec: TensorSpec) -> torch.Tensor:
     return tensor
 
 
-def _is_copied(path: Path) -> bool:
-    written_anew = path.suffix in WEIGHT_SUFFIXES or path.name in ("config.json", INDEX_NAME)
-    return not written_anew and not path.name.startswith(".")
+def copied_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that a conversion does not write anew: tokenizer, generation_config.json, …."""
+    written_anew = ("config.json", INDEX_NAME)
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.suffix not in WEIGHT_SUFFIXES
+        and path.name not in written_anew
+        and not path.name.startswith(".")
+    ]

@@ -11,8 +11,8 @@ from dsa_engine.checkpoint.reader import Source
 
 RANDOM_BLOCK_ELEMENTS = 1 << 22  # drawn from one generator
 
-# Of codes: the largest, and the scale under which random ones are well within it.
-_DUMMY_CODES = {torch.float8_e4m3fn: (448.0, 2.0**-12), torch.int8: (127.0, 2.0**-11)}
+# Of codes (int32: packed INT4): the largest, and the scale under which random ones are well within it.
+_DUMMY_CODES = {torch.float8_e4m3fn: (448.0, 2.0**-12), torch.int8: (127.0, 2.0**-11), torch.int32: (7.0, 2.0**-8)}
 
 
 class DummyReader:
@@ -54,15 +54,23 @@ def fill_normal(source: Source, seed: int, std: float, mean: float = 0.0) -> Non
         top = block * block_rows
         rows = min(block_rows, source.shape[0] - top)
         generator = torch.Generator(source.into.device).manual_seed(stable_seed(seed, source.name, block))
-        values = torch.empty(rows, *source.shape[1:], device=source.into.device).normal_(mean, std, generator=generator)
-        if source.holds_codes:
-            most = _DUMMY_CODES[source.into.dtype][0]
-            values.clamp_(-most, most)
-            if not source.into.is_floating_point():
-                values.round_()
+        values = _block(source, (rows, *source.shape[1:]), generator, std, mean)
         low, high = max(first, top), min(end, top + rows)
         where = (slice(low - top, high - top), *columns)
         source.into[low - first : high - first].copy_(values[where])
+
+
+def _block(source: Source, shape: tuple[int, ...], generator: torch.Generator, std: float, mean: float) -> torch.Tensor:
+    device, dtype = source.into.device, source.into.dtype
+    if dtype == torch.int32:  # eight packed codes, all alike often
+        return torch.empty(shape, dtype=dtype, device=device).random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+    values = torch.empty(shape, device=device).normal_(mean, std, generator=generator)
+    if source.holds_codes:
+        most = _DUMMY_CODES[dtype][0]
+        values.clamp_(-most, most)
+        if not dtype.is_floating_point:
+            values.round_()
+    return values
 
 
 def stable_seed(*parts: object) -> int:

@@ -31,6 +31,8 @@ STORED_DTYPES = {
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 

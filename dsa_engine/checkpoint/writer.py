@@ -1,7 +1,8 @@
 """Writes a checkpoint folder, streaming: one tensor in memory at a time, and nothing at the target until it is whole.
 
 All tensors are announced first, so that a shard's header, which lists their offsets, can be written before their
-data. The folder is built under a temporary name beside the target and renamed at the end.
+data. The folder is built under a temporary name beside the target and renamed at the end. A run that is to be resumed
+keeps that folder with the shards that are finished.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dsa_engine.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from dsa_engine.checkpoint.layout import TensorSpec
 from dsa_engine.checkpoint.leftovers import remove_leftovers, temporary_name
 from dsa_engine.checkpoint.reader import STORED_DTYPES
+from dsa_engine.checkpoint.resume import ResumableFolder
 from dsa_engine.errors import CheckpointError
 from dsa_engine.interrupts import uninterrupted
 from dsa_engine.sizes import format_bytes, parse_bytes
@@ -47,6 +49,7 @@ class WrittenCheckpoint:
     tensors: int
     tensor_bytes: int
     dequantized: int = 0  # FP8 weights that a conversion expanded
+    quantized: int = 0  # weights that a conversion quantised
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +57,7 @@ class WrittenCheckpoint:
             "files": self.shards,
             "tensors": self.tensors,
             "dequantized": self.dequantized,
+            "quantized": self.quantized,
             "bytes": self.tensor_bytes,
         }
 
@@ -101,9 +105,12 @@ class SafetensorsWriter:
         tensors: every tensor to come, in the order in which it will come.
         max_shard_size: bytes, or text such as "5GB" or "512MiB"; a tensor that is larger gets a shard of its own.
         checksums: the name of a last file, JSON, with the SHA-256 of every other one by name.
+        resume: says what is written, down to every option. Shards that an interrupted run with the same text has
+            finished are kept, and :meth:`done` says which tensors they hold. Without it nothing is left of such a run.
 
     Raises:
-        CheckpointError: the target exists and is not empty, or its disk has too little room.
+        CheckpointError: the target exists and is not empty, its disk has too little room, or (when it is entered)
+            another process is writing the same.
         ValueError: no tensors, a name given twice, a dtype that cannot be stored, or a bad shard size.
     """
 
@@ -114,6 +121,7 @@ class SafetensorsWriter:
         *,
         max_shard_size: int | str = DEFAULT_SHARD_SIZE,
         checksums: str | None = None,
+        resume: str | None = None,
     ):
         self.target = Path(os.path.abspath(target))
         limit = parse_bytes(max_shard_size, "max_shard_size")
@@ -122,8 +130,12 @@ class SafetensorsWriter:
         specs = [spec for shard in self._shards for spec in shard.specs]
         total = sum(spec.nbytes for spec in specs)
         self.written = WrittenCheckpoint(self.target, len(self._shards), len(specs), total)
-        self._expected = iter(specs)
-        self._left = len(specs)
+        self._resumable = None if resume is None else ResumableFolder(self.target, f"{resume}\n{self._shards}")
+        finished = [shard for shard in self._shards if self._resumable and self._resumable.finished(shard.name)]
+        self._kept = {spec.name for shard in finished for spec in shard.specs}
+        left = [spec for spec in specs if spec.name not in self._kept]
+        self._expected = iter(left)
+        self._left = len(left)
         self._shard_of = {spec.name: shard for shard in self._shards for spec in shard.specs}
         self._current: _Shard | None = None
         self._file: BinaryIO | None = None
@@ -133,14 +145,18 @@ class SafetensorsWriter:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.target)
         free = shutil.disk_usage(self.target.parent).free
-        if total > free:
-            raise CheckpointError(f"{self.target} needs {total:,} bytes, but its disk has only {free:,} bytes free")
+        needed = sum(spec.nbytes for spec in left)
+        if needed > free:
+            raise CheckpointError(f"{self.target} needs {needed:,} bytes, but its disk has only {free:,} bytes free")
         size = f"{format_bytes(total)} in {len(self._shards):,} file(s) of weights"
         logger.info("writing %s: %s; %s are free", self.target, size, format_bytes(free))
-        self._temporary = temporary_name(self.target)
+        self._temporary = self._resumable.path if self._resumable else temporary_name(self.target)
 
     def __enter__(self) -> SafetensorsWriter:
-        self._temporary.mkdir()
+        if self._resumable:
+            self._resumable.enter()
+        else:
+            self._temporary.mkdir()
         return self
 
     def __exit__(
@@ -156,7 +172,18 @@ class SafetensorsWriter:
                         self._file.close()
             finally:
                 with uninterrupted():
-                    shutil.rmtree(self._temporary, ignore_errors=True)  # gone already when _finish renamed it
+                    self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Removes what is not to be resumed; gone already when :meth:`_finish` renamed it."""
+        if self._resumable is None or not any(self._resumable.finished(shard.name) for shard in self._shards):
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._resumable:
+            self._resumable.leave()
+
+    def done(self, name: str) -> bool:
+        """Whether an earlier run has written this tensor: then it must not be written again."""
+        return name in self._kept
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Takes the next tensor, which must be the one announced.
@@ -202,7 +229,8 @@ class SafetensorsWriter:
     def _open(self, shard: _Shard) -> None:
         header, self._begins, size = shard.layout()
         with self._named(shard.name):
-            self._file = (self._temporary / shard.name).open("wb")
+            path = self._resumable.unfinished(shard.name) if self._resumable else self._temporary / shard.name
+            self._file = path.open("wb")
             self._current = shard
             self._file.write(header)
             self._file.truncate(size)
@@ -211,6 +239,8 @@ class SafetensorsWriter:
         if self._file is not None and self._current is not None:
             with self._named(self._current.name):
                 _sync_and_close(self._file)
+                if self._resumable:
+                    self._resumable.finish(self._current.name)
             self._file = None
 
     def _finish(self) -> None:
@@ -228,6 +258,8 @@ class SafetensorsWriter:
             self._write_small(name, content.read_bytes() if isinstance(content, Path) else content)
         if self._checksums:
             self._write_small(self._checksums, checksums_of(self._temporary))
+        if self._resumable:
+            self._resumable.tidy()
         _sync_folder(self._temporary)
         try:
             os.rename(self._temporary, self.target)  # replaces an empty folder, refuses any other

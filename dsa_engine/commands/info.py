@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from dsa_engine.arguments import json_object
 from dsa_engine.checkpoint import parameter_counts
+from dsa_engine.checkpoint.schemes import stored_as
 from dsa_engine.engine.memory import available_bytes
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.measure.weight_memory import RELEASED_FP8, rank_weight_bytes
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.output_files import check_outputs
 from dsa_engine.quantization import word_for
@@ -50,9 +53,16 @@ def run_info(args: argparse.Namespace) -> None:
     else:
         memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else available_bytes()
     stored = config.quantization or RELEASED_FP8
-    plain = (("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32))
+    forms: list[tuple[str, QuantizationConfig | None, torch.dtype]] = [
+        (word_for(stored) or "as stored", stored, torch.bfloat16)
+    ]
+    for name in ("int8", "int4-experts"):
+        with suppress(ValueError):  # sizes that groups of 128 do not divide
+            if name != forms[0][0]:
+                forms.append((name, stored_as(name, config), torch.bfloat16))
+    forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
     rows: list[dict[str, Any]] = []
-    for name, kept, dtype in ((word_for(stored) or "as stored", stored, torch.bfloat16), *plain):
+    for name, kept, dtype in forms:
         weights = rank_weight_bytes(config, kept, dtype, args.ranks, args.tp_size)
         per_token, in_fp8 = (_cache_bytes(config, cache) for cache in (dtype, torch.float8_e4m3fn))
         row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
@@ -86,6 +96,7 @@ def run_info(args: argparse.Namespace) -> None:
     print(format_table(columns, table))
     what = "as the checkpoint stores them" if config.quantization else "if scripts/convert_checkpoint.py made it so"
     print(f"\n{rows[0]['weights']}: {what}; what is never quantised, W_UK and W_UV count in bfloat16")
+    print("int8, int4-experts: what scripts/convert_checkpoint.py --quantize makes of it")
 
 
 def _cache_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:

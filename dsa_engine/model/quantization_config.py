@@ -160,6 +160,8 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
         activation_bits = inputs.size("num_bits", 8)
         if not inputs.flag("dynamic", False):
             raise ValueError(f"{inputs.name('dynamic')} must be true: static scales of activations are not supported")
+        if weights.get("type") != "float":
+            _check_int_inputs(inputs)
     if group.part("output_activations").raw:
         raise ValueError(f"{group.name('output_activations')} is not supported: outputs are never quantised here")
     return WeightScheme(
@@ -172,6 +174,14 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
         activation_bits=activation_bits,
         layout=str(own if own is not None else layout if layout is not None else ""),
     )
+
+
+def _check_int_inputs(inputs: Keys) -> None:
+    """Inputs of integer weights are integers with a scale for each token, or nothing is known of how to round them."""
+    for key, only in (("type", "int"), ("strategy", "token"), ("symmetric", True)):
+        value = inputs.get(key)
+        if value is not None and value != only:
+            raise ValueError(f"{inputs.name(key)} {shown(value)} is not supported; {only!r} is")
 
 
 def _pair(part: Keys, key: str) -> tuple[int, int]:

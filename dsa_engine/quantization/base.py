@@ -50,9 +50,17 @@ class Weights(ABC):
 class Linear(Weights):
     """``y = x · weightᵀ``."""
 
+    # Whether a row is quantised by its largest magnitude, which a part of its columns does not show.
+    scales_whole_rows: bool = False
+
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in] -> [..., out]``, in x's dtype."""
+
+    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        """The same where ``scales_whole_rows`` and ``x`` has only a part of the columns of its rows, whose largest
+        magnitudes are ``largest``, float32 ``[...]``."""
+        raise NotImplementedError
 
     @abstractmethod
     def dequantized(self) -> torch.Tensor:

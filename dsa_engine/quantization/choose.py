@@ -9,6 +9,8 @@ import torch
 from dsa_engine.model.quantization_config import QuantizationConfig, WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat, WeightFormat
 from dsa_engine.quantization.block_fp8 import BlockFP8
+from dsa_engine.quantization.int4 import Int4
+from dsa_engine.quantization.int8 import Int8
 from dsa_engine.quantization.unquantized import Unquantized
 
 # What the ``quantization`` option calls a scheme, by the type and bits of its codes. A checkpoint with several schemes
@@ -16,7 +18,7 @@ from dsa_engine.quantization.unquantized import Unquantized
 WORDS = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4-experts"}
 
 # The class of each.
-FORMATS: dict[str, type[StoredFormat]] = {"fp8": BlockFP8}
+FORMATS: dict[str, type[StoredFormat]] = {"fp8": BlockFP8, "int8": Int8, "int4-experts": Int4}
 
 
 def weight_format(

@@ -104,6 +104,23 @@ def perplexity(llm: LLM, documents: Documents, length: int, count: int, seed: in
     return {"length": length, "tokens": tokens, "loss": total / tokens, "perplexity": math.exp(total / tokens)}
 
 
+def divergence(
+    llm: LLM, reference: LLM, documents: Documents, length: int, count: int, seed: int = SEED
+) -> dict[str, Any]:
+    """How far a model's next tokens are from those of ``reference``, on the texts of :func:`perplexity`: the mean of
+    KL(reference ‖ model) in nats a token, the largest of a token, and how often both say the same token."""
+    total, most, same, tokens = 0.0, 0.0, 0, 0
+    for i in range(count):
+        ids = documents.batch(seed + i, 1, length, plain=1.0, jumps=False).tokens[0].tolist()
+        wanted = reference.prompt_logits(ids).double().log_softmax(dim=-1)
+        found = llm.prompt_logits(ids).double().log_softmax(dim=-1)
+        each = (wanted.exp() * (wanted - found)).sum(dim=-1)
+        total, most = total + float(each.sum()), max(most, float(each.max()))
+        same += int((wanted.argmax(dim=-1) == found.argmax(dim=-1)).sum())
+        tokens += length
+    return {"tokens": tokens, "kl": total / tokens, "largest_kl": most, "same_greedy_token": same / tokens}
+
+
 @torch.no_grad()
 def second_next(
     model: TrainingModel, documents: Documents, length: int, count: int, seed: int = SEED

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dsa_engine.measure.kernel_cases import cases_attention, cases_fp8_cache, cases_fp8_products, cases_moe, cases_rows
+from dsa_engine.measure.kernel_cases import (
+    cases_attention,
+    cases_fp8_cache,
+    cases_fp8_products,
+    cases_int,
+    cases_moe,
+    cases_rows,
+)
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 
@@ -17,6 +24,8 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[Case]]] = {
     "indexer_decode": cases_attention.indexer_decode,
     "dense_decode": cases_attention.dense_decode,
     "experts": cases_moe.experts,
+    "int8": cases_int.int8,
+    "int4": cases_int.int4,
     "routing": cases_moe.routing,
     "norms": cases_rows.norms,
     "prologs": cases_rows.prologs,

@@ -80,6 +80,16 @@ class Inputs:
             return torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         return self.normal(*shape).to(torch.float8_e4m3fn)
 
+    def codes(self, *shape: int) -> torch.Tensor:
+        """int8, all values alike often."""
+        out = torch.empty(shape, dtype=torch.int8, device=self.device)
+        return out if self.untouched else out.random_(-127, 128, generator=self._generator)
+
+    def scales(self, *shape: int) -> torch.Tensor:
+        """float32, above 0."""
+        out = torch.empty(shape, device=self.device)
+        return out if self.untouched else out.uniform_(0.5, 1.0, generator=self._generator).div_(100)
+
     def selected(self, tokens: int, context: int, k: int) -> torch.Tensor:
         """int32 ``[tokens, k]`` rows of a pool with ``context`` tokens, ascending and distinct: one at random from each
         of k stretches, as selections spread over a context."""

@@ -1,0 +1,138 @@
+"""INT4: weights packed eight to an int32, with a scale for each group of a row; inputs stay as they are (W4A16) or are
+quantised to INT8 by the row (W4A8). In a checkpoint: ``compressed-tensors``, ``NAME.weight_packed`` and
+``NAME.weight_scale``, beside ``NAME.weight_shape``, which says nothing that the configuration does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsa_engine.checkpoint import Source
+from dsa_engine.kernels.expert_mlp_int4 import expert_mlp_int4
+from dsa_engine.kernels.int4 import GROUP_SIZES, check_groups, dequantize_int4
+from dsa_engine.kernels.linear_int4 import linear_int4
+from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
+
+
+class _Packed:
+    """Where packed matrices and their scales are kept; scales in the dtype of activations."""
+
+    def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device):
+        assert scheme.group_size is not None
+        self.group = scheme.group_size
+        self.int8_activations = scheme.activation_bits == 8
+        self.dtype, self.device = dtype, device
+
+    def empty(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        *rows, columns = shape
+        packed = torch.empty(*rows, columns // 8, dtype=torch.int32, device=self.device)
+        return packed, torch.empty(*rows, columns // self.group, dtype=self.dtype, device=self.device)
+
+    def sources(self, part: Matrix, packed: torch.Tensor, scale: torch.Tensor) -> list[Source]:
+        """What fills a matrix.
+
+        Raises:
+            ValueError: the group size does not divide its columns, or a rank's part of them.
+        """
+        row, column = part.start
+        try:
+            for columns in (part.columns, column, part.shape[1]):
+                check_groups(columns, self.group)
+        except ValueError as error:
+            kept = "" if part.kept_columns is None else f", of which this rank keeps {list(part.kept_columns)}"
+            raise ValueError(f"{part.name!r}{kept}: {error}") from error
+        name, (rows, columns) = part.name, (part.rows, part.columns)
+        groups = (rows, columns // self.group)
+        return [
+            Source(f"{name}_packed", packed, (rows, columns // 8), (row, column // 8)),
+            Source(f"{name}_scale", scale, groups, (row, column // self.group), scale_of=torch.int32),
+        ]
+
+
+class Int4Linear(Linear):
+    """``packed [out, in / 8]`` int32 and ``scale [out, in / group]``."""
+
+    def __init__(self, parts: Sequence[Matrix], stored: _Packed):
+        rows = [part.shape[0] for part in parts]
+        self._stored = stored
+        self.packed, self.scale = self.tensors = stored.empty(sum(rows), parts[0].shape[1])
+        self.sources = []
+        for part, packed, scale in zip(parts, self.packed.split(rows), self.scale.split(rows), strict=True):
+            self.sources += stored.sources(part, packed, scale)
+        self.scales_whole_rows = stored.int8_activations
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_int4(x, self.packed, self.scale, int8_activations=self._stored.int8_activations)
+
+    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        return linear_int4(x, self.packed, self.scale, int8_activations=True, largest=largest)
+
+    def dequantized(self) -> torch.Tensor:
+        return dequantize_int4(self.packed, self.scale, self._stored.dtype)
+
+
+class Int4Experts(GroupedExperts):
+    """``gate_up [count, 2 · intermediate, hidden]`` and ``down [count, hidden, intermediate]``, packed, and scales."""
+
+    def __init__(self, prefixes: Sequence[str], hidden: int, intermediate: int, stored: _Packed):
+        self.count = len(prefixes)
+        self._stored = stored
+        self.gate_up = stored.empty(self.count, 2 * intermediate, hidden)
+        self.down = stored.empty(self.count, hidden, intermediate)
+        self.tensors = (*self.gate_up, *self.down)
+        self.sources = []
+        for prefix, *tensors in zip(prefixes, *self.tensors, strict=True):
+            gate, up = zip(*(tensor.split(intermediate) for tensor in tensors[:2]), strict=True)
+            self.sources += stored.sources(Matrix(f"{prefix}.gate_proj.weight", intermediate, hidden), *gate)
+            self.sources += stored.sources(Matrix(f"{prefix}.up_proj.weight", intermediate, hidden), *up)
+            self.sources += stored.sources(Matrix(f"{prefix}.down_proj.weight", hidden, intermediate), *tensors[2:])
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        served_fraction: float,
+        served: int | None,
+        uncounted_bytes: int,
+    ) -> torch.Tensor:
+        return expert_mlp_int4(
+            tokens,
+            experts,
+            weights,
+            self.gate_up,
+            self.down,
+            int8_activations=self._stored.int8_activations,
+            served_fraction=served_fraction,
+            served=served,
+            uncounted_bytes=uncounted_bytes,
+        )
+
+
+class Int4(StoredFormat):
+    """Experts, and where a checkpoint has them linear layers too, in INT4, on any device."""
+
+    def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device):
+        if (
+            (scheme.strategy, scheme.symmetric, scheme.layout) != ("group", True, "pack-quantized")
+            or scheme.activation_bits not in (None, 8)
+            or scheme.group_size not in GROUP_SIZES
+        ):
+            raise ValueError(
+                f"weights in {scheme.name} are not supported; of int4 supported are symmetric weights in groups of "
+                f"{', '.join(map(str, GROUP_SIZES))} with plain or 8-bit activations, pack-quantized (W4A16, W4A8)"
+            )
+        self._stored = _Packed(scheme, dtype, device)
+
+    def linear(self, *parts: Matrix) -> Int4Linear:
+        return Int4Linear(parts, self._stored)
+
+    def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> Int4Experts:
+        return Int4Experts(prefixes, hidden, intermediate, self._stored)
+
+    @staticmethod
+    def is_default_on(device: torch.device) -> bool:
+        return True

@@ -1,0 +1,189 @@
+"""Products of consecutive groups of rows with packed INT4 matrices (``int4.py``), one for each group of rows.
+
+out[r] = Σ_c scale[g, :, c] · (code[g, :, c] · x[source[r], c])    for the rows r of group g, c the groups of columns
+
+W4A16 multiplies x in its own dtype. W4A8 multiplies INT8 codes of x (``int8.py``), which have a scale for each row.
+Weights leave memory packed and are unpacked in registers; each group of columns is summed without scales (in int32, or
+exact in the products of W4A16), then scaled in float32. With ``gated`` the halves of a matrix are gate and up of a
+SwiGLU layer, and the sums go through it before they are rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.int4 import check_groups, dequantize_int4
+from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors
+
+# Rows of a matrix that the reference expands at a time.
+_REFERENCE_ROWS = 1024
+
+
+def matmul_int4_reference(
+    x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``x [R, in]`` by one matrix ``[out, in / 8]``: ``[R, out]``."""
+    out = torch.empty(x.shape[0], packed.shape[0], dtype=dtype, device=x.device)
+    x = x.float()
+    for top in range(0, packed.shape[0], _REFERENCE_ROWS):
+        part = slice(top, top + _REFERENCE_ROWS)
+        sums = x @ dequantize_int4(packed[part], scale[part], torch.float32).t()
+        out[:, part] = sums if x_scale is None else sums.mul_(x_scale[:, None])
+    return out
+
+
+def grouped_matmul_int4_reference(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = torch.empty(x.shape[0], packed.shape[1], dtype=dtype, device=x.device)
+    first = 0
+    for group, count in enumerate(counts.tolist()):
+        if count:
+            rows = slice(first, first + count)
+            row_scale = None if x_scale is None else x_scale[rows]
+            out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
+        first += count
+    return out
+
+
+@triton.jit
+def grouped_matmul_int4_kernel(
+    x, x_scale, source, ends, packed, scale, out, x_stride, width, inner, groups,
+    GATHER: tl.constexpr, GATED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles of products as in :func:`.grouped_matmul.grouped_matmul_kernel`, transposed: weights are the left operand,
+    which a warpgroup's product takes from registers, where they are unpacked. A step is one group of SIZE columns.
+    CODES: x holds INT8 codes. ``packed`` is read by the byte: two columns each."""
+    shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
+    starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
+    row_tiles = tl.sum(tiles)
+    column_tiles = tl.cdiv(width, shown)
+    column = tl.arange(0, COLUMNS)
+    depth = tl.arange(0, SIZE)
+    pair = tl.arange(0, SIZE // 2)
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
+        start = column_tile * shown
+        group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
+        place = row
+        if GATHER:
+            place = tl.load(source + row, mask=inside, other=0)
+        # Columns beyond the last repeat it and are not stored: weights need no mask there.
+        if GATED:
+            weight_row = column % 2 * width + tl.minimum(start + column // 2, width - 1)
+            weight_row = weight_row + group.to(tl.int64) * 2 * width
+        else:
+            weight_row = tl.minimum(start + column, width - 1) + group.to(tl.int64) * width
+        x_at = x + place.to(tl.int64)[None, :] * x_stride + depth[:, None]
+        packed_at = packed + weight_row[:, None] * (inner // 2) + pair[None, :]
+        scale_at = scale + weight_row * (inner // SIZE)
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for _ in range(0, inner, SIZE):
+            right = tl.load(x_at, mask=inside[None, :], other=0)
+            halves = tl.load(packed_at)
+            codes = tl.interleave((halves & 15).to(tl.int8), (halves >> 4).to(tl.int8)) - 8
+            if CODES:
+                sums = tl.dot(codes, right, out_dtype=tl.int32).to(tl.float32)
+            else:
+                sums = tl.dot(codes.to(x.dtype.element_ty), right, input_precision=PRECISION)
+            total += sums * tl.load(scale_at).to(tl.float32)[:, None]
+            x_at += SIZE
+            packed_at += SIZE // 2
+            scale_at += 1
+        if CODES:
+            total *= tl.load(x_scale + place, mask=inside, other=0.0)[None, :]
+        total = tl.trans(total)
+        if GATED:
+            gate, up = tl.split(tl.reshape(total, (ROWS, shown, 2)))
+            total = gate * tl.sigmoid(gate) * up
+        target = start + tl.arange(0, shown)
+        out_at = out + row.to(tl.int64)[:, None] * width + target[None, :]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside[:, None] & (target < width)[None, :])
+
+
+# By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns, whatever
+# ``depth`` says. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+_CONFIGS = {
+    80: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 64, 0, 4, 3, 2), Tiles(128, 64, 0, 8, 3, 1)),
+    90: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 128, 0, 8, 3, 1), Tiles(128, 128, 0, 8, 3, 1)),
+}
+# For INT8 codes, which Triton multiplies on sm_100 as on sm_80.
+_CODES = _CONFIGS | {100: _CONFIGS[80]}
+# For float32, which has no tensor cores.
+_SMALL = {80: (Tiles(16, 64, 0, 4, 2, 2), Tiles(32, 64, 0, 8, 2, 1))}
+
+
+def grouped_matmul_int4_triton(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    source: torch.Tensor | None = None,
+    gated: bool = False,
+    expected: float | None = None,
+) -> torch.Tensor:
+    """The kernel: products of groups of rows, with rows gathered, and results scaled and gated under way.
+
+    Args:
+        x: ``[R, in]``, or ``[S, in]`` with ``source``: floating point, or int8 codes.
+        x_scale: float32, one for each row of x; None where x is floating point.
+        packed: int32 ``[groups, out, in / 8]``; with ``gated`` ``[groups, 2 · out, in / 8]``, gate before up.
+        scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
+        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        dtype: of the result.
+        source: int32 ``[R]``, which row of x each row is made from.
+        expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
+
+    Returns:
+        ``[R, out]``; rows beyond the last end are not written.
+    """
+    check_int4(x, x_scale, packed, scale)
+    if gated and packed.shape[1] % 2:
+        raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(packed.shape)}")
+    rows, groups, inner = (x if source is None else source).shape[0], packed.shape[0], x.shape[1]
+    width = packed.shape[1] // (2 if gated else 1)
+    out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    if out.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        table = _CODES if x_scale is not None else _SMALL if x.dtype == torch.float32 else _CONFIGS
+        choices = config_for(table, x)
+        a_group = (rows if expected is None else expected) / groups
+        tiles = next((tiles for tiles in choices if a_group <= tiles.rows), choices[-1])
+        column_tiles = triton.cdiv(packed.shape[1], tiles.columns)
+        programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
+        grouped_matmul_int4_kernel[(programs,)](
+            x, scale if x_scale is None else x_scale, ends if source is None else source, ends.contiguous(),
+            packed.contiguous().view(torch.uint8), scale.contiguous(), out, x.stride(0), width, inner, groups,
+            GATHER=source is not None, GATED=gated, CODES=x_scale is not None, ROWS=tiles.rows,
+            COLUMNS=tiles.columns, SIZE=inner // scale.shape[2], BAND=16, GROUPS_PAD=triton.next_power_of_2(groups),
+            PRECISION=dot_precision(x.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return out
+
+
+def check_int4(x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for operands of other types, or that do not fit."""
+    if packed.dtype != torch.int32 or not scale.is_floating_point():
+        raise TypeError(
+            f"weights must be packed in int32 with floating-point scales, not {packed.dtype}, {scale.dtype}"
+        )
+    if x.dtype != torch.int8 if x_scale is not None else not x.is_floating_point():
+        raise TypeError(f"x must be floating point, or int8 codes with scales, not {x.dtype}")
+    fits = x.dim() == 2 and packed.dim() == 3 and scale.dim() == 3 and x.shape[1] == packed.shape[2] * 8
+    if not fits or scale.shape[:2] != packed.shape[:2] or x.shape[1] % max(1, scale.shape[2]):
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(packed.shape)}, its scales {tuple(scale.shape)} do not fit"
+        )
+    check_groups(x.shape[1], x.shape[1] // max(1, scale.shape[2]))

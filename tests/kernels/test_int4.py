@@ -1,0 +1,172 @@
+"""Packed INT4: the layout, the rounding, products and experts against the plainest float64 formulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsa_engine.kernels.expert_mlp_int4 import expert_mlp_int4
+from dsa_engine.kernels.grouped_matmul_int4 import grouped_matmul_int4_triton
+from dsa_engine.kernels.int4 import dequantize_int4, pack_int4, quantize_int4, unpack_int4
+from dsa_engine.kernels.int8 import quantize_rows_int8
+from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.linear_int4 import linear_int4
+
+Error = Callable[[torch.Tensor, torch.Tensor], float]
+Packed = tuple[torch.Tensor, torch.Tensor]
+
+
+def int4_weight(*shape: int, group: int = 32, seed: int = 0) -> Packed:
+    """Random packed codes, and scales in bfloat16."""
+    g = torch.Generator().manual_seed(seed)
+    *rows, columns = shape
+    packed = torch.randint(-(2**31), 2**31 - 1, (*rows, columns // 8), generator=g, dtype=torch.int32)
+    return packed, (torch.rand(*rows, columns // group, generator=g) / 10 + 0.01).bfloat16()
+
+
+def naive_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float64 ``[out, in]``, code by code out of the words."""
+    codes = torch.stack([(packed.long() >> 4 * i) % 16 - 8 for i in range(8)], dim=-1).flatten(-2)
+    return codes.double() * scale.double().repeat_interleave(codes.shape[-1] // scale.shape[-1], dim=-1)
+
+
+def naive_rows(x: torch.Tensor, int8_activations: bool) -> torch.Tensor:
+    """What is multiplied, as float64."""
+    if not int8_activations:
+        return x.double()
+    scale = x.float().abs().amax(dim=-1, keepdim=True) / 127
+    return (x.float() / scale).round().double() * scale.double()
+
+
+def test_the_layout() -> None:
+    codes = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 1)
+    packed = pack_int4(codes)
+    assert packed.dtype == torch.int32 and packed.shape == (3, 2)
+    assert packed[0].tolist() == [0x76543210, 0xFEDCBA98 - (1 << 32)]
+    assert torch.equal(unpack_int4(packed), codes)
+    with pytest.raises(ValueError, match="rows of 12 columns cannot be packed in eights"):
+        pack_int4(torch.zeros(2, 12, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
+def test_quantised_weights(group: int, scale_dtype: torch.dtype) -> None:
+    weight = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    weight[5], weight[6, :group] = 0, 1e-3
+    packed, scale = quantize_int4(weight, group, scale_dtype)
+    assert scale.dtype == scale_dtype and scale.shape == (300, 256 // group)
+    got = dequantize_int4(packed, scale, torch.float32)
+    assert torch.equal(got.double(), naive_weight(packed, scale).float().double())
+    assert not got[5].any()
+    # Nearest codes, and scales that are better than those that just reach the largest value.
+    each = scale.float().repeat_interleave(group, dim=1)
+    assert torch.equal(unpack_int4(packed).float(), (weight / each).round().clamp(-8, 7))
+    plain = weight.abs().unflatten(1, (-1, group)).amax(-1).div(7.5).repeat_interleave(group, dim=1).clamp_min(1e-30)
+    plain_error = ((weight / plain).round().clamp(-8, 7) * plain - weight).norm()
+    assert float((got - weight).norm()) < 0.99 * float(plain_error) < 0.15 * float(weight.norm())
+
+
+@pytest.mark.parametrize(
+    "shape, group, error",
+    [
+        ((4, 96), 128, "rows of 96 columns cannot be cut into groups of 128"),
+        ((4, 96), 48, "groups of 48 are not supported; supported are 32, 64, 128"),
+    ],
+)
+def test_groups_that_do_not_fit(shape: tuple[int, int], group: int, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        quantize_int4(torch.randn(shape), group)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(value: float) -> None:
+    weight = torch.randn(4, 64)
+    weight[2, 7] = value
+    with pytest.raises(ValueError, match="NaN or infinity, which INT4 cannot represent"):
+        quantize_int4(weight, 32)
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16, 32), (40, 70, 96)])
+def test_linear(
+    shape: tuple[int, int, int],
+    int8_activations: bool,
+    dtype: torch.dtype,
+    bound: float,
+    device: str,
+    relative_error: Error,
+) -> None:
+    rows, out, inner = shape
+    x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed, scale = int4_weight(out, inner)
+    y = linear_int4(x.to(device), packed.to(device), scale.to(device), int8_activations=int8_activations)
+    assert y.dtype == dtype
+    assert relative_error(y, naive_rows(x, int8_activations) @ naive_weight(packed, scale).t()) < bound
+    again = linear_int4(x[None].to(device), packed.to(device), scale.to(device), int8_activations=int8_activations)
+    torch.testing.assert_close(again[0], y)
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("expected, group", [(None, 32), (60.0, 64), (1000.0, 128)])
+def test_grouped(
+    gated: bool, int8_activations: bool, expected: float | None, group: int, device: str, relative_error: Error
+) -> None:
+    if not runs_triton(torch.empty(0, device=device)):
+        pytest.skip("the kernel runs on CUDA or in Triton's interpreter")
+    counts = [5, 0, 21, 1]
+    packed, scale = int4_weight(4, 32, 128, group=group)
+    x = torch.randn(9, 128)
+    source = torch.randint(9, (30,), dtype=torch.int32)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
+    rows = quantize_rows_int8(x.to(device)) if int8_activations else (x.to(device), None)
+    out = grouped_matmul_int4_triton(
+        *rows, packed.to(device), scale.to(device), ends, torch.float32,
+        source=source.to(device), gated=gated, expected=expected,
+    )  # fmt: skip
+    number = [g for g, count in enumerate(counts) for _ in range(count)]
+    weight = naive_weight(packed, scale)
+    multiplied = naive_rows(x, int8_activations)
+    wanted = torch.stack([weight[g] @ multiplied[s] for s, g in zip(source.tolist(), number, strict=False)])
+    if gated:
+        gate, up = wanted.chunk(2, dim=1)
+        wanted = gate / (1 + (-gate).exp()) * up
+    assert relative_error(out[: sum(counts)], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_experts(int8_activations: bool, device: str, relative_error: Error) -> None:
+    g = torch.Generator().manual_seed(3)
+    experts = torch.randint(-1, 4, (20, 3), generator=g).int()
+    x, weights = torch.randn(20, 64, generator=g), torch.rand(20, 3, generator=g)
+    gate_up, down = int4_weight(4, 64, 64), int4_weight(4, 64, 32, seed=1)
+    first, second = naive_weight(*gate_up), naive_weight(*down)
+    wanted = torch.zeros(20, 64, dtype=torch.float64)
+    for t, row in enumerate(experts.tolist()):
+        for j, e in enumerate(row):
+            if e >= 0:
+                gate, up = (naive_rows(x[[t]], int8_activations) @ first[e].t()).chunk(2, dim=1)
+                hidden = gate / (1 + (-gate).exp()) * up
+                wanted[t] += weights[t, j] * (naive_rows(hidden, int8_activations) @ second[e].t())[0]
+    moved = [t.to(device) for t in (x, experts, weights)]
+    stored = [tuple(t.to(device) for t in pair) for pair in (gate_up, down)]
+    for uncounted_bytes in (0, 1 << 30):
+        out = expert_mlp_int4(*moved, *stored, int8_activations=int8_activations, uncounted_bytes=uncounted_bytes)  # type: ignore[arg-type]
+        assert relative_error(out, wanted) < (1e-3 if int8_activations else 1e-5)  # a code beside a tie
+
+
+def test_bad_arguments() -> None:
+    x, (packed, scale) = torch.randn(3, 64), int4_weight(16, 64)
+    with pytest.raises(TypeError, match="packed in int32 with floating-point scales, not torch.uint8"):
+        linear_int4(x, packed.view(torch.uint8), scale)
+    with pytest.raises(ValueError, match=r"x \(3, 56\), weight \(1, 16, 8\), its scales \(1, 16, 2\) do not fit"):
+        linear_int4(x[:, :56], packed, scale)
+    with pytest.raises(ValueError, match="groups of 16 are not supported"):
+        linear_int4(x, packed, scale.repeat(1, 2))
+    with pytest.raises(TypeError, match="x must be floating point, or int8 codes with scales, not torch.int32"):
+        linear_int4(x.int(), packed, scale)
+    experts, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    with pytest.raises(ValueError, match=r"gate_up \(1, 16, 8\), down \(1, 16, 8\) do not fit"):
+        expert_mlp_int4(x, experts, weights, (packed[None], scale[None]), (packed[None], scale[None]))

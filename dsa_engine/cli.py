@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsa_engine.arguments import Parser, run
-from dsa_engine.commands import bench, chat, env, generate, info
+from dsa_engine.commands import bench, chat, doctor, env, generate, info
 from dsa_engine.version import __version__
 
 
@@ -26,6 +26,7 @@ def _parser() -> Parser:
         ("chat", "a conversation on the terminal", chat, chat.run_chat),
         ("info", "parameters, bytes per dtype, cache bytes per token, and what fits", info, info.run_info),
         ("env", "versions, devices and paths, as a report of a fault needs them", env, env.run_env),
+        ("doctor", "whether this machine runs the engine, and runs it right", doctor, doctor.run_doctor),
         ("bench", "measure prefill, time to first token, time per output token", bench, None),
     ):
         one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")

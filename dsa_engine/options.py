@@ -29,6 +29,7 @@ from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
+Kernels = Literal["checked", "triton", "reference"]
 GenerationConfig = Literal["auto", "vllm"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8"]  # vLLM's words
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
@@ -175,6 +176,14 @@ class EngineOptions(Options):
         False,
         "run decode kernel by kernel on CUDA, without CUDA graphs.",
         help="no CUDA graphs in decode",
+    )
+    kernels: Kernels = option(
+        choice(Kernels),
+        "checked",
+        'on CUDA: "checked" compares every kernel that the model uses with its reference in PyTorch, the first time '
+        "that an engine starts with this device, driver and version, and runs the reference of one that is wrong; "
+        '"triton" trusts the kernels; "reference" runs none of them.',
+        help="checked: compared with their references once; reference: none is run",
     )
     async_scheduling: bool = option(
         BOOL,

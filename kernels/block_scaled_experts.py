@@ -25,7 +25,9 @@ from dsa_engine.kernels.block_scaled_matmul import (
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, check_choices, served_order, sum_experts_reference
 from dsa_engine.kernels.grouped_tiles import banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.permute import combine
 from dsa_engine.kernels.quantize import quantize_rows, quantize_rows_reference
 
@@ -127,12 +129,12 @@ def _launch(
     gated = out.dtype == torch.float8_e4m3fn
     choices = config_for(_GATED if gated else _PLAIN, x)
     tiles = next((tiles for tiles in choices if expected / groups <= tiles.rows), choices[-1])
-    most = most_tiles(rows, groups, tiles.rows) * triton.cdiv(width, tiles.columns)
+    most = most_tiles(rows, groups, tiles.rows) * cdiv(width, tiles.columns)
     block_scaled_experts_kernel[(min(most, tiles.resident * multiprocessors(x)),)](
         x, x_scale, ends if source is None else source, ends, weight, weight_scale,
         out.view(torch.uint8) if gated else out, out_scale, width, inner, groups,
         GATHER=source is not None, GATED=gated, WHOLE=inner % BLOCK == 0, ROWS=tiles.rows, COLUMNS=tiles.columns,
-        SWAPPED=tiles.swapped, BAND=16, GROUPS_PAD=triton.next_power_of_2(groups), POWER_OF_TWO=power_of_two,
+        SWAPPED=tiles.swapped, BAND=16, GROUPS_PAD=next_power_of_2(groups), POWER_OF_TWO=power_of_two,
         CONVERTS=converts_e4m3(x), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -156,7 +158,7 @@ def gate_and_up(
     """
     rows, width = source.shape[0], weight.shape[2]
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, triton.cdiv(width, BLOCK), device=x.device)
+    scales = torch.empty(rows, cdiv(width, BLOCK), device=x.device)
     if rows:
         expected = rows if expected is None else expected
         _launch(x, x_scale, source, ends, weight, weight_scale, out, scales, expected, power_of_two)
@@ -176,6 +178,7 @@ def grouped_product(
     return out
 
 
+@operation()
 def block_scaled_experts(
     x: torch.Tensor,
     experts: torch.Tensor,

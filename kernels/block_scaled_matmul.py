@@ -22,7 +22,9 @@ import triton.language as tl
 
 from dsa_engine.kernels.block_scaled_libraries import library_product, takes
 from dsa_engine.kernels.fp8 import dequantize_blocks_reference
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import capability, config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.quantize import quantize_rows
 
 BLOCK = 128
@@ -193,8 +195,8 @@ def block_scaled_matmul_triton(
     if not out.numel():
         return out
     tiles = tiles_for(x, rows)
-    count = triton.cdiv(rows, tiles.rows) * triton.cdiv(width, tiles.columns)
-    splits = splits_for(count, triton.cdiv(inner, BLOCK), tiles.resident * multiprocessors(x))
+    count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
+    splits = splits_for(count, cdiv(inner, BLOCK), tiles.resident * multiprocessors(x))
     into = out if splits == 1 else torch.empty(splits, rows, width, device=x.device)
     block_scaled_matmul_kernel[(count, splits)](
         x, x_scale, weight, weight_scale, into, rows, width, inner, x.stride(0), rows * width,
@@ -202,7 +204,7 @@ def block_scaled_matmul_triton(
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
-        sum_parts_kernel[(triton.cdiv(out.numel(), 1024),)](into, out, out.numel(), splits, SIZE=1024, num_warps=4)
+        sum_parts_kernel[(cdiv(out.numel(), 1024),)](into, out, out.numel(), splits, SIZE=1024, num_warps=4)
     return out
 
 
@@ -211,6 +213,7 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and capability(torch.empty(0, device=device)) >= 89
 
 
+@operation()
 def block_scaled_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, power_of_two: bool = False
 ) -> torch.Tensor:

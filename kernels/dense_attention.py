@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
+from dsa_engine.kernels.launch import capability
 from dsa_engine.kernels.segment import CuSeqlens
 
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # optional: PyTorch's attention does the same
     flash_attn_varlen_func = None
+try:
+    from flash_attn_interface import flash_attn_varlen_func as flash_attn_3_varlen_func  # FlashAttention-3, of Hopper
+except ImportError:
+    flash_attn_3_varlen_func = None
 
 
 def dense_attention_reference(
@@ -47,7 +53,12 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wor
         attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
         out.copy_(attended[0, ..., :value_dim].transpose(0, 1))
         return
-    # PyTorch aligns its causal mask at the top left; with a prefix the mask is made here, block by block.
+    if q.is_cuda:  # a fused kernel that knows the mask: no scores, no mask in memory
+        lower_right = causal_lower_right(count, total)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=lower_right, scale=scale)
+        out.copy_(attended[0, ..., :value_dim].transpose(0, 1))
+        return
+    # On a CPU the mask is made here, block by block: PyTorch would make all of it.
     block = max(1, workspace // (8 * heads * total))
     for first in range(0, count, block):
         last = min(first + block, count)
@@ -103,17 +114,21 @@ def dense_attention(
         raise ValueError("the queries and keys do not fit together: a sequence has more queries than tokens")
     half_precision = q.dtype in (torch.float16, torch.bfloat16)
     fits_flash = q.is_cuda and half_precision and q.shape[-1] <= 256 and v.shape[-1] <= q.shape[-1]
-    if flash_attn_varlen_func is None or not fits_flash:
+    flash = flash_attn_varlen_func
+    if flash_attn_3_varlen_func is not None and fits_flash and capability(q) == 90:
+        flash = flash_attn_3_varlen_func
+    if flash is None or not fits_flash:
         return dense_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, workspace)
-    out = flash_attn_varlen_func(
+    out = flash(
         q,
         k,
         _widened(v, q.shape[-1]),  # FlashAttention-2 wants values as wide as the keys
-        cu_seqlens_q.on_device,
-        cu_seqlens_k.on_device,
-        cu_seqlens_q.longest,
-        cu_seqlens_k.longest,
+        cu_seqlens_q=cu_seqlens_q.on_device,
+        cu_seqlens_k=cu_seqlens_k.on_device,
+        max_seqlen_q=cu_seqlens_q.longest,
+        max_seqlen_k=cu_seqlens_k.longest,
         softmax_scale=scale,
         causal=True,
     )
-    return out[..., : v.shape[-1]]
+    # Some versions of FlashAttention-3 return the log-sum-exp too.
+    return (out[0] if isinstance(out, tuple) else out)[..., : v.shape[-1]]

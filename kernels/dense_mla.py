@@ -26,6 +26,7 @@ from dsa_engine.kernels.online_softmax import (
     store_nothing,
     store_results,
 )
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import read_rows
 from dsa_engine.kernels.segment import Segments
 
@@ -129,6 +130,7 @@ def _launch(
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
 
+@operation()
 def dense_mla(
     q: torch.Tensor,
     pool: torch.Tensor,

@@ -16,6 +16,7 @@ from dsa_engine.kernels.grouped_matmul import (
     torch_has_it,
 )
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.permute import Order, combine, expert_order
 from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
 
@@ -115,6 +116,7 @@ def check_choices(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor)
         )
 
 
+@operation()
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.e4m3 import converts_e4m3, decode_e4m3
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.quantize import E4M3_MAX, scales_of
 
 # Largest tile of a program: with 4 warps, 4 loads of 16 bytes a thread.
@@ -106,9 +108,9 @@ def _launch(
     if out.numel():
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         block_rows, block_columns = block_size
-        tile_rows = min(_TILE_ROWS, triton.next_power_of_2(block_rows))
-        tile_columns = min(_TILE_COLUMNS, triton.next_power_of_2(block_columns))
-        down, across = triton.cdiv(block_rows, tile_rows), triton.cdiv(block_columns, tile_columns)
+        tile_rows = min(_TILE_ROWS, next_power_of_2(block_rows))
+        tile_columns = min(_TILE_COLUMNS, next_power_of_2(block_columns))
+        down, across = cdiv(block_rows, tile_rows), cdiv(block_columns, tile_columns)
         dequantize_blocks_kernel[(scale_inv.shape[1] * across, scale_inv.shape[0] * down)](
             weight.view(torch.uint8), scale_inv.contiguous(), out, rows, columns,
             start[0] % block_rows, start[1] % block_columns, weight.stride(0), down, across,
@@ -118,6 +120,7 @@ def _launch(
     return out
 
 
+@operation()
 def dequantize_blocks(
     weight: torch.Tensor,
     scale_inv: torch.Tensor,

@@ -13,8 +13,10 @@ import triton.language as tl
 
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import capability, runs_triton
 from dsa_engine.kernels.online_softmax import load_rows
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import gather_rows
 
 # Rows of 656 bytes a program: 10 KiB under way for each of many programs to a multiprocessor.
@@ -42,6 +44,7 @@ def gather_latent_kernel(
     tl.store(target + VALUE + column, ends, mask=known & (column < ROTATED))
 
 
+@operation()
 def gather_latent(pool: torch.Tensor, slots: torch.Tensor, rank: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
     """Gathers latent rows.
 
@@ -70,11 +73,11 @@ def gather_latent(pool: torch.Tensor, slots: torch.Tensor, rank: int, rope: int,
     out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=pool.device)
     if slots.shape[0]:
         rows = row_format.views(pool)
-        gather_latent_kernel[(triton.cdiv(slots.shape[0], _ROWS),)](
+        gather_latent_kernel[(cdiv(slots.shape[0], _ROWS),)](
             rows.values, rows.scales, rows.rotated, slots.contiguous(), out, slots.shape[0],
             VALUE_STRIDE=rows.value_stride, SCALE_STRIDE=rows.scale_stride, ROTATED_STRIDE=rows.rotated_stride,
-            VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(LATENT_BLOCK, triton.next_power_of_2(rank)),
-            BLOCK_ROTATED=max(16, triton.next_power_of_2(rope)), ROWS=_ROWS, E4M3=capability(pool) >= 89,
+            VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(LATENT_BLOCK, next_power_of_2(rank)),
+            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, E4M3=capability(pool) >= 89,
             num_warps=_WARPS,
         )  # fmt: skip
     return out

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -137,13 +139,13 @@ def grouped_matmul_triton(
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         tiles = tiles_for(x, (rows if expected is None else expected) / groups)
-        column_tiles = triton.cdiv(weight.shape[1], tiles.columns)
+        column_tiles = cdiv(weight.shape[1], tiles.columns)
         programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
         grouped_matmul_kernel[(programs,)](
             x, ends if source is None else source, ends.contiguous(), weight.contiguous(), out, x.stride(0), width,
             inner, groups, GATHER=source is not None, GATED=gated, WHOLE=inner % tiles.depth == 0, ROWS=tiles.rows,
             COLUMNS=tiles.columns, DEPTH=tiles.depth, SWAPPED=tiles.swapped, BAND=16,
-            GROUPS_PAD=triton.next_power_of_2(groups), PRECISION=dot_precision(x.dtype), num_warps=tiles.warps,
+            GROUPS_PAD=next_power_of_2(groups), PRECISION=dot_precision(x.dtype), num_warps=tiles.warps,
             num_stages=tiles.stages,
         )  # fmt: skip
     return out
@@ -169,6 +171,7 @@ def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tens
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
+@operation()
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiplies each group of rows by its own matrix.
 

@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import config_for, runs_triton
+from dsa_engine.kernels.operation import operation
 
 LARGEST = 128  # a program holds all signs of the transform, in float32 too
 
@@ -99,6 +101,7 @@ def check_size(size: int) -> None:
         raise ValueError(f"the Hadamard transform needs a power of two, at most {LARGEST}, not {size}")
 
 
+@operation()
 def hadamard(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Transforms ``x [..., n]``, summed in float32; the result has the dtype of ``x``.
 
@@ -113,7 +116,7 @@ def hadamard(x: torch.Tensor, scale: float) -> torch.Tensor:
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, size)
     if rows.numel():
         padded, at_once = max(16, size), rows_for(x)
-        hadamard_kernel[(triton.cdiv(rows.shape[0], at_once),)](
+        hadamard_kernel[(cdiv(rows.shape[0], at_once),)](
             rows, out, rows.shape[0], rows.stride(0), scale,
             SIZE=size, PADDED=padded, STEP=min(64, padded), ROWS=at_once,
             num_warps=_WARPS,

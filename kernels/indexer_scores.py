@@ -18,7 +18,7 @@ hardly leaves it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,9 @@ import triton.language as tl
 
 from dsa_engine.kernels.cache_format import IndexKeyFormat
 from dsa_engine.kernels.e4m3 import decode_e4m3
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import capability, config_for, dot_precision, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.segment import Segments
 
 # The per-head products of one tile on a CPU stay within a core's cache.
@@ -230,7 +232,7 @@ def _launch(
 ) -> torch.Tensor:
     (rows, heads, dim), width = q.shape, segments.longest
     # A row stride of whole 64 bytes lets whoever reads the scores load 16 bytes at a time.
-    scores = torch.empty(rows, triton.cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
+    scores = torch.empty(rows, cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
     if not rows:
         return scores
     keys, key_scales = IndexKeyFormat.of_pool(pool).views(pool)
@@ -241,7 +243,7 @@ def _launch(
     config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, q)
     if q.dtype == torch.float32:
         config = _FLOAT32_CONFIG
-    block_heads, block_dim = max(16, triton.next_power_of_2(heads)), max(32, triton.next_power_of_2(dim))
+    block_heads, block_dim = max(16, next_power_of_2(heads)), max(32, next_power_of_2(dim))
     queries = max(1, min(2, most, config.lanes // block_heads))
     # Wider queries than those of the known models take fewer keys at a time, and keys 64 KiB at most.
     fitting = min((64 << 10) // (block_dim * q.element_size()), config.keys * config.lanes // block_heads)
@@ -252,10 +254,10 @@ def _launch(
         size, kernel, extra = queries, score_span_kernel, {"span": span, "STAGES": config.stages}
     else:
         span, fair = block_keys, rows * width // (programs * block_keys)
-        size = triton.next_power_of_2(min(64, max(8, fair), most))
+        size = next_power_of_2(min(64, max(8, fair), most))
         kernel, extra = score_tile_kernel, {"num_stages": config.stages}
     tiles = segments.tiles(size)
-    kernel[(triton.cdiv(width, span), len(tiles))](
+    kernel[(cdiv(width, span), len(tiles))](
         q, weights, keys, key_scales, block_tables, tiles, segments.sequences, segments.visible, scores,
         block_tables.stride(0), keys.stride(0), 0 if key_scales is None else key_scales.stride(0), scores.stride(0),
         HEADS=heads, DIM=dim, PAGE_SIZE=pool.shape[1], PRECISION=dot_precision(q.dtype), BLOCK_HEADS=block_heads,
@@ -264,6 +266,14 @@ def _launch(
     return scores
 
 
+def _seen(*args: Any, **_: Any) -> torch.Tensor:
+    """Of the arguments of :func:`indexer_scores`, which of its scores are defined."""
+    segments: Segments = args[4]
+    columns = torch.arange(segments.longest, dtype=torch.int32, device=segments.visible.device)
+    return columns < segments.visible[:, None]
+
+
+@operation(defined=_seen)
 def indexer_scores(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -21,13 +21,14 @@ _INTERPRETED_AS = 90
 _INTERPRETED_MULTIPROCESSORS = 4
 
 _compiling_for: int | None = None
+_references_only = False
 
 Config = TypeVar("Config")
 
 
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether the operation on ``x`` launches its kernel; if not, it runs its reference."""
-    return x.is_cuda or INTERPRETED or _compiling_for is not None
+    return (x.is_cuda or INTERPRETED or _compiling_for is not None) and not _references_only
 
 
 def capability(x: torch.Tensor) -> int:
@@ -60,6 +61,23 @@ def config_for(table: Mapping[int, Config], x: torch.Tensor) -> Config:
 def dot_precision(dtype: torch.dtype) -> str:
     """``input_precision`` of a product: float32 operands keep float32's precision (Triton's default rounds to tf32)."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def use_references(*, always: bool) -> None:
+    """Lets every operation of this process run its reference from now on, or its kernel again."""
+    global _references_only
+    _references_only = always
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Within, every operation runs its reference."""
+    global _references_only
+    before, _references_only = _references_only, True
+    try:
+        yield
+    finally:
+        _references_only = before
 
 
 @contextmanager

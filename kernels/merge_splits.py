@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Columns of a program: a warp reads 16 bytes a thread of each part.
 _COLUMNS = 128
@@ -49,6 +51,7 @@ def merge_splits_kernel(
         tl.store(lse + row, tl.where(some > 0, top + tl.log(total), float("-inf")))
 
 
+@operation()
 def merge_splits(
     partial_out: torch.Tensor, partial_lse: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +84,8 @@ def merge_splits(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=partial_out.device)
     rows = tokens * heads
     if rows and value_dim:
-        padded = triton.next_power_of_2(splits)
-        merge_splits_kernel[(rows, triton.cdiv(value_dim, _COLUMNS))](
+        padded = next_power_of_2(splits)
+        merge_splits_kernel[(rows, cdiv(value_dim, _COLUMNS))](
             partial_out.contiguous(), partial_lse.contiguous(), out, lse, rows, splits,
             VALUE=value_dim, SPLITS=padded, COLUMNS=_COLUMNS, num_warps=max(1, min(8, padded // 16)),
         )  # fmt: skip

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.cache_format import FP8, LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK, latent_rank
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import capability, config_for, multiprocessors
 
 MOST_SPLITS = 64  # as many as merge_splits reads at a time
@@ -137,21 +138,21 @@ def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
     value_dim, rotated, fp8 = row_format.rank, row_format.rope, row_format.fp8
     tilings = config_for(TILINGS, q)
     tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
-    block_heads = min(tiles.heads, max(16, triton.next_power_of_2(heads)))
+    block_heads = min(tiles.heads, max(16, next_power_of_2(heads)))
     constants = {
         "HEADS": heads,
         "VALUE": value_dim,
         "ROTATED": rotated,
         "BLOCK_HEADS": block_heads,
         "BLOCK_ROWS": tiles.rows,
-        "BLOCK_VALUE": max(LATENT_BLOCK if fp8 else 16, triton.next_power_of_2(value_dim)),
-        "BLOCK_ROTATED": max(16, triton.next_power_of_2(rotated)),
+        "BLOCK_VALUE": max(LATENT_BLOCK if fp8 else 16, next_power_of_2(value_dim)),
+        "BLOCK_ROTATED": max(16, next_power_of_2(rotated)),
         "FP8": fp8,
         "E4M3": capability(q) >= 89,  # older chips have no conversion
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
-    return Plan(q, value_dim, tokens * triton.cdiv(heads, block_heads), tiles.rows, constants)
+    return Plan(q, value_dim, tokens * cdiv(heads, block_heads), tiles.rows, constants)
 
 
 @triton.jit

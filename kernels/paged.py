@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Bytes that a program copies, and positions that it looks up. 16 KiB is 8 loads of 16 bytes for each of 128 threads.
 _COPIED_BYTES, _LOOKED_UP, _WARPS = 16384, 2048, 4
@@ -90,6 +92,7 @@ def store_rows_kernel(
     copy_tile(rows + row[:, None] * row_stride, pool + page * page_stride + offset * WIDTH, keep, WIDTH, PADDED)
 
 
+@operation(writes=("pool",))
 def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes ``rows [R, width]`` to ``slots [R]`` of the pool; rows with slot −1 are dropped.
 
@@ -104,9 +107,9 @@ def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> N
         store_rows_reference(pool, rows, slots)
     elif rows.numel():
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        padded = triton.next_power_of_2(width)
+        padded = next_power_of_2(width)
         at_once = rows_at_once(padded * rows.element_size())
-        store_rows_kernel[(triton.cdiv(count, at_once),)](
+        store_rows_kernel[(cdiv(count, at_once),)](
             rows, slots, pool, count, rows.stride(0), pool.stride(0),
             WIDTH=width, PADDED=padded, PAGE_SIZE=pool.shape[1], ROWS=at_once, num_warps=_WARPS,
         )  # fmt: skip
@@ -114,7 +117,7 @@ def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> N
 
 def rows_at_once(row_bytes: int) -> int:
     """How many rows of about ``row_bytes`` bytes a program copies: a power of two."""
-    return max(1, _COPIED_BYTES // triton.next_power_of_2(row_bytes))
+    return max(1, _COPIED_BYTES // next_power_of_2(row_bytes))
 
 
 def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -165,6 +168,7 @@ def slots_of_kernel(
     tl.store(slots + at, slot.to(tl.int32), mask=inside)
 
 
+@operation()
 def slots_of(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:
@@ -185,9 +189,9 @@ def slots_of(
     slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
     if slots.numel():
         count, per_row = positions.shape[0], math.prod(positions.shape[1:])
-        columns = min(triton.next_power_of_2(per_row), _LOOKED_UP)
+        columns = min(next_power_of_2(per_row), _LOOKED_UP)
         rows = _LOOKED_UP // columns
-        slots_of_kernel[(triton.cdiv(count, rows), triton.cdiv(per_row, columns))](
+        slots_of_kernel[(cdiv(count, rows), cdiv(per_row, columns))](
             positions.contiguous(), block_tables.contiguous(), sequences.contiguous(), slots,
             count, per_row, block_tables.shape[1],
             PAGE_SIZE=page_size, ROWS=rows, COLUMNS=columns, num_warps=_WARPS,

@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Most pairs that are ranked by counting, which is one launch but takes the square of them; more are sorted.
 COUNTED_PAIRS = 8192
@@ -66,6 +68,7 @@ def order_kernel(
     tl.store(ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
 
 
+@operation()
 def expert_order(experts: torch.Tensor, count: int) -> Order:
     """Sorts token-expert pairs by expert, with no synchronisation of host and device.
 
@@ -86,7 +89,7 @@ def expert_order(experts: torch.Tensor, count: int) -> Order:
     places = torch.empty_like(experts)
     # Compiled for sm_90, not yet measured on a device.
     queries, block = 32, 128
-    order_kernel[(triton.cdiv(pairs + count, queries),)](
+    order_kernel[(cdiv(pairs + count, queries),)](
         experts, tokens, ends, places, pairs, count, K=experts.shape[1], QUERIES=queries, BLOCK=block, num_warps=4
     )
     return Order(tokens, ends, places)
@@ -120,6 +123,7 @@ def combine_kernel(y, places, weights, out, width, K: tl.constexpr, BLOCK: tl.co
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
+@operation()
 def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Weighted sum of every token's rows: the same bits each time.
 
@@ -143,8 +147,8 @@ def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None 
     out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
     if out.numel():
         # 16 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
-        block = min(1024, triton.next_power_of_2(y.shape[1]))
-        combine_kernel[(tokens, triton.cdiv(y.shape[1], block))](
+        block = min(1024, next_power_of_2(y.shape[1]))
+        combine_kernel[(tokens, cdiv(y.shape[1], block))](
             y.contiguous(), places.contiguous(), None if weights is None else weights.contiguous(), out, y.shape[1],
             K=k, BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.e4m3 import SMALLEST_AMAX, converts_e4m3, quantize_tile
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
@@ -69,6 +71,7 @@ def quantize_rows_kernel(
     tl.store(scales + block, scale, mask=known)
 
 
+@operation()
 def quantize_rows(
     values: torch.Tensor, block: int = 128, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,13 +93,13 @@ def quantize_rows(
         raise ValueError(f"the block must be a power of two, not {block}")
     if not runs_triton(values):
         return quantize_rows_reference(values, block, power_of_two)
-    per_row = triton.cdiv(width, block)
+    per_row = cdiv(width, block)
     codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
     scales = torch.empty(*values.shape[:-1], per_row, dtype=torch.float32, device=values.device)
     rows = values if values.dim() == 2 and values.stride(1) == 1 else values.contiguous().view(-1, width)
     if scales.numel():
         blocks = max(1, _TILE // block)
-        quantize_rows_kernel[(triton.cdiv(scales.numel(), blocks),)](
+        quantize_rows_kernel[(cdiv(scales.numel(), blocks),)](
             rows, codes.view(torch.uint8), scales, scales.numel(), rows.stride(0),
             WIDTH=width, SIZE=block, BLOCKS=blocks,
             POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(values), num_warps=_WARPS,

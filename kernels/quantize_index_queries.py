@@ -16,7 +16,9 @@ import triton.language as tl
 
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.quantize import quantize_rows_reference
 from dsa_engine.kernels.rope import check_angles, load_angles, load_pairs, turn
 from dsa_engine.kernels.store_index_keys import load_rest, parts, rotate_first_reference
@@ -64,6 +66,7 @@ def quantize_index_queries_kernel(
         tl.store(scales + at, scale, mask=inside)
 
 
+@operation()
 def quantize_index_queries(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,10 +97,10 @@ def quantize_index_queries(
     scales = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if q.numel():
         rows = rows_for(q)
-        heads_at_once = min(triton.next_power_of_2(heads), rows)
+        heads_at_once = min(next_power_of_2(heads), rows)
         tokens_at_once = rows // heads_at_once
-        head_tiles = triton.cdiv(heads, heads_at_once)
-        tiles = triton.cdiv(tokens, tokens_at_once) * head_tiles
+        head_tiles = cdiv(heads, heads_at_once)
+        tiles = cdiv(tokens, tokens_at_once) * head_tiles
         quantize_index_queries_kernel[(min(tiles, _PROGRAMS * multiprocessors(q)),)](
             q, cos, sin, codes.view(torch.uint8), scales, tokens, heads,
             q.stride(0), q.stride(1), cos.stride(0), sin.stride(0), head_tiles,

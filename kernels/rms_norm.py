@@ -10,7 +10,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,7 +46,7 @@ def _launch(
     normed = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
     if rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         # 8 elements, one 16-byte load, a thread at least, and at most 16 warps: 7168 columns take 16 a thread.
         warps = min(16, max(1, block // 256))
         rms_norm_kernel[(rows,)](
@@ -54,6 +56,7 @@ def _launch(
     return normed, summed
 
 
+@operation()
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises ``x [..., width]`` and scales it by ``weight [width]``; the result has the dtype of ``x``."""
     if x.shape[-1] != weight.shape[0]:
@@ -64,6 +67,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _launch(rows, None, weight, eps)[0].view(x.shape)
 
 
+@operation()
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

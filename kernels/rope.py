@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Values a program, 64 a thread: 8 loads of 16 bytes in flight for 2-byte types, and the angles of a token are loaded
 # once for as many heads as fit.
@@ -120,6 +122,7 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
     return x.view(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
+@operation(writes=("out",))
 def apply_rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -149,11 +152,11 @@ def apply_rope(
     source, target = _by_heads(x), _by_heads(result)
     tokens, heads, dim = source.shape
     if source.numel():
-        padded = triton.next_power_of_2(dim // 2)
+        padded = next_power_of_2(dim // 2)
         at_once = max(1, _TILE // (2 * padded))
-        heads_at_once = min(triton.next_power_of_2(heads), at_once)
+        heads_at_once = min(next_power_of_2(heads), at_once)
         tokens_at_once = at_once // heads_at_once
-        rope_kernel[(triton.cdiv(tokens, tokens_at_once), triton.cdiv(heads, heads_at_once))](
+        rope_kernel[(cdiv(tokens, tokens_at_once), cdiv(heads, heads_at_once))](
             source, target, cos, sin, tokens, heads,
             source.stride(0), source.stride(1), target.stride(0), target.stride(1), cos.stride(0), sin.stride(0),
             TOKENS=tokens_at_once, HEADS=heads_at_once, HALF=dim // 2, PADDED=padded, INTERLEAVED=interleaved,

@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def _top(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -120,15 +122,16 @@ def _launch(
         # One warp a program: maxima need no shared memory. Two rows each hide each other's latency where there are
         # many; with few, every row has a program. Compiled for sm_90, not yet measured on a device.
         at_once = 2 if rows > 16 * multiprocessors(logits) else 1
-        route_kernel[(triton.cdiv(rows, at_once),)](
+        route_kernel[(cdiv(rows, at_once),)](
             logits.contiguous(), bias.contiguous(), experts, weights, rows, factor,
             TOP_K=top_k, GROUPS=groups, SIZE=size, TOP_GROUPS=top_groups, NORMALISE=normalise, ROWS=at_once,
-            GROUPS_PAD=triton.next_power_of_2(groups), SIZE_PAD=triton.next_power_of_2(size),
-            TOP_K_PAD=triton.next_power_of_2(top_k), num_warps=1,
+            GROUPS_PAD=next_power_of_2(groups), SIZE_PAD=next_power_of_2(size),
+            TOP_K_PAD=next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
     return experts, weights
 
 
+@operation()
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor,

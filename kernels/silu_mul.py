@@ -13,7 +13,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -31,6 +33,7 @@ def silu_mul_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
+@operation()
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``[..., 2·width]`` (gate, then up) to ``[..., width]``."""
     if gate_up.shape[-1] % 2:
@@ -44,9 +47,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         # 8 elements, 16 bytes of each half, a thread. Compiled for sm_90, not yet measured on a device.
-        block = min(1024, triton.next_power_of_2(width))
+        block = min(1024, next_power_of_2(width))
         warps = max(1, block // 256)
-        silu_mul_kernel[(rows.shape[0], triton.cdiv(width, block))](
+        silu_mul_kernel[(rows.shape[0], cdiv(width, block))](
             rows, out, rows.stride(0), width, BLOCK=block, num_warps=warps
         )
     return out.view(*gate_up.shape[:-1], width)

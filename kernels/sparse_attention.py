@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import dot_precision, runs_triton
 from dsa_engine.kernels.merge_splits import merge_splits
 from dsa_engine.kernels.online_softmax import (
@@ -26,6 +27,7 @@ from dsa_engine.kernels.online_softmax import (
     store_nothing,
     store_results,
 )
+from dsa_engine.kernels.operation import operation
 
 # Gathered rows of one block on a CPU stay within the cache; measured best of 0.5 to 16 MiB.
 _CPU_BLOCK_BYTES = 1 << 20
@@ -136,12 +138,13 @@ def _launch(
         sparse_attention_kernel[(plan.programs, splits)](
             q, rows.values, rows.scales, rows.rotated, slots, slots if counts is None else counts, out, lse, tokens, k,
             scale * LOG2_E, rows.value_stride, rows.scale_stride, rows.rotated_stride,
-            BLOCK_SCAN=max(16, triton.next_power_of_2(k)), COUNTED=counts is not None,
+            BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
             PRECISION=dot_precision(q.dtype), **plan.constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
 
+@operation()
 def sparse_attention(
     q: torch.Tensor,
     pool: torch.Tensor,

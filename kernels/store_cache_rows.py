@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.cache_format import IndexKeyFormat
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import as_pool, copy_tile, page_and_offset, rows_at_once, store_rows_reference
 
 _WARPS = 4
@@ -49,6 +51,7 @@ def store_cache_rows_kernel(
         tl.store((at_page + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32)), scale, mask=keep)
 
 
+@operation(writes=("latent_pool", "key_pool"))
 def store_cache_rows(
     latent_pool: torch.Tensor, key_pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
 ) -> None:
@@ -85,9 +88,9 @@ def store_cache_rows(
     elif count:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         key = key_format.dim
-        padded, key_padded = triton.next_power_of_2(latent), triton.next_power_of_2(key)
+        padded, key_padded = next_power_of_2(latent), next_power_of_2(key)
         at_once = rows_at_once((padded + key_padded) * rows.element_size())
-        store_cache_rows_kernel[(triton.cdiv(count, at_once),)](
+        store_cache_rows_kernel[(cdiv(count, at_once),)](
             rows, slots, latent_pool, key_pool, count, rows.stride(0), latent_pool.stride(0), key_pool.stride(0),
             LATENT=latent, LATENT_PADDED=padded, KEY=key, KEY_PADDED=key_padded,
             FP8=fp8, SCALES_AT=key_format.scales_at(page_size), PAGE_SIZE=page_size, ROWS=at_once, num_warps=_WARPS,

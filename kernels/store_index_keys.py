@@ -19,7 +19,9 @@ from dsa_engine.kernels.cache_format import IndexKeyFormat, stored_dtype
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.fp8_cache import index_key_views
 from dsa_engine.kernels.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
 from dsa_engine.kernels.quantize import quantize_rows_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
@@ -138,11 +140,12 @@ def parts(dim: int, rotated: int, least: int) -> dict[str, int]:
     return {
         "DIM": dim,
         "HALF": rotated // 2,
-        "PADDED": max(least, triton.next_power_of_2(rotated // 2)),
-        "REST_PADDED": max(least, triton.next_power_of_2(rest)) if rest else 0,
+        "PADDED": max(least, next_power_of_2(rotated // 2)),
+        "REST_PADDED": max(least, next_power_of_2(rest)) if rest else 0,
     }
 
 
+@operation(writes=("out",))
 def store_index_keys(
     projected: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -195,7 +198,7 @@ def store_index_keys(
     elif tokens:
         projected = projected if projected.stride(1) == 1 else projected.contiguous()
         rows = rows_for(projected) if fp8 else _ROWS
-        store_index_keys_kernel[(triton.cdiv(tokens, rows),)](
+        store_index_keys_kernel[(cdiv(tokens, rows),)](
             projected, norm_weight, norm_bias, cos, sin, pool, slots, tokens, eps,
             projected.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
             **parts(dim, rotated, 16 if fp8 else 1), PAGE_SIZE=0 if slots is None else pool.shape[1], ROWS=rows,

@@ -15,7 +15,9 @@ import triton.language as tl
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
 from dsa_engine.kernels.rms_norm import rms_norm_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
@@ -89,6 +91,7 @@ def store_latent_kernel(
         store_pairs(target + ROTATED_AT, a.to(element), b.to(element), keep, HALF, HALF_PADDED, INTERLEAVED)
 
 
+@operation(writes=("out",))
 def store_latent(
     compressed: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -132,12 +135,12 @@ def store_latent(
         store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
     elif tokens:
         compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
-        padded = triton.next_power_of_2(rank)
+        padded = next_power_of_2(rank)
         at_once = max(1, _TILE // padded)
-        store_latent_kernel[(triton.cdiv(tokens, at_once),)](
+        store_latent_kernel[(cdiv(tokens, at_once),)](
             compressed, norm_weight, cos, sin, pool, slots, tokens, eps,
             compressed.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
-            RANK=rank, RANK_PADDED=padded, HALF=rope // 2, HALF_PADDED=triton.next_power_of_2(rope // 2),
+            RANK=rank, RANK_PADDED=padded, HALF=rope // 2, HALF_PADDED=next_power_of_2(rope // 2),
             PAGE_SIZE=0 if slots is None else pool.shape[1], ROW=row_format.columns,
             ROTATED_AT=row_format.rotated_at, ROWS=at_once, INTERLEAVED=interleaved, FP8=row_format.fp8,
             POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(compressed), num_warps=_WARPS,

@@ -18,9 +18,10 @@ from math import isqrt
 from typing import NamedTuple
 
 import torch
-import triton
 
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.topk_kernel import select_topk_kernel
 
 LARGEST_K = 4096  # of the kernel
@@ -119,7 +120,7 @@ def _launch(
     best = torch.empty(positions.shape if slices > 1 else 0, dtype=torch.float32, device=device)
     select_topk_kernel[(programs,)](
         scores, payload, lengths, candidates, columns, positions, best, counts,
-        rows, width, scores.stride(0), slices, triton.cdiv(width, slices * config.chunk) * config.chunk,
+        rows, width, scores.stride(0), slices, cdiv(width, slices * config.chunk) * config.chunk,
         k, min(config.largest_k, k + k // 4),
         HAS_LENGTHS=lengths is not None, HAS_PAYLOAD=payload is not None, KEEP_SCORES=slices > 1,
         LANES=32 * config.warps, GROUPS=config.groups, PIECE=config.piece, CAPACITY=config.capacity,
@@ -142,6 +143,7 @@ def select_by_kernel(
     return _launch(best, k, None, config, 1, positions)
 
 
+@operation()
 def select_topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The k best positions of each row of ``scores [R, W]`` (float32).
 

@@ -186,6 +186,16 @@ class Mesh:
         """A number of every rank of the mesh, below 2⁶³; every rank calls it."""
         return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
+    def meet(self, wait_s: float) -> None:
+        """Waits until all ranks of the mesh have come here, in no collective, whose own timeout may be shorter.
+
+        Raises:
+            TimeoutError: one has not come within so many seconds.
+        """
+        if not self.world.alone:
+            members = list(range(self.world_size)) if self._ranks is None else list(self._ranks)
+            compare({}, members, members[self.rank], wait_s)
+
     @property
     def static_decode(self) -> bool:
         """Whether no shape in a decode step depends on the routing: the host need not ask the device for it."""

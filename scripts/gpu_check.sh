@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proves and measures on a CUDA device, each within 10 minutes. Results go to the folder given (default:
+# Proves and measures on a CUDA device, each within 10 minutes, after `dsa-engine doctor`. Results go to the folder given (default:
 # benchmarks/results).
 #
 #   scripts/gpu_check.sh kernels [FOLDER]    the kernels' tests on the device, then every kernel at production sizes
@@ -34,6 +34,10 @@ unset TRITON_INTERPRET
 	echo "Without a GPU: make test, and scripts/inspect_kernels.py, which compiles the kernels." >&2
 	exit 1
 }
+
+# Whether this machine runs the engine at all; what it finds does not end the rest.
+timeout 120 "$python" -c 'import sys; sys.path.pop(0); from dsa_engine.cli import main; main(sys.argv[1:])' \
+	doctor --json "$out/doctor.json" || echo "FAILED: doctor (its findings stand above)"
 
 # Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is.
 processes=$("$python" -c 'import os, importlib.util as u; print(f"-n{min(16, os.cpu_count())}" if u.find_spec("xdist") else "")')

@@ -69,7 +69,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LEVEL["__init__"] = -1  # dsa_engine itself: it exports LLM, so it stands above everything
 
 # The two folders that could be used without the engine: nothing of ours but what stands first, and only these packages.
-STANDALONE = {"kernels": {"torch", "triton", "flash_attn"}, "parallel": {"torch"}}
+STANDALONE = {"kernels": {"torch", "triton", "flash_attn", "flash_attn_interface"}, "parallel": {"torch"}}
 USES = {"kernels": {"kernels"}, "parallel": {"parallel", "kernels"}}
 
 

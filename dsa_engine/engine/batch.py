@@ -14,10 +14,10 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from triton import next_power_of_2
 
 from dsa_engine.engine.pages import pages_for
 from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.kernels.transfer import upload

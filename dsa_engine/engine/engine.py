@@ -28,6 +28,7 @@ from torch.profiler import record_function
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
@@ -48,6 +49,9 @@ from dsa_engine.quantization import weight_format
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import parse_bytes
 from dsa_engine.tokenizer import TextStream, Tokenizer
+
+# How long the ranks wait for the one whose disk is slowest: longer than for a collective (`ParallelConfig.timeout`).
+_LOADING_S = 7200.0
 
 
 class Engine:
@@ -97,6 +101,8 @@ class Engine:
                 self.model = Model(config, runtime, modules)
             self.bytes_read = load_weights(self.model, folder, options, self.progress)
         self.load_seconds = time.perf_counter() - started
+        self.mesh.meet(_LOADING_S)
+        by_reference = check_kernels(self.model, config, self.mesh, stored, options)
         cached = config.with_mtp(modules)
         token_bytes = cache_bytes_per_token(cached, stored)
         pages = affordable_pages(
@@ -115,7 +121,7 @@ class Engine:
             max_prefill_share=options.max_prefill_share,
         )
         self.graphs = None
-        if device.type == "cuda" and not options.enforce_eager:
+        if device.type == "cuda" and not options.enforce_eager and not by_reference:
             self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
         self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs, relaxed=relaxed)
         self.draft(drafts)

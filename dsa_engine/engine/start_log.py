@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.kernels.dense_attention import flash_attn_varlen_func
+from dsa_engine.kernels.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.quantization import Unquantized, word_for
 from dsa_engine.sizes import format_bytes
 
@@ -48,7 +48,7 @@ def _log_fallbacks(engine: Engine) -> None:
             stored = str(engine.config.dtype).removeprefix("torch.")
             logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", stored)
         return
-    if flash_attn_varlen_func is None:
+    if flash_attn_varlen_func is None and flash_attn_3_varlen_func is None:
         logger.info("flash-attn is not installed: PyTorch's attention does its work where tokens see few others")
     lost = ["CUDA graphs"] if not options.enforce_eager else []
     lost += ["async scheduling"] if options.async_scheduling else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
@@ -13,7 +12,7 @@ from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.store_index_keys import store_index_keys
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import Weighted
+from dsa_engine.model.layers import Float32Linear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
 
@@ -29,7 +28,7 @@ class Indexer(Weighted):
         self.wk = self.linear(f"{prefix}.wk.weight", dim, config.hidden_size)
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
-        self.weights_proj = self.weight(f"{prefix}.weights_proj.weight", heads, config.hidden_size, dtype=torch.float32)
+        self.weights_proj = Float32Linear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
 
     def store_keys(
         self,
@@ -64,7 +63,7 @@ class Indexer(Weighted):
         config, first = self.config, batch.first_sparse
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-        weights = F.linear(x[first:].float(), self.weights_proj) * scale
+        weights = self.weights_proj(x[first:]) * scale
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
         if stored.fp8:
             q, scales = quantize_index_queries(q, cos, sin, interleaved=interleaved, power_of_two=stored.power_of_two)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.checkpoint import Source
@@ -80,6 +81,30 @@ class Weighted(nn.Module):
 
     def weights_loaded(self) -> None:
         """Called once, when the weights have been loaded: the time to derive others from them."""
+
+
+class Float32Linear(Weighted):
+    """``x [T, in] -> [T, out]`` in float32, for the few products whose rounding would choose other tokens or experts.
+
+    Where the checkpoint holds the weight in bfloat16, products of it and bfloat16 activations are exact in float32, in
+    which the tensor cores sum them: on CUDA such a weight stays in bfloat16 and nothing is cast.
+    """
+
+    def __init__(self, name: str, out: int, into: int, runtime: Runtime):
+        super().__init__(runtime)
+        self.matrix = self.weight(name, out, into, dtype=torch.float32)
+
+    def weights_loaded(self) -> None:
+        if self.runtime.device.type == "cuda" and self.runtime.dtype == torch.bfloat16:
+            narrow = self.matrix.to(torch.bfloat16)
+            if not bool((narrow.float() != self.matrix).any()):
+                self.matrix = nn.Parameter(narrow, requires_grad=False)
+                self.sources.clear()  # they hold the wide one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.matrix.dtype == torch.float32:
+            return F.linear(x.float(), self.matrix)
+        return torch.mm(x, self.matrix.t(), out_dtype=torch.float32)
 
 
 class MLP(Weighted):

@@ -3,7 +3,7 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -56,10 +56,13 @@ class Model(Weighted):
             if isinstance(module, Weighted) and module is not self:
                 module.weights_loaded()
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed."""
+    def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
+        """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed.
+
+        ``layers``: to run these only, of which the first selects for itself; for trying what they run.
+        """
         x, residual, topk_slots = self._embedded(batch), None, None
-        for layer in self.layers:
+        for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
             x, residual, topk_slots = layer(x, residual, batch, cache, topk_slots)
         assert residual is not None
         return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch.nn.functional as F
 
 from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import MLP, Weighted
+from dsa_engine.model.layers import MLP, Float32Linear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 
@@ -24,7 +23,7 @@ class MoE(Weighted):
         self.config = config
         self.streams = streams
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.gate = self.weight(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
+        self.gate = Float32Linear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         self.expert_parallel = runtime.mesh.expert_parallel(experts)
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
@@ -38,7 +37,7 @@ class MoE(Weighted):
             shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
         with stage("MoE gate"):
             experts, weights = route(
-                F.linear(x.float(), self.gate),
+                self.gate(x),
                 self.bias,
                 top_k=config.num_experts_per_tok,
                 groups=config.n_group,

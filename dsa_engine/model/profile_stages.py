@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -44,8 +44,10 @@ def stage(name: str) -> Iterator[None]:
     observer = _observer
     if observer is not None:
         observer.enter(name)
+    # A range costs 18 µs of the host, in a step that is bound by it: only for a profiler that is running.
+    profiled = torch.autograd.profiler._is_profiler_enabled
     try:
-        with torch.profiler.record_function(name):
+        with torch.profiler.record_function(name) if profiled else nullcontext():
             yield
     finally:
         if observer is not None:

@@ -1,7 +1,8 @@
 """The engine on a CUDA device that is not there, at production sizes: what a step launches, where the host waits for
 the device, what the products multiply, and how many bytes live at once.
 
-The figures below are held: a change that waits, launches or allocates more fails. One that does with less lowers them.
+The figures below are held: a change that waits for the device fails, and one that launches or allocates more than a few
+percent over what was counted when they were written. One that does with less lowers them.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class Held:
 
 
 CASES = {
-    ("deepseek_v32", 1, "dequantize"): Held(190, 106, 31, 3.35),
-    ("deepseek_v32", 8, "dequantize"): Held(297, 132, 32, 3.5),
-    ("deepseek_v32", 64, "dequantize"): Held(287, 132, 32, 1.1),
-    ("deepseek_v3", 8, "dequantize"): Held(7595, 96, 32, 3.4),
-    ("glm_moe_dsa", 8, "dequantize"): Held(294, 132, 32, 3.1),
+    ("deepseek_v32", 1, "dequantize"): Held(190, 103, 34, 3.4),
+    ("deepseek_v32", 8, "dequantize"): Held(298, 130, 35, 3.5),
+    ("deepseek_v32", 64, "dequantize"): Held(288, 130, 35, 1.15),
+    ("deepseek_v3", 8, "dequantize"): Held(1660, 98, 35, 3.4),
+    ("glm_moe_dsa", 8, "dequantize"): Held(295, 130, 35, 3.1),
     # The released models as they are: a quantisation for each product, and in decode sums in several parts.
-    ("deepseek_v32", 8, None): Held(323, 181, 33, 3.52),
-    ("deepseek_v32", 64, None): Held(313, 181, 33, 1.1),
+    ("deepseek_v32", 8, None): Held(325, 181, 35, 3.55),
+    ("deepseek_v32", 64, None): Held(315, 181, 35, 1.15),
 }
 
 
@@ -61,6 +62,7 @@ def fake_engine(folder: Path, model: str, world: int, **options: Any) -> Iterato
         chosen = EngineOptions(
             folder,
             device="cuda",
+            kernels="triton",
             load_format="dummy",
             hf_overrides=LAYERS,
             progress=False,
@@ -91,9 +93,8 @@ def test_a_step(tmp_path: Path, model: str, world: int, quantization: str | None
         added = prefill(device, engine, min(8192 * world, 131_072))
         sparse = 2  # layers with experts
         assert device.waits == ["event in expert_parallel.py:exchange_counts"] * (sparse if world > 1 else 0)
-        in_float32 = [x for x in device.launches if x.dtypes and set(x.dtypes) != {torch.bfloat16}]
-        assert {x.dtypes for x in in_float32} == {(torch.float32, torch.float32)}, "nothing multiplies mixed types"
-        assert len(in_float32) == sparse + (3 if engine.config.has_indexer else 0), "gate, and weights of index heads"
+        multiplied = {dtype for launch in device.launches for dtype in launch.dtypes}
+        assert multiplied == {torch.bfloat16}, "float32 has no tensor cores; gate and index weights sum in it"
         names = {launch.name for launch in device.launches}
         assert not names & {"aten::index_add", "aten::index_add_", "aten::index_put_"}, "sums in the order of atomics"
         seen = Held(len(device.launches), 0, 0, added / 2**30)

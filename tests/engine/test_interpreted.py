@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,16 +14,18 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.checkpoint import write_random_checkpoint
+from dsa_engine.demo import demo_config
 
 # Prefill in chunks, then decode of a ragged batch in which one sequence selects and one is shorter than index_topk.
 ENGINE = """
-import sys, torch
+import json, sys, torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.launch import INTERPRETED
 assert INTERPRETED
-folder, out, caches = sys.argv[1:]
+folder, out, options = sys.argv[1:]
 llm = LLM(folder, device="cpu", max_model_len=512, max_num_batched_tokens=96, page_size=16, cache_memory="4MiB",
-          kv_cache_dtype=caches)
+          **json.loads(options))
 long, short = torch.load(out + ".ids")
 logits = llm.prompt_logits(long)
 tokens = [o.token_ids for o in llm.generate([long, short], SamplingParams(temperature=0.0, max_tokens=4))]
@@ -30,12 +33,12 @@ torch.save((logits, tokens), out)
 """
 
 
-def interpreted(folder: Path, long: list[int], short: list[int], out: Path, caches: str = "auto") -> Any:
+def interpreted(folder: Path, long: list[int], short: list[int], out: Path, **options: Any) -> Any:
     """Logits of the long prompt and tokens of both."""
     torch.save((long, short), f"{out}.ids")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(folder), str(out), caches],
+        [sys.executable, "-c", ENGINE, str(folder), str(out), json.dumps(options)],
         capture_output=True, text=True, timeout=1200, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -63,8 +66,24 @@ def test_fp8_caches_in_the_interpreter(
     """The references' logits, but for numbers between two codes that fall to the other one, and their tokens."""
     folder = oracle("deepseek_v32", kv_lora_rank=128, index_head_dim=32).folder
     long, short = random_ids(150), random_ids(20, seed=1)
-    logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", "fp8")
+    logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", kv_cache_dtype="fp8")
     llm = LLM(folder, device="cpu", max_model_len=512, cache_memory="4MiB", kv_cache_dtype="fp8", progress=False)
+    wanted = llm.prompt_logits(long)
+    assert float((logits - wanted).norm() / wanted.norm()) < 1e-3
+    outs = llm.generate([long, short], SamplingParams(temperature=0.0, max_tokens=4))
+    assert tokens == [out.token_ids for out in outs]
+
+
+@pytest.mark.slow
+def test_fp8_weights_in_the_interpreter(random_ids: Callable[..., list[int]], tmp_path: Path) -> None:
+    """The same for products of FP8 weights, dense and of experts."""
+    folder, sizes = tmp_path / "model", {"num_hidden_layers": 2, "hidden_size": 160, "intermediate_size": 200}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "index_topk": 32, "index_n_heads": 12}
+    sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    write_random_checkpoint(folder, demo_config() | sizes, fp8=True)
+    long, short = random_ids(70), random_ids(20, seed=1)
+    logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", quantization="fp8")
+    llm = LLM(folder, device="cpu", max_model_len=512, cache_memory="4MiB", quantization="fp8", progress=False)
     wanted = llm.prompt_logits(long)
     assert float((logits - wanted).norm() / wanted.norm()) < 1e-3
     outs = llm.generate([long, short], SamplingParams(temperature=0.0, max_tokens=4))

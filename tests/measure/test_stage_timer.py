@@ -120,3 +120,15 @@ def test_stages_are_seen_by_the_profiler() -> None:
     with torch.profiler.profile(activities=[cpu]) as profile, stage("lightning indexer"):
         torch.ones(3).sum()
     assert "lightning indexer" in {event.key for event in profile.key_averages()}
+
+
+def test_ranges_are_there_for_a_profiler_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    record = torch.profiler.record_function
+    monkeypatch.setattr(torch.profiler, "record_function", lambda name: made.append(name) or record(name))
+    with stage("MoE gate"):
+        pass
+    assert made == []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, stage("MoE gate"):
+        pass
+    assert made == ["MoE gate"] and "MoE gate" in {event.key for event in profile.key_averages()}

@@ -33,6 +33,9 @@ class EmulatedMesh(Mesh):
         self.assigned: list[AssignedExperts] = []
         self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
+    def meet(self, wait_s: float) -> None:
+        """An emulated rank waits for nobody."""
+
     @property
     def reports(self) -> bool:
         """An emulated rank is alone."""

@@ -91,7 +91,11 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         "get_device_capability": lambda *_: divmod(device.capability, 10),
         "get_device_name": lambda *_: f"fake sm_{device.capability}",
         "get_device_properties": lambda *_: SimpleNamespace(
-            multi_processor_count=_MULTIPROCESSORS, total_memory=device.memory, name=f"fake sm_{device.capability}"
+            multi_processor_count=_MULTIPROCESSORS,
+            total_memory=device.memory,
+            name=f"fake sm_{device.capability}",
+            major=device.capability // 10,
+            minor=device.capability % 10,
         ),
     }
     with ExitStack() as stack:

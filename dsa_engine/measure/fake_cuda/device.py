@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 from triton.runtime.jit import JITFunction
 
 from dsa_engine.checkpoint import DummyReader
+from dsa_engine.kernels import dense_attention
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import cuda_runtime
 from dsa_engine.measure.fake_cuda.indexing import Indexing
@@ -103,6 +104,7 @@ class FakeDevice:
                 (DummyReader, "load", lambda *_: None),
                 (KVCache, "fill_random", lambda *_: None),
                 (atexit, "register", lambda *_: None),
+                (dense_attention, "causal_lower_right", lambda *_: None),  # a tensor of a type that cannot be faked
                 (torch.Tensor, "pin_memory", lambda values: self._pin(values)),
             ):
                 stack.enter_context(mock.patch.object(where, name, instead))

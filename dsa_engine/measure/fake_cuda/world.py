@@ -41,6 +41,9 @@ class FakeMesh(Mesh):
     def exchange(self, value: int) -> list[int]:
         return [value] * self.world_size
 
+    def meet(self, wait_s: float) -> None:
+        pass
+
     def _group(self, size: int) -> FakeGroup:
         return FakeGroup(tuple(range(size)), 0, None, device=self.config.device)
 

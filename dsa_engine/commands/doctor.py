@@ -1,0 +1,38 @@
+"""``dsa-engine doctor``: whether this machine runs the engine, and runs it right; alone or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+
+import torch
+
+from dsa_engine.measure.doctor import doctor_mesh, findings
+from dsa_engine.measure.report import environment, write_json
+from dsa_engine.output_files import check_outputs
+
+_MARKS = {True: "✓", False: "✗", None: "–"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--json", metavar="PATH", help="write the findings here too; '-': to standard output")
+
+
+def run_doctor(args: argparse.Namespace) -> None:
+    """Prints a line for every check, as it comes; exit status 1 where one failed."""
+    check_outputs(args.json)
+    mesh = doctor_mesh(args.device)
+    found = []
+    for finding in findings(mesh):
+        found.append(finding)
+        if mesh.reports:
+            print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
+            if finding.advice:
+                print(f"  {'':<9} what to do: {finding.advice}", flush=True)
+    if args.json and mesh.reports:
+        about = environment(mesh.device, torch.float32, mesh.world_size)
+        write_json(args.json, {"environment": about, "findings": [asdict(finding) for finding in found]})
+    if any(finding.ok is False for finding in found):
+        sys.exit(1)

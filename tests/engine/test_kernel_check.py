@@ -1,0 +1,94 @@
+"""An engine whose kernels are compared with their references before it serves, one of them broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.trial_steps import layers_of_each_kind
+
+ENGINES = """
+import json, sys
+from pathlib import Path
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.kernels import operation, silu_mul
+from dsa_engine.engine import kernel_check
+
+class Broken:
+    def __getitem__(self, grid):
+        return lambda gate_up, out, *rest, **how: out.fill_(0.25)
+
+good = silu_mul.silu_mul_kernel
+runs = []
+compare = kernel_check._compare
+kernel_check._compare = lambda *what: runs.append(1) or compare(*what)
+
+def engine(kernel, **options):
+    silu_mul.silu_mul_kernel = kernel
+    options = dict(device="cpu", max_model_len=128, page_size=16, cache_memory="2MiB") | options
+    return LLM(sys.argv[1], **options)
+
+def tokens(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    return [o.token_ids for o in llm.generate([json.loads(sys.argv[2])], params)]
+
+found = {"right": engine(good) and operation.replaced(), "runs": [len(runs)]}
+(kept,) = Path(sys.argv[3], "kernel_checks").iterdir()
+content = json.loads(kept.read_text())
+kept.unlink()
+llm = engine(Broken())
+found |= {"broken": operation.replaced(), "tokens": tokens(llm)}
+engine(Broken())
+found["runs"].append(len(runs))  # what was found is kept
+kept.write_text(json.dumps({"finished": False, "wrong": {"combine": "it ended the process that compared it"}}))
+engine(good)
+found |= {"ended": operation.replaced(), "content": content}
+found["reference"] = tokens(engine(Broken(), kernels="reference"))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow  # the interpreter takes a minute
+def test_a_broken_kernel_answers_no_request(
+    oracle: Callable[..., Any], random_ids: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    model = oracle("deepseek_v32", num_hidden_layers=2, index_topk=16)
+    prompt = random_ids(24)
+    wanted = LLM(model.folder, max_model_len=128).generate(
+        [prompt], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DSA_ENGINE_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINES, str(model.folder), json.dumps(prompt), str(tmp_path)],
+        capture_output=True, text=True, timeout=600, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["right"] == {} and found["content"] == {"finished": True, "wrong": {}}
+    assert list(found["broken"]) == ["silu_mul"]
+    assert "its result differs from the reference by" in found["broken"]["silu_mul"]
+    assert found["runs"] == [1, 2], "compared once for a device and model"
+    assert found["tokens"] == found["reference"] == [out.token_ids for out in wanted]
+    assert list(found["ended"]) == ["combine"], "the kernel that ended a process is not run again"
+    assert done.stderr.count("the kernel of silu_mul is NOT used on this device") == 2
+
+
+def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:
+    for model, keys, wanted in (
+        ("deepseek_v32", {}, [0, 1]),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, [0]),
+        ("glm_moe_dsa", {"num_hidden_layers": 4, "index_topk_freq": 3}, None),
+    ):
+        config = LLM(oracle(model, **keys).folder, load_format="dummy").engine.config
+        layers = layers_of_each_kind(config)
+        kinds = {(config.mlp_layer_types[i], config.indexer_types[i]) for i in layers}
+        assert kinds == set(zip(config.mlp_layer_types, config.indexer_types, strict=True))
+        assert wanted is None or layers == wanted

@@ -1,0 +1,84 @@
+"""``dsa-engine doctor``: on this CPU, on a fake device, and with something wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa_engine.cli import main
+from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure import doctor
+from dsa_engine.measure.doctor import NotHere, Unwell, check_device, check_room, doctor_mesh
+from dsa_engine.measure.fake_cuda import FakeConfig, FakeDevice
+from dsa_engine.parallel import Mesh
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the kernels of a whole model take minutes in the interpreter")
+def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--device", "cpu", "--json", str(tmp_path / "d.json")])
+    out = capsys.readouterr().out
+    result = json.loads((tmp_path / "d.json").read_text())
+    found = {finding["check"]: finding["ok"] for finding in result["findings"]}
+    assert found == {
+        "versions": True, "device": True, "links": None, "kernels": None, "tokens": True, "room": True,
+    }  # fmt: skip
+    assert "✓ tokens    the demo model gives the same tokens: eager; alone and in a batch" in out
+    assert "– links     one rank has no links; start it under torchrun" in out and "✗" not in out
+
+
+def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def unwell(mesh: Mesh) -> str:
+        raise Unwell("the fan is loud", "clean it")
+
+    def broken(mesh: Mesh) -> str:
+        raise RuntimeError("no such device\nand a long text")
+
+    def elsewhere(mesh: Mesh) -> str:
+        raise NotHere("nothing to see")
+
+    monkeypatch.setattr(
+        doctor, "CHECKS", {"fan": unwell, "door": broken, "roof": elsewhere, "floor": lambda mesh: "dry"}
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--device", "cpu"])
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("✗ fan") and "the fan is loud" in lines[0] and lines[1].endswith("what to do: clean it")
+    assert "RuntimeError: no such device" in lines[2] and "long text" not in lines[2] and "dsa-engine env" in lines[3]
+    assert lines[4].startswith("– roof") and lines[5].startswith("✓ floor")
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
+def test_on_a_fake_device() -> None:
+    with FakeDevice(memory=141 * 10**9) as device:
+        mesh = FakeConfig(device=device, world=8).create_mesh("cuda")
+        assert check_device(mesh) == "fake sm_90, sm_90, 131.32 GiB of 131.32 GiB free"
+        assert "deepseek_v32 in bfloat16 takes" in check_room(mesh)
+        taken = torch.empty(40 << 30, dtype=torch.uint8, device="cuda:0")
+        with pytest.raises(Unwell, match=r"only 91\.32 GiB of 131\.32 GiB are free") as found:
+            check_device(mesh)
+        assert "nvidia-smi" in found.value.advice
+        del taken
+    with FakeDevice(capability=75) as device, pytest.raises(Unwell, match="is sm_75"):
+        check_device(FakeConfig(device=device).create_mesh("cuda"))
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["-m", "dsa_engine", "doctor", "--device", "cpu", "--json", str(tmp_path / "d.json")]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("✓ links") == 1 and "2 ranks on 1 machine(s): all-gather" in done.stdout
+    assert {f["check"]: f["ok"] for f in json.loads((tmp_path / "d.json").read_text())["findings"]}["tokens"] is True
+
+
+def test_the_mesh_does_not_wait_for_long() -> None:
+    assert doctor_mesh("cpu").config.timeout == 60.0

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 INT8_MAX = 127
 
@@ -71,6 +72,7 @@ def quantize_rows_int8_kernel(
             tl.store(codes + row * width + first + column, nearest_int8(tl.div_rn(more, scale)), mask=inside)
 
 
+@operation()
 def quantize_rows_int8(values: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises each row of ``values [rows, width]`` by a scale of its own.
 

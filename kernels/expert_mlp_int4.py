@@ -11,6 +11,7 @@ from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, check_choices, served
 from dsa_engine.kernels.grouped_matmul_int4 import grouped_matmul_int4_reference, grouped_matmul_int4_triton
 from dsa_engine.kernels.int8 import quantize_rows_int8
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.permute import combine
 from dsa_engine.kernels.silu_mul import silu_mul_reference
 
@@ -36,6 +37,7 @@ def expert_mlp_int4_reference(
     return sum_experts_reference(x, experts, weights, gate_up[0].shape[0], mlp)
 
 
+@operation()
 def expert_mlp_int4(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -11,8 +11,10 @@ from dsa_engine.kernels.grouped_matmul_int4 import (
 )
 from dsa_engine.kernels.int8 import quantize_rows_int8
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 
 
+@operation()
 def linear_int4(
     x: torch.Tensor,
     packed: torch.Tensor,

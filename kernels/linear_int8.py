@@ -10,6 +10,7 @@ import torch
 from dsa_engine.kernels.grouped_matmul_int8 import check_int8, grouped_matmul_int8_triton, matmul_int8_reference
 from dsa_engine.kernels.int8 import quantize_rows_int8
 from dsa_engine.kernels.launch import INTERPRETED, runs_triton
+from dsa_engine.kernels.operation import operation
 
 # Fewer rows than these PyTorch's product refuses on CUDA, and for so few the kernel here reads weights as fast.
 _ROWS_OF_INT_MM = 64
@@ -20,6 +21,7 @@ def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and not INTERPRETED and x.shape[0] > _ROWS_OF_INT_MM and not any(n % 8 for n in weight.shape)
 
 
+@operation()
 def linear_int8(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor | None = None
 ) -> torch.Tensor:

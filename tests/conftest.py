@@ -288,7 +288,7 @@ def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
         from dsa_engine.model.config import ModelConfig
         from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 
-        config = ModelConfig.from_pretrained(demo_folder(), TINY)
+        config = ModelConfig.from_pretrained(demo_folder(), TINY).with_mtp(int("speculative_config" in options))
         token = cache_bytes_per_token(config, cache_format(config, torch.float32))
         fixed = {"device": "cpu", "load_format": "dummy", "hf_overrides": TINY, "page_size": 2, "progress": False}
         sizes = {"max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 24}

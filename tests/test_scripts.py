@@ -325,7 +325,11 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     info = json.loads(report.read_text())
     assert f"{info['parameters']:,} parameters" in text and "cache per token" in text
     by_format = {row["weights"]: row for row in info["per_format"]}
-    assert list(by_format) == ["fp8", "bfloat16", "float32"] and "fp8: as the checkpoint stores them" in text
+    assert list(by_format) == ["fp8", "int8", "int4-experts", "bfloat16", "float32"]
+    assert "fp8: as the checkpoint stores them" in text
+    experts = 3 * 12 * 3 * 256 * 128  # layers, experts of a rank, matrices, their size: from 2 bytes to 4 + 1/8 bits
+    saved = by_format["bfloat16"]["weight_bytes"] - by_format["int4-experts"]["weight_bytes"]
+    assert saved == experts * 2 - experts // 2 - experts // 128 * 2
     row = by_format["bfloat16"]
     assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
     assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]

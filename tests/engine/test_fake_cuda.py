@@ -43,14 +43,14 @@ class Held:
 
 
 CASES = {
-    ("deepseek_v32", 1, "dequantize"): Held(190, 103, 34, 3.4),
-    ("deepseek_v32", 8, "dequantize"): Held(298, 130, 35, 3.5),
-    ("deepseek_v32", 64, "dequantize"): Held(288, 130, 35, 1.15),
-    ("deepseek_v3", 8, "dequantize"): Held(1660, 98, 35, 3.4),
-    ("glm_moe_dsa", 8, "dequantize"): Held(295, 130, 35, 3.1),
+    ("deepseek_v32", 1, "dequantize"): Held(192, 105, 34, 3.4),
+    ("deepseek_v32", 8, "dequantize"): Held(300, 132, 35, 3.5),
+    ("deepseek_v32", 64, "dequantize"): Held(290, 132, 35, 1.15),
+    ("deepseek_v3", 8, "dequantize"): Held(1662, 100, 35, 3.4),
+    ("glm_moe_dsa", 8, "dequantize"): Held(297, 132, 35, 3.1),
     # The released models as they are: a quantisation for each product, and in decode sums in several parts.
-    ("deepseek_v32", 8, None): Held(325, 181, 35, 3.55),
-    ("deepseek_v32", 64, None): Held(315, 181, 35, 1.15),
+    ("deepseek_v32", 8, None): Held(327, 183, 35, 3.55),
+    ("deepseek_v32", 64, None): Held(317, 183, 35, 1.15),
 }
 
 
@@ -113,3 +113,23 @@ def test_a_step(tmp_path: Path, model: str, world: int, quantization: str | None
     print(model, world, quantization, seen)
     over = {k: v for k, v in vars(seen).items() if v > vars(held)[k]}
     assert not over, f"{over} is more than {held}"
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_a_step_with_drafts(tmp_path: Path, world: int) -> None:
+    """Two graphs, the model's and one of all draft passes; the host waits for nothing but what it reads."""
+    drafts = {"num_speculative_tokens": 3}
+    with fake_engine(tmp_path, "deepseek_v32", world, speculative_config=drafts) as (device, engine):
+        for _ in range(2 * world):
+            engine.add_filled(100_000, replace(GREEDY, max_tokens=200))
+        with device.watched():
+            engine.step()  # warms up and captures: within, a wait is an error
+        for _ in range(2):
+            with device.watched():
+                engine.step()
+            assert {wait.rsplit(":", 1)[0] for wait in device.waits} <= {
+                "event in sampler.py",
+                "event in speculation.py",
+            }
+            assert device.count("graph") == 2
+        print(world, len(device.launches), device.waits)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +58,23 @@ def test_one_run_with_and_without_drafts(tiny_llm: Callable[..., Any]) -> None:
     assert steps[0] == steps[3] == 1.0 and 3.5 < steps[1] <= 4 and steps[2] == 2.0
     with pytest.raises(ValueError, match="4 drafts a step are not possible: num_speculative_tokens allows 0 to 3"):
         llm.engine.draft(4)
+
+
+def test_measure_tpot_with_several_numbers_of_drafts(
+    demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "tpot.json"
+    options = ["--model", "demo-random", "--input-len", "300", "--output-len", "9", "--repeat", "1", "--warmup", "0"]
+    options += ["--fill-cache", "random", "--cache-memory", "16MiB", "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", ["measure_tpot.py", *options, "--num-speculative-tokens", "0,1,3"])
+    runpy.run_path("scripts/measure_tpot.py", run_name="__main__")
+    plain, *drafted = json.loads(report.read_text())["results"]
+    assert "num_speculative_tokens" not in plain
+    assert [r["num_speculative_tokens"] for r in drafted] == [1, 3]
+    assert [len(r["assumed_acceptance"]) for r in drafted] == [1, 3]
+    shown = capsys.readouterr().out
+    assert "tokens a step" in shown and "assumed" in shown and "300 × 1, k = 3" in shown
+    monkeypatch.setattr(sys, "argv", ["measure_tpot.py", *options, "--acceptance", "0.5,0.9"])
+    with pytest.raises(SystemExit):
+        runpy.run_path("scripts/measure_tpot.py", run_name="__main__")
+    assert "acceptance rates must lie in [0, 1] and not rise" in capsys.readouterr().err

@@ -26,6 +26,7 @@ LAYERS = (
     ("engine.call",),
     ("engine.turns",),
     ("engine.engine", "engine.start_log"),
+    ("engine.prefill_alone",),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
     ("engine.padded_drafts",),

@@ -15,9 +15,8 @@ pages may go to another one at once: the device works in order, and a row is wri
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,11 @@ from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
+from dsa_engine.engine.new_request import new_request
+from dsa_engine.engine.prefill_alone import chunks_alone
 from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.engine.request_checks import check_prompt, check_token_ids
+from dsa_engine.engine.request_checks import check_prompt
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.scheduler import Scheduler
@@ -48,7 +49,7 @@ from dsa_engine.progress import progress_bar
 from dsa_engine.quantization import weight_format
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.sizes import parse_bytes
-from dsa_engine.tokenizer import TextStream, Tokenizer
+from dsa_engine.tokenizer import Tokenizer
 
 # How long the ranks wait for the one whose disk is slowest: longer than for a collective (`ParallelConfig.timeout`).
 _LOADING_S = 7200.0
@@ -163,19 +164,7 @@ class Engine:
 
     def prepare(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """A request for :meth:`queue`, which cannot fail; raises what :meth:`add` raises. Any thread may call it."""
-        self._check_prompt(prompt, room=1)
-        check_token_ids(params, self.config.vocab_size)
-        room = self.max_model_len - len(prompt)
-        if params.max_tokens is None or params.max_tokens > room:
-            # As in vLLM: the model's length ends a request that asks for more.
-            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        text, bad_words = None, []
-        if tokenizer and params.detokenize:
-            how = (params.include_stop_str_in_output, params.skip_special_tokens)
-            text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how)
-        if tokenizer:
-            bad_words = [ids for word in params.bad_words or () for ids in tokenizer.word_ids(word)]
-        request = Request(-1, prompt, params, time.perf_counter(), text, bad_words)
+        request = new_request(prompt, params, tokenizer, self.max_model_len, self.config.vocab_size)
         self.scheduler.check(len(prompt), request.max_tokens)
         return request
 
@@ -310,7 +299,8 @@ class Engine:
             float32 CPU logits ``[vocab]`` after its last token, the same on every rank.
         """
         logits = None
-        with uninterrupted(), closing(self._prefill_alone(prompt)) as chunks:
+        self.check(prompt)
+        with uninterrupted(), self._chunks_alone(prompt) as chunks:
             for chunk in chunks:
                 with interruptible():
                     logits = self.runner.last_logits([chunk])
@@ -322,7 +312,7 @@ class Engine:
         self.check(prompt)
         into = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
         block = max(1, self.workspace // (8 * self.config.vocab_size))
-        with uninterrupted(), closing(self._prefill_alone(prompt)) as chunks:
+        with uninterrupted(), self._chunks_alone(prompt) as chunks:
             for chunk in chunks:
                 with interruptible():
                     self.runner.all_logits(chunk, into, block)
@@ -336,27 +326,13 @@ class Engine:
         chunks = [Chunk(request, first, min(most, length - first), ranks) for first in range(0, length, most)]
         return [self.runner.plan([chunk]) for chunk in chunks]
 
-    def _prefill_alone(self, prompt: list[int]) -> Generator[Chunk, None, None]:
-        """The chunks of a prompt's prefill, each to be run before the next is asked for. Close it at the end."""
-        if self.scheduler.has_work:
-            raise RuntimeError("the engine is busy with other requests; finish them first")
-        self._check_prompt(prompt, room=0)
-        request = Request(-1, prompt, SamplingParams(max_tokens=1))
-        try:
-            with uninterrupted():
-                self.scheduler.add(request)
-            with self.progress(len(prompt), "tokens", "prefill") as bar:
-                while not request.prefilled:
-                    with uninterrupted():
-                        chunks = self.scheduler.schedule()
-                    yield chunks[0]
-                    with uninterrupted():
-                        self.scheduler.computed(chunks)
-                        if chunks[0].end == len(prompt):
-                            self.finish(request, "length")
-                    bar.update(chunks[0].length)
-        finally:
-            self.finish(request, "abort")
+    @contextmanager
+    def _chunks_alone(self, prompt: list[int]) -> Iterator[Iterator[Chunk]]:
+        with (
+            self.progress(len(prompt), "tokens", "prefill") as bar,
+            closing(chunks_alone(self.scheduler, prompt, bar)) as chunks,
+        ):
+            yield chunks
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
         check_prompt(prompt, room, self.max_model_len, self.config.vocab_size)

@@ -97,10 +97,12 @@ class Sampler:
         asked = [request.params.logprobs for request in indices if request.params.logprobs is not None]
         unmodified = logits.clone() if asked else logits
         wanted = _wanted(plan.ranks[self._mesh.rank])
+        total = logits.sum(dim=-1)  # finite where all of a row are, also those that the terms forbid
         self._terms.apply(logits, wanted, sampled)
         tokens = self._choose(wanted, logits)
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)
+        tokens = tokens.where(total.isfinite(), _NOT_FINITE)
         spare = most - len(tokens)
         everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
         logprobs = None
@@ -115,14 +117,14 @@ class Sampler:
 
         What one request's parameters or logits make impossible is that request's error, and nobody else's.
         """
-        highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests; NaN counts as the highest
+        highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests
         drawn = [i for i, (request, _) in enumerate(wanted) if request.params.temperature > 0]
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
             requests, positions = zip(*(wanted[i] for i in drawn), strict=True)
             seeds = [_mixed(self._seed, r.id) if r.params.seed is None else r.params.seed for r in requests]
             tokens[rows] = sample(logits[rows], [r.params for r in requests], seeds, positions)
-        return tokens.where(highest.isfinite(), _NOT_FINITE).where(highest != float("-inf"), _NOTHING_LEFT)
+        return tokens.where(highest != float("-inf"), _NOTHING_LEFT)
 
 
 def _indices(plan: StepPlan, most: int) -> dict[Request, range]:

@@ -20,55 +20,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from dsa_engine.engine.caller import Caller
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.request import Request
-from dsa_engine.interrupts import interruptible, uninterrupted
+from dsa_engine.interrupts import uninterrupted
 
 T = TypeVar("T")
 
 _TICK_S = 0.2  # how often a caller that waits and has a progress bar looks at it
-
-
-class _Caller:
-    """Somebody who wants something of the engine.
-
-    Attributes:
-        take: called between two steps, by whoever runs them; what it returns ends the wait, unless it is None.
-        wake: called when the wait has ended, or when this one is to run the steps.
-        alone: it wants the engine for itself, and waits for nothing but that.
-        leads: it could run the steps.
-    """
-
-    def __init__(self, take: Callable[[], Any], wake: Callable[[], object] | None, alone: bool = False):
-        self.take = take
-        self.leads = wake is None
-        self.alone = alone
-        self.result: Any = None
-        self.error: Exception | None = None
-        self._turn = threading.Lock()
-        self._turn.acquire()
-        self.wake = wake or self._wake
-
-    def look(self) -> bool:
-        """Whether the wait has ended."""
-        try:
-            self.result = self.take()
-        except Exception as error:  # it is the caller's, not that of the thread that looks
-            self.error = error
-        return self.result is not None or self.error is not None
-
-    def _wake(self) -> None:
-        if self._turn.locked():  # it may have been woken before, and not have slept since
-            self._turn.release()
-
-    def sleep(self, seconds: float) -> bool:
-        """Waits to be woken, for ever where ``seconds`` is -1; whether it was."""
-        with interruptible():
-            return self._turn.acquire(timeout=seconds)
 
 
 class Turns:
@@ -77,9 +40,9 @@ class Turns:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._mutex = threading.Lock()  # for what follows; never held during a step
-        self._leader: _Caller | None = None  # who runs steps
+        self._leader: Caller | None = None  # who runs steps
         self._leading_thread: int | None = None
-        self._waiting: list[_Caller] = []
+        self._waiting: list[Caller] = []
         self._arrivals: deque[Callable[[], None]] = deque()  # to be done between two steps
         self._endings: deque[Callable[[], None]] = deque()
         self._in_step = not engine.mesh.world.alone
@@ -141,7 +104,7 @@ class Turns:
             RuntimeError: see :meth:`check`.
         """
         self.check()
-        caller = _Caller(take, None)
+        caller = Caller(take, None)
         with uninterrupted():
             try:
                 self._enter(caller)
@@ -158,7 +121,7 @@ class Turns:
 
     def alone(self, job: Callable[[], T]) -> T:
         """Does something that needs the engine for itself: what runs is brought to its end before, arrivals wait."""
-        caller = _Caller(lambda: None if self._engine.scheduler.has_work else True, None, alone=True)
+        caller = Caller(lambda: None if self._engine.scheduler.has_work else True, None, alone=True)
         with uninterrupted():
             try:
                 self._enter(caller)
@@ -185,7 +148,7 @@ class Turns:
             with suppress(RuntimeError):  # the loop has been closed: nobody waits there any more
                 loop.call_soon_threadsafe(go_on)
 
-        caller = _Caller(take, wake)
+        caller = Caller(take, wake)
         try:
             self._enter(caller)
             await woken
@@ -204,7 +167,7 @@ class Turns:
                 self._background_thread = threading.Thread(target=self._drive, name="dsa_engine steps")
                 self._background_thread.start()
 
-    def _enter(self, caller: _Caller) -> None:
+    def _enter(self, caller: Caller) -> None:
         with uninterrupted(), self._mutex:
             if self._leader is not None:
                 self._waiting.append(caller)
@@ -216,14 +179,14 @@ class Turns:
             else:
                 self._waiting.append(caller)
 
-    def _leave(self, caller: _Caller) -> None:
+    def _leave(self, caller: Caller) -> None:
         with uninterrupted(), self._mutex:
             if caller in self._waiting:
                 self._waiting.remove(caller)
             if self._leader is caller:
                 self._hand_over()
 
-    def _lead(self, caller: _Caller, tick: Callable[[], object] | None) -> None:
+    def _lead(self, caller: Caller, tick: Callable[[], object] | None) -> None:
         """Runs steps until this caller has what it wants, or another one needs the engine for itself."""
         engine = self._engine
         self._leading_thread = threading.get_ident()

@@ -54,11 +54,24 @@ def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., to
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("value, after", [(float("nan"), 4), (float("inf"), 0)])
+@pytest.mark.parametrize(
+    "value, after, allowed",
+    [
+        (float("nan"), 4, None),
+        (float("inf"), 0, None),
+        (float("-inf"), 2, None),
+        (float("nan"), 1, list(range(60, 200))),  # of a token that is forbidden anyway
+    ],
+)
 def test_logits_that_are_not_finite_end_one_request(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, value: float, after: int, temperature: float
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    after: int,
+    allowed: list[int] | None,
+    temperature: float,
 ) -> None:
-    params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1)
+    params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1, allowed_token_ids=allowed)
     expected = llm.generate(TEXTS, params)
     monkeypatch.setattr(llm.engine.runner, "_sampled_logits", nan_for(llm, TEXTS[1], after, value))
     first, second, third = llm.generate(TEXTS, params)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
 from dsa_engine.kernels.int4 import check_groups, dequantize_int4
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors
 
 # Rows of a matrix that the reference expands at a time.
@@ -161,13 +162,13 @@ def grouped_matmul_int4_triton(
         choices = config_for(table, x)
         a_group = (rows if expected is None else expected) / groups
         tiles = next((tiles for tiles in choices if a_group <= tiles.rows), choices[-1])
-        column_tiles = triton.cdiv(packed.shape[1], tiles.columns)
+        column_tiles = cdiv(packed.shape[1], tiles.columns)
         programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
         grouped_matmul_int4_kernel[(programs,)](
             x, scale if x_scale is None else x_scale, ends if source is None else source, ends.contiguous(),
             packed.contiguous().view(torch.uint8), scale.contiguous(), out, x.stride(0), width, inner, groups,
             GATHER=source is not None, GATED=gated, CODES=x_scale is not None, ROWS=tiles.rows,
-            COLUMNS=tiles.columns, SIZE=inner // scale.shape[2], BAND=16, GROUPS_PAD=triton.next_power_of_2(groups),
+            COLUMNS=tiles.columns, SIZE=inner // scale.shape[2], BAND=16, GROUPS_PAD=next_power_of_2(groups),
             PRECISION=dot_precision(x.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out

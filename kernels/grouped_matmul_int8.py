@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, multiprocessors
 
 # Rows of x that the reference multiplies at a time: their sums take 4 bytes, and 4 more on the way to the result.
@@ -157,13 +158,13 @@ def grouped_matmul_int8_triton(
         choices = config_for(_CONFIGS if inner % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
         a_group = (rows if expected is None else expected) / groups
         tiles = next((tiles for tiles in choices if a_group <= tiles.rows), choices[-1])
-        column_tiles = triton.cdiv(weight.shape[1], tiles.columns)
+        column_tiles = cdiv(weight.shape[1], tiles.columns)
         programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
         grouped_matmul_int8_kernel[(programs,)](
             x, x_scale, ends if source is None else source, ends.contiguous(), weight.contiguous(),
             scale.contiguous(), out, x.stride(0), width, inner, groups, GATHER=source is not None, GATED=gated,
             WHOLE=inner % tiles.depth == 0, ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth,
-            SWAPPED=tiles.swapped, BAND=16, GROUPS_PAD=triton.next_power_of_2(groups), num_warps=tiles.warps,
+            SWAPPED=tiles.swapped, BAND=16, GROUPS_PAD=next_power_of_2(groups), num_warps=tiles.warps,
             num_stages=tiles.stages,
         )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
 
@@ -98,7 +99,7 @@ def quantize_rows_int8(values: torch.Tensor, largest: torch.Tensor | None = None
     if codes.numel():
         values = values if values.stride(1) == 1 else values.contiguous()
         # 16 to 32 values a thread. Compiled for sm_90, not yet measured on a device.
-        block = min(_LONGEST, triton.next_power_of_2(width))
+        block = min(_LONGEST, next_power_of_2(width))
         quantize_rows_int8_kernel[(rows,)](
             values, scales if largest is None else largest.float().contiguous(), codes, scales, width,
             values.stride(0), GIVEN=largest is not None, WHOLE=block >= width, BLOCK=block,

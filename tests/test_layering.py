@@ -192,6 +192,7 @@ def test_the_check_finds_what_it_should(
 
 def test_importing_does_not_bring_torch_compile_along() -> None:
     """It takes more time to import than all else together, in every process of a run."""
-    command = "import sys, dsa_engine; print([name for name in ('torch._dynamo', 'transformers') if name in sys.modules])"
+    heavy = ("torch._dynamo", "transformers")
+    command = f"import sys, dsa_engine; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

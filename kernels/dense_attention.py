@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from dsa_engine.kernels.launch import capability
 from dsa_engine.kernels.segment import CuSeqlens
@@ -54,6 +53,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wor
         out.copy_(attended[0, ..., :value_dim].transpose(0, 1))
         return
     if q.is_cuda:  # a fused kernel that knows the mask: no scores, no mask in memory
+        from torch.nn.attention.bias import causal_lower_right  # seconds, as it brings torch.compile along
+
         lower_right = causal_lower_right(count, total)
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=lower_right, scale=scale)
         out.copy_(attended[0, ..., :value_dim].transpose(0, 1))

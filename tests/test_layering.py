@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +188,11 @@ def test_the_check_finds_what_it_should(
         assert found == []
     else:
         assert len(found) == 1 and complaint in found[0]
+
+
+def test_importing_does_not_bring_torch_compile_along() -> None:
+    """It takes more time to import than all else together, in every process of a run."""
+    heavy = ("torch._dynamo", "transformers")
+    command = f"import sys, dsa_engine; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -69,7 +69,8 @@ def quantize_checkpoint(
         )
     scheme = target_scheme(quantize, config, int8_activations)
     with CheckpointReader(source_folder, config.weight_block_size) as reader:
-        plan = list(target_specs(scheme, plain_tensors(reader, config.dtype)[0]))
+        stored, dequantized = plain_tensors(reader, config.dtype)
+        plan = list(target_specs(scheme, stored))
         # A checkpoint may come without its MTP module.
         mtp = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
         optional = tuple(f"model.layers.{i}." for i in mtp)
@@ -94,7 +95,7 @@ def quantize_checkpoint(
             writer.add_file("config.json", json.dumps(written_config, indent=2, ensure_ascii=False) + "\n")
             for path in copied_files(source_folder):
                 writer.add_file(path.name, path)
-    return replace(writer.written, quantized=len(scheme.quantized))
+    return replace(writer.written, dequantized=dequantized, quantized=len(there & scheme.quantized))
 
 
 def _values(

@@ -143,7 +143,8 @@ def test_fp8_in_the_released_format(source: Path, tmp_path: Path) -> None:
         assert reader.describe("model.layers.0.self_attn.indexer.weights_proj.weight")[1] != torch.float8_e4m3fn
     assert float((into - original[name]).norm() / original[name].norm()) < 0.04
     # And from it to the others.
-    quantize_checkpoint(tmp_path / "out", tmp_path / "again", "int8")
+    written = quantize_checkpoint(tmp_path / "out", tmp_path / "again", "int8")
+    assert written.dequantized == written.quantized + 3  # kv_b_proj of three layers is in FP8, and never in INT8
     again = tensors_of(tmp_path / "again")
     assert float((again[name] * again[f"{name}_scale"] - into).norm() / into.norm()) < 0.01
     with pytest.raises(CheckpointError, match="quantised already .* from released FP8 to int8"):

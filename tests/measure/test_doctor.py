@@ -71,7 +71,7 @@ def test_on_a_fake_device() -> None:
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["-m", "dsa_engine", "doctor", "--device", "cpu", "--json", str(tmp_path / "d.json")]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)

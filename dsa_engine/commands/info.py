@@ -61,13 +61,13 @@ def run_info(args: argparse.Namespace) -> None:
             if name != forms[0][0]:
                 forms.append((name, stored_as(name, config), torch.bfloat16))
     forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
+    fp8 = _fp8_cache_bytes(config)
     rows: list[dict[str, Any]] = []
     for name, kept, dtype in forms:
         weights = rank_weight_bytes(config, kept, dtype, args.ranks, args.tp_size)
-        per_token, in_fp8 = (_cache_bytes(config, cache) for cache in (dtype, torch.float8_e4m3fn))
+        per_token, left = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
         row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
-        for key, each in (("tokens_that_fit", per_token), ("tokens_that_fit_in_fp8_caches", in_fp8)):
-            row[key] = max(0, memory - weights) // each if each else None
+        row |= {"tokens_that_fit": left // per_token, "tokens_that_fit_in_fp8_caches": left // fp8 if fp8 else None}
         rows.append(row)
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
@@ -87,9 +87,8 @@ def run_info(args: argparse.Namespace) -> None:
     )
     table = []
     for r in rows:
-        per_token, tokens = r["cache_bytes_per_token"], r["tokens_that_fit"]
-        cached = ["no such format", "-"] if per_token is None else [f"{per_token:,} B", f"{tokens:,}"]
         in_fp8 = r["tokens_that_fit_in_fp8_caches"]
+        cached = [f"{r['cache_bytes_per_token']:,} B", f"{r['tokens_that_fit']:,}"]
         cached.append("-" if in_fp8 is None else f"{in_fp8:,}")
         table.append((r["weights"], format_bytes(r["weight_bytes"]), *cached))
     columns = ("weights", "per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
@@ -99,9 +98,9 @@ def run_info(args: argparse.Namespace) -> None:
     print("int8, int4-experts: what scripts/convert_checkpoint.py --quantize makes of it")
 
 
-def _cache_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:
+def _fp8_cache_bytes(config: ModelConfig) -> int | None:
     """Of a token; None where the model's sizes have no FP8 format."""
     try:
-        return cache_bytes_per_token(config, cache_format(config, dtype))
+        return cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
     except ValueError:
         return None

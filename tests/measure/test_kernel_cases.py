@@ -7,14 +7,20 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from dsa_engine.kernels.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure.kernel_cases import cases_fp8_products, cases_int
 from dsa_engine.measure.kernel_cases.bench import Case, Ceilings, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES
+from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -112,6 +118,34 @@ def test_a_measurement() -> None:
     assert result["baselines"]["broken"] == {"skipped": "RuntimeError: no such kernel"}
     (row,) = rows([result])
     assert row[0] == "add" and "of copy" in str(row[4]) and "broken: RuntimeError" in str(row[5])
+
+
+def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands beside our FP8 and INT8 products computes the same. FP8's is PyTorch's call with its arguments
+    checked elsewhere (``kernels/test_block_scaled_libraries.py``), as no CPU has it."""
+
+    def scaled_mm(
+        x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, kind: Any, weight_scale: torch.Tensor,
+        weight_kind: Any, output_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        return block_scaled_matmul_reference(x, x_scale, weight.t(), weight_scale.t()).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm, raising=False)
+    monkeypatch.setattr(cases_fp8_products, "takes", lambda *_: True)
+    monkeypatch.setattr(cases_fp8_products, "LAYERS", {"small": (256, 1024)})
+    monkeypatch.setattr(cases_int, "O_PROJ", 512)
+    monkeypatch.setattr(cases_int, "HIDDEN", 256)
+    make, sizes = Inputs(torch.device("cpu"), torch.bfloat16), replace(Sizes.small(), batches=(2, 3, 4), experts=())
+    fp8 = [case for case in CASES["fp8_products"](make, sizes) if case.kernel.startswith("FP8 product")]
+    int8 = [case for case in CASES["int8"](make, sizes) if case.kernel.startswith("INT8 product")]
+    assert len(fp8) == len(int8) == 3
+    for case, name in [
+        *((case, "torch scaled_mm") for case in fp8),
+        *((case, "torch _int_mm, scaled") for case in int8),
+    ]:
+        found, wanted = case.baselines[name](), case.run()
+        assert found.dtype == wanted.dtype == torch.bfloat16 and bool(found.abs().max() > 0)
+        torch.testing.assert_close(found, wanted)
 
 
 def test_the_benchmark_on_a_cpu(tmp_path: Path) -> None:

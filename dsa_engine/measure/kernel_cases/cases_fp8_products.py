@@ -9,8 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.block_scaled_experts import block_scaled_experts
-from dsa_engine.kernels.block_scaled_matmul import BLOCK, block_scaled_linear
+from dsa_engine.kernels.block_scaled_libraries import by_torch, takes
+from dsa_engine.kernels.block_scaled_matmul import (
+    BLOCK,
+    block_scaled_linear,
+    block_scaled_matmul_reference,
+    block_scaled_matmul_triton,
+)
 from dsa_engine.kernels.expert_mlp import expert_mlp
+from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
@@ -25,6 +32,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     for tokens in (sizes.tokens, *sizes.batches[1:3]):
         for name, shape in LAYERS.items():
             yield _linear(make, tokens, name, *shape)
+            yield _product(make, tokens, name, *shape)
     for groups, rows in sizes.experts:
         yield _experts(make, groups, max(1, rows // CHOICES))
 
@@ -45,6 +53,29 @@ def _linear(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Case:
         flops=2.0 * tokens * out * inner,
         bytes=float(x.nbytes + weight.nbytes + tokens * out * x.element_size()),
         baselines={"torch in the run's dtype": lambda: F.linear(x, plain)},
+        product=tokens > 64,
+        needs=FP8_PRODUCTS,
+    )
+
+
+def _product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Case:
+    """Our kernel, also where a layer takes PyTorch's."""
+    x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
+    weight, scale = make.fp8(out, inner), _scales(make, out, inner)
+
+    def ours() -> torch.Tensor:
+        if runs_triton(x):
+            return block_scaled_matmul_triton(x, x_scale, weight, scale, make.dtype)
+        return block_scaled_matmul_reference(x, x_scale, weight, scale).to(make.dtype)
+
+    theirs = {"torch scaled_mm": lambda: by_torch(x, x_scale, weight, scale)}
+    return Case(
+        f"FP8 product {name}, operands quantised before",
+        shape=f"{tokens} x {inner} x {out}",
+        run=ours,
+        flops=2.0 * tokens * out * inner,
+        bytes=float(x.nbytes + weight.nbytes + tokens * out * make.dtype.itemsize),
+        baselines=theirs if hasattr(F, "scaled_mm") and takes(x, weight, make.dtype) else {},
         product=tokens > 64,
         needs=FP8_PRODUCTS,
     )

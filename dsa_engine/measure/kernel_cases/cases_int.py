@@ -10,7 +10,11 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped_matmul import grouped_matmul_torch, torch_has_it
 from dsa_engine.kernels.grouped_matmul_int4 import grouped_matmul_int4_reference, grouped_matmul_int4_triton
-from dsa_engine.kernels.grouped_matmul_int8 import grouped_matmul_int8_reference, grouped_matmul_int8_triton
+from dsa_engine.kernels.grouped_matmul_int8 import (
+    grouped_matmul_int8_reference,
+    grouped_matmul_int8_triton,
+    matmul_int8_reference,
+)
 from dsa_engine.kernels.int8 import quantize_rows_int8, quantize_rows_int8_reference
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.linear_int8 import linear_int8
@@ -21,12 +25,14 @@ from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 
 O_PROJ = 16_384  # columns of o_proj
 GROUP = 128
+REFUSED_BY_INT_MM = 16  # rows, and fewer, on CUDA
 
 
 def int8(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     for tokens in (sizes.tokens, *sizes.batches[:2]):
         yield _quantise(make, tokens, HIDDEN)
         yield _linear(make, tokens)
+        yield _one_product(make, tokens)
     yield _quantise(make, sizes.tokens, 18_432)
     for groups, rows in sizes.experts:
         yield _gate_up(make, groups, rows, bits=8)
@@ -63,6 +69,32 @@ def _linear(make: Inputs, tokens: int) -> Case:
         flops=2.0 * tokens * O_PROJ * HIDDEN,
         bytes=float(x.nbytes + weight.nbytes + tokens * HIDDEN * x.element_size()),
         baselines={"torch linear, not quantised": lambda: F.linear(x, plain)},
+        product=tokens > 64,
+    )
+
+
+def _one_product(make: Inputs, tokens: int) -> Case:
+    """Our kernel on o_proj, also where a layer takes PyTorch's; PyTorch's alone leaves the scales out."""
+    x, x_scale = make.codes(tokens, O_PROJ), make.scales(tokens)
+    weight, scale = make.codes(HIDDEN, O_PROJ), make.scales(HIDDEN)
+    ends = torch.full((1,), tokens, device=make.device, dtype=torch.int32)
+
+    def ours() -> torch.Tensor:
+        if runs_triton(x):
+            return grouped_matmul_int8_triton(x, x_scale, weight[None], scale[None], ends, make.dtype)
+        return grouped_matmul_int8_reference(x, x_scale, weight[None], scale[None], ends, make.dtype)
+
+    theirs = {
+        "torch _int_mm, scaled": lambda: matmul_int8_reference(x, x_scale, weight, scale, make.dtype),
+        "torch _int_mm alone": lambda: torch._int_mm(x, weight.t()),
+    }
+    return Case(
+        "INT8 product, operands quantised before",
+        shape=f"{tokens} x {O_PROJ} to {HIDDEN}",
+        run=ours,
+        flops=2.0 * tokens * O_PROJ * HIDDEN,
+        bytes=float(x.nbytes + weight.nbytes + tokens * HIDDEN * make.dtype.itemsize),
+        baselines=theirs if tokens > REFUSED_BY_INT_MM or not x.is_cuda else {},
         product=tokens > 64,
     )
 

@@ -57,7 +57,8 @@ def test_token_ids_of_a_folder_without_a_tokenizer(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(demo_folder(), folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    main(["generate", "--model", str(folder), "--prompt-ids", "5, 6,7", "--max-tokens", "3", "--device", "cpu"])
+    options = ["--max-tokens", "3", "--temperature", "0", "--device", "cpu"]
+    main(["generate", "--model", str(folder), "--prompt-ids", "5, 6,7", *options])
     llm = LLM(folder, device="cpu", progress=False)
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=3))
     assert capsys.readouterr().out.split() == [str(token) for token in output.token_ids]

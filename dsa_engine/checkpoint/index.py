@@ -98,7 +98,9 @@ def open_shard(path: Path) -> Any:
         with path.open("rb") as file:
             if file.read(40).startswith(b"version https://git-lfs"):
                 raise CheckpointError(f"{path} is a git-lfs pointer; run `git lfs pull` in its folder") from error
-        raise CheckpointError(f"{path} is truncated or damaged ({error}); download it again") from error
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({error}); download it again, or for LLM('demo') install dsa-engine again"
+        ) from error
 
 
 def _read_index(index: Path) -> dict[str, Path]:

@@ -233,7 +233,9 @@ def assert_same_prompt_logprobs(found: list[Any], single: list[Any]) -> None:
 def cases_of(*models: str) -> pytest.MarkDecorator:
     """The cases of some models, in every world."""
     chosen = [(world, c) for world, cases in CASES.items() for c in cases if c["model"] in models]
-    params = [pytest.param(world, c, id=f"{world}-ranks, {c['name']}") for world, c in chosen]
+    # A world starts once, for all of its cases. Six ranks on two cores take long; three have uneven cuts too.
+    long = {6: [pytest.mark.slow]}
+    params = [pytest.param(w, c, id=f"{w}-ranks, {c['name']}", marks=long.get(w, [])) for w, c in chosen]
     return pytest.mark.parametrize(("world", "described"), params)
 
 

@@ -13,12 +13,12 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from triton.runtime.jit import JITFunction
 
 from dsa_engine.checkpoint import DummyReader
-from dsa_engine.kernels import dense_attention
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import cuda_runtime
 from dsa_engine.measure.fake_cuda.indexing import Indexing
@@ -104,7 +104,7 @@ class FakeDevice:
                 (DummyReader, "load", lambda *_: None),
                 (KVCache, "fill_random", lambda *_: None),
                 (atexit, "register", lambda *_: None),
-                (dense_attention, "causal_lower_right", lambda *_: None),  # a tensor of a type that cannot be faked
+                (attention_bias, "causal_lower_right", lambda *_: None),  # a tensor of a type that cannot be faked
                 (torch.Tensor, "pin_memory", lambda values: self._pin(values)),
             ):
                 stack.enter_context(mock.patch.object(where, name, instead))

@@ -116,6 +116,7 @@ def test_a_request_that_can_never_run() -> None:
         (4, 4, 4, True, 3),  # one a rank
         (4, 4, 5, True, 6),
         (4, 4, 4, False, 5),  # and the 2 pages of another rank's prompt
+        (2, 2, 2, False, 5),
         (4, 1, 4, False, 3),
         (4, 4, 1, False, 3),
     ],
@@ -303,3 +304,22 @@ def test_a_request_whose_cache_is_filled_decodes_at_once() -> None:
         scheduler.adopt(make_request(2, 8, output=2))
     assert [step(scheduler) for _ in range(2)] == [[(0, 9, 1), (1, 14, 1)], [(0, 10, 1)]]
     assert not scheduler.has_work and scheduler.free_pages == [4, 4]
+
+
+def test_filled_requests_belong_to_their_owners_group_and_are_counted() -> None:
+    scheduler = make(world=4, cp=2, pages=4, seqs=3)
+    them = [make_request(n, 9, output=3) for n in range(3)]
+    for request in them:
+        scheduler.adopt(request)
+        assert isinstance(request.cp_group, int) and request.cp_group == request.owner // 2
+    assert len({request.owner for request in them}) == 3
+    with pytest.raises(CapacityError, match="3 run of at most 3"):
+        scheduler.adopt(make_request(3, 1, output=1))
+
+
+def test_a_filled_request_leaves_the_pages_that_a_prompt_has_been_promised() -> None:
+    scheduler = make(pages=6, tokens=4)
+    scheduler.add(make_request(0, 16, output=1))
+    step(scheduler)  # a quarter of it
+    with pytest.raises(CapacityError, match="no room to fill"):
+        scheduler.adopt(make_request(1, 12, output=1))

@@ -37,7 +37,7 @@ def check(order: permute.Order, experts: torch.Tensor, count: int) -> None:
 
 @pytest.mark.parametrize("elsewhere", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
-    "tokens, k, count", [(1, 1, 1), (1, 8, 256), (16, 8, 4), (37, 3, 5), (0, 8, 32), (5, 0, 4), (3, 5, 300)]
+    "tokens, k, count", [(1, 1, 1), (1, 8, 256), (16, 8, 4), (37, 3, 5), (9, 1, 4), (0, 8, 32), (5, 0, 4), (3, 5, 300)]
 )
 def test_order(tokens: int, k: int, count: int, elsewhere: float, device: str) -> None:
     experts = choices(tokens, k, count, elsewhere)

@@ -39,7 +39,16 @@ def check(logits: torch.Tensor, bias: torch.Tensor, device: str, **kwargs: Any) 
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(
     "experts, top_k, groups, top_groups",
-    [(12, 3, 3, 2), (16, 4, 4, 2), (8, 8, 1, 1), (6, 1, 1, 1), (20, 5, 10, 3), (12, 4, 2, 2), (24, 4, 3, 1)],
+    [
+        (12, 3, 3, 2),
+        (16, 4, 4, 2),
+        (8, 8, 1, 1),
+        (6, 1, 1, 1),
+        (20, 5, 10, 3),
+        (12, 4, 2, 2),
+        (12, 4, 2, 1),
+        (24, 4, 3, 1),
+    ],
 )
 def test_choice_and_weights(
     experts: int, top_k: int, groups: int, top_groups: int, normalise: bool, device: str

@@ -75,7 +75,8 @@ def alone(model: Any, requests: dict[str, list[Any]], worker: ModuleType) -> lis
     return [{key: found[key][n][0] for key in ("tokens", "ends", "logprobs")} for n in range(len(requests["prompts"]))]
 
 
-@pytest.mark.parametrize("world", CASES)
+# Four ranks on two cores take a minute; they hold the same rules as two.
+@pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.slow] * (w > 2)) for w in CASES])
 def test_one_by_one_with_preemption(
     world: int,
     model: Any,

@@ -53,7 +53,7 @@ def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "int4")) for n in CASES])
 def test_kernels_fit_hopper(name: str) -> None:
     """No spills, shared memory within the limit, products by wgmma, at production sizes."""
     assert_sound(name, 90)
@@ -148,11 +148,16 @@ def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_the_benchmark_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    ["sparse_decode,top_k,indexer_decode,int8", pytest.param(None, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_the_benchmark_on_a_cpu(tmp_path: Path, names: str | None) -> None:
     """Every case runs at small sizes and says what it was compared with."""
-    done = run(
-        "bench_kernels.py", "--small", "--device", "cpu", "--dtype", "float32", "--json", str(tmp_path / "k.json")
-    )
+    only = ["--only", names] if names else []
+    small = ["--small", "--device", "cpu", "--dtype", "float32", "--json", str(tmp_path / "k.json")]
+    done = run("bench_kernels.py", *small, *only)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "k.json").read_text())
     assert result["left_out"] == [] and result["dtype"] == "float32" and "device" in result

@@ -13,8 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+# Time decides no test: on a busy machine an example may take any time.
+hypothesis.settings.register_profile("dsa_engine", deadline=None)
+hypothesis.settings.load_profile("dsa_engine")
 
 BASE: dict[str, Any] = {
     "vocab_size": 200,

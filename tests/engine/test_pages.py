@@ -263,7 +263,7 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
 
 
 @pytest.mark.parametrize("rewinds", [False, True])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_every_request_ends_and_no_page_is_lost(rewinds: bool, seed: int) -> None:
     rng = random.Random(seed)

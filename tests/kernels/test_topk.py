@@ -47,7 +47,7 @@ def check(scores: torch.Tensor, k: int) -> None:
 FEW = st.sampled_from([-INF, -1.5, -0.0, 0.0, 1e-30, 0.5, 3.0, INF, NAN, -NAN])
 
 
-@settings(max_examples=20 if INTERPRETED else 200, deadline=None)
+@settings(max_examples=20 if INTERPRETED else 200)
 @given(
     st.integers(1, 30).flatmap(lambda w: st.lists(st.lists(FEW, min_size=w, max_size=w), min_size=1, max_size=5)),
     st.integers(1, 40),

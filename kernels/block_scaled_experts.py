@@ -24,7 +24,7 @@ from dsa_engine.kernels.block_scaled_matmul import (
 )
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, check_choices, served_order, sum_experts_reference
-from dsa_engine.kernels.grouped_tiles import banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.grouped_tiles import banded, fitting, group_tiles, most_tiles, rows_by_group, rows_of_tile
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.operation import operation
@@ -42,18 +42,14 @@ def block_scaled_experts_reference(
 
     def mlp(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        first = 0
-        for expert, count in enumerate(counts.tolist()):
-            if count:
-                part = slice(first, first + count)
-                quantized = quantize_rows_reference(rows[part], BLOCK, power_of_two)
-                gate, up = (
-                    block_scaled_matmul_reference(*quantized, *half)
-                    for half in zip(gate_up[expert], gate_up_scale[expert], strict=True)
-                )
-                hidden = quantize_rows_reference(F.silu(gate).mul_(up), BLOCK, power_of_two)
-                out[part] = block_scaled_matmul_reference(*hidden, down[expert], down_scale[expert])
-            first += count
+        for expert, part in rows_by_group(counts):
+            quantized = quantize_rows_reference(rows[part], BLOCK, power_of_two)
+            gate, up = (
+                block_scaled_matmul_reference(*quantized, *half)
+                for half in zip(gate_up[expert], gate_up_scale[expert], strict=True)
+            )
+            hidden = quantize_rows_reference(F.silu(gate).mul_(up), BLOCK, power_of_two)
+            out[part] = block_scaled_matmul_reference(*hidden, down[expert], down_scale[expert])
         return out
 
     return sum_experts_reference(x, experts, weights, down.shape[0], mlp)
@@ -128,7 +124,7 @@ def _launch(
     (rows, width), (inner, groups) = out.shape, (x.shape[1], ends.shape[0])
     gated = out.dtype == torch.float8_e4m3fn
     choices = config_for(_GATED if gated else _PLAIN, x)
-    tiles = next((tiles for tiles in choices if expected / groups <= tiles.rows), choices[-1])
+    tiles = fitting(choices, expected / groups)
     most = most_tiles(rows, groups, tiles.rows) * cdiv(width, tiles.columns)
     block_scaled_experts_kernel[(min(most, tiles.resident * multiprocessors(x)),)](
         x, x_scale, ends if source is None else source, ends, weight, weight_scale,

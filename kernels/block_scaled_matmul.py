@@ -22,6 +22,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.block_scaled_libraries import library_product, takes
 from dsa_engine.kernels.fp8 import dequantize_blocks_reference
+from dsa_engine.kernels.grouped_tiles import fitting
 from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import capability, config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.operation import operation
@@ -176,7 +177,7 @@ _CONFIGS = {
 def tiles_for(x: torch.Tensor, rows: float) -> Tiles:
     """Tiles for a product of about ``rows`` rows on the device of ``x``."""
     choices = config_for(_CONFIGS, x)
-    return next((tiles for tiles in choices if rows <= tiles.rows), choices[-1])
+    return fitting(choices, rows)
 
 
 def splits_for(tiles: int, blocks: int, resident: int) -> int:

@@ -15,7 +15,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.grouped_tiles import (
+    Tiles,
+    banded,
+    fitting,
+    group_tiles,
+    most_tiles,
+    rows_by_group,
+    rows_of_tile,
+)
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors, runs_triton
 from dsa_engine.kernels.operation import operation
@@ -23,11 +31,8 @@ from dsa_engine.kernels.operation import operation
 
 def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
-    first = 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            torch.mm(x[first : first + count], weight[expert].t(), out=out[first : first + count])
-        first += count
+    for group, rows in rows_by_group(counts):
+        torch.mm(x[rows], weight[group].t(), out=out[rows])
     return out
 
 
@@ -102,7 +107,7 @@ def tiles_for(x: torch.Tensor, rows_per_group: float) -> Tiles:
     """Tiles for products with rows like those of ``x``, where a group has so many of them on average."""
     aligned = all(length * x.element_size() % 16 == 0 for length in (x.shape[1], x.stride(0)))
     choices = config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
-    return next((tiles for tiles in choices if rows_per_group <= tiles.rows), choices[-1])
+    return fitting(choices, rows_per_group)
 
 
 def grouped_matmul_triton(

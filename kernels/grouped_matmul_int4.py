@@ -14,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.grouped_tiles import (
+    Tiles,
+    banded,
+    fitting,
+    group_tiles,
+    most_tiles,
+    rows_by_group,
+    rows_of_tile,
+)
 from dsa_engine.kernels.int4 import check_groups, dequantize_int4
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors
@@ -45,13 +53,9 @@ def grouped_matmul_int4_reference(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     out = torch.empty(x.shape[0], packed.shape[1], dtype=dtype, device=x.device)
-    first = 0
-    for group, count in enumerate(counts.tolist()):
-        if count:
-            rows = slice(first, first + count)
-            row_scale = None if x_scale is None else x_scale[rows]
-            out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
-        first += count
+    for group, rows in rows_by_group(counts):
+        row_scale = None if x_scale is None else x_scale[rows]
+        out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
     return out
 
 
@@ -160,8 +164,7 @@ def grouped_matmul_int4_triton(
         x = x if x.stride(1) == 1 else x.contiguous()
         table = _CODES if x_scale is not None else _SMALL if x.dtype == torch.float32 else _CONFIGS
         choices = config_for(table, x)
-        a_group = (rows if expected is None else expected) / groups
-        tiles = next((tiles for tiles in choices if a_group <= tiles.rows), choices[-1])
+        tiles = fitting(choices, (rows if expected is None else expected) / groups)
         column_tiles = cdiv(packed.shape[1], tiles.columns)
         programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
         grouped_matmul_int4_kernel[(programs,)](

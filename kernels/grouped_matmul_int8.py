@@ -13,7 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.grouped_tiles import Tiles, banded, group_tiles, most_tiles, rows_of_tile
+from dsa_engine.kernels.grouped_tiles import (
+    Tiles,
+    banded,
+    fitting,
+    group_tiles,
+    most_tiles,
+    rows_by_group,
+    rows_of_tile,
+)
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, multiprocessors
 
@@ -43,12 +51,8 @@ def grouped_matmul_int8_reference(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
-    first = 0
-    for group, count in enumerate(counts.tolist()):
-        if count:
-            rows = slice(first, first + count)
-            out[rows] = matmul_int8_reference(x[rows], x_scale[rows], weight[group], scale[group], dtype)
-        first += count
+    for group, rows in rows_by_group(counts):
+        out[rows] = matmul_int8_reference(x[rows], x_scale[rows], weight[group], scale[group], dtype)
     return out
 
 
@@ -156,8 +160,7 @@ def grouped_matmul_int8_triton(
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         choices = config_for(_CONFIGS if inner % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
-        a_group = (rows if expected is None else expected) / groups
-        tiles = next((tiles for tiles in choices if a_group <= tiles.rows), choices[-1])
+        tiles = fitting(choices, (rows if expected is None else expected) / groups)
         column_tiles = cdiv(weight.shape[1], tiles.columns)
         programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
         grouped_matmul_int8_kernel[(programs,)](

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,6 +20,28 @@ class Tiles(NamedTuple):
     stages: int
     resident: int
     swapped: bool = False
+
+
+class _HasRows(Protocol):
+    @property
+    def rows(self) -> int: ...
+
+
+AnyTiles = TypeVar("AnyTiles", bound=_HasRows)
+
+
+def fitting(choices: Sequence[AnyTiles], rows: float) -> AnyTiles:
+    """The first of ``choices``, smallest first, with room for so many rows in a tile; else the last."""
+    return next((tiles for tiles in choices if rows <= tiles.rows), choices[-1])
+
+
+def rows_by_group(counts: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Every group that has rows, and which ones, of groups that lie one behind the other; for the references."""
+    first = 0
+    for group, count in enumerate(counts.tolist()):
+        if count:
+            yield group, slice(first, first + count)
+        first += count
 
 
 def most_tiles(rows: int, groups: int, size: int) -> int:

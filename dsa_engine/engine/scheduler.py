@@ -170,6 +170,19 @@ class Scheduler:
         # An older request that is being prefilled may take the last pages of all that decode.
         return self._decode() or self._prefill()
 
+    def due(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Of chunks that were scheduled and not launched, those that are still to be computed: not those of requests
+        that have ended or been rewound. Where a step has been read on which one followed, it starts where it now does.
+        """
+        kept = []
+        for chunk in chunks:
+            request = chunk.request
+            if chunk.follows and not request.placeholders and _decodes(request):
+                chunk = self._decode_chunk(request)
+            if request.finish_reason is None and chunk.start == request.num_computed_tokens:
+                kept.append(chunk)
+        return kept
+
     def computed(self, chunks: list[Chunk]) -> None:
         """Records that a step has been launched; after its prefill, a request leaves the ranks that do not own it."""
         for chunk in chunks:
@@ -239,7 +252,17 @@ class Scheduler:
         for request in list(self._running):
             if _decodes(request):  # a younger one may have been preempted meanwhile
                 self._allocate_pages(request)
-        return [_decode_chunk(request) for request in self._running if _decodes(request)]
+        return [self._decode_chunk(request) for request in self._running if _decodes(request)]
+
+    def _decode_chunk(self, request: Request) -> Chunk:
+        """Its tokens that are not computed, and its drafts, each of which is compared with what is sampled before it.
+
+        Where the device alone knows its last tokens, it alone knows its drafts: as many as there may be.
+        """
+        follows = self.num_drafts > 0 and bool(request.placeholders)
+        start, drafts = request.num_computed_tokens, self.num_drafts if follows else len(request.drafts)
+        owner = range(request.owner, request.owner + 1)
+        return Chunk(request, start, len(request) + drafts - start, owner, 1 + drafts, follows)
 
     def _allocate_pages(self, request: Request) -> None:
         """Gives a request the pages for all its tokens, at the cost of the youngest on its rank: itself, perhaps."""
@@ -301,7 +324,7 @@ class Scheduler:
         verified = self.num_drafts if request.prefilled else 0
         more = verified + max(0, self.num_drafts - 1)
         most = len(request.prompt) + request.max_tokens - 1
-        return pages_for(max(len(request), min(len(request) + more, most)), self._page_size)
+        return pages_for(max(len(request) - request.uncertain, min(len(request) + more, most)), self._page_size)
 
     def _max_pages(self, prompt_len: int, max_tokens: int) -> int:
         # The last token that is sampled never enters the cache.
@@ -309,15 +332,8 @@ class Scheduler:
 
 
 def _decodes(request: Request) -> bool:
-    """Whether it decodes; not where its last token is sampled and only to be read."""
-    return request.prefilled and request.num_output_tokens < request.max_tokens
-
-
-def _decode_chunk(request: Request) -> Chunk:
-    """Its tokens that are not computed, and its drafts, each of which is compared with what is sampled before it."""
-    start, drafts = request.num_computed_tokens, len(request.drafts)
-    owner = range(request.owner, request.owner + 1)
-    return Chunk(request, start, len(request) + drafts - start, owner, 1 + drafts)
+    """Whether it decodes; not where its last token is sampled for certain and only to be read."""
+    return request.prefilled and request.num_output_tokens - request.uncertain < request.max_tokens
 
 
 def _arrival(request: Request) -> int:

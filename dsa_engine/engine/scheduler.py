@@ -214,6 +214,8 @@ class Scheduler:
         Rows of drafts that were not accepted are forgotten: its last token is the first to be computed again. The last
         token that it may still have is never drafted: nothing would be gained.
         """
+        if not request.prefilled:
+            return  # it has given way meanwhile
         request.rewind(len(request) - 1)
         request.drafts = drafts[: max(0, request.max_tokens - request.num_output_tokens - 1)]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -208,12 +209,9 @@ def _samples(step: StepPlan, table: torch.Tensor) -> Samples:
         for (request, place), length in zip(places.items(), lengths, strict=True)
     }
     outcome, tokens = Outcome(table, places), Columns.of(table).tokens.flatten()
-    rows = download(table)
-    return Samples(
-        indices,
-        tokens,
-        lambda: [code for row in rows() for code in row[3 : 3 + width]],
-        None,
-        verified=lambda: outcome.read(rows),
-        outcome=outcome,
-    )
+    rows = cache(download(table))
+
+    def codes() -> list[int]:
+        return [code for row in rows() for code in row[3 : 3 + width]]
+
+    return Samples(indices, tokens, codes, None, verified=lambda: outcome.read(rows), outcome=outcome)

@@ -1,4 +1,5 @@
-"""Checkpoints with an MTP module, and what it drafts by the paper's equations: float64, layers of ``transformers``."""
+"""Checkpoints with an MTP module, and what it drafts by the paper's equations: float64, layers of ``transformers``.
+Engines of released models, few layers deep, on a device that is not there."""
 
 from __future__ import annotations
 
@@ -12,6 +13,28 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from dsa_engine.checkpoint import released_config
+from dsa_engine.engine.engine import Engine
+from dsa_engine.measure.fake_cuda import FakeConfig, FakeDevice
+from dsa_engine.options import EngineOptions
+
+LAYERS = {"num_hidden_layers": 3, "first_k_dense_replace": 1}  # one dense layer, two with experts
+
+
+@pytest.fixture
+def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
+    """``fake_engine(device, model, world, parallel={}, **options)``: rank 0 of ``world``, within ``with device``."""
+
+    def make(
+        device: FakeDevice, model: str, world: int, parallel: dict[str, Any] | None = None, **options: Any
+    ) -> Engine:
+        (tmp_path / "config.json").write_text(json.dumps(released_config(model)))
+        fixed: dict[str, Any] = {"device": "cuda", "kernels": "triton", "load_format": "dummy", "progress": False}
+        ranks = FakeConfig(device=device, world=world, **parallel or {})
+        return Engine(tmp_path, EngineOptions(tmp_path, hf_overrides=LAYERS, parallel=ranks, **fixed | options))
+
+    return make
 
 
 @dataclass

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases import cases_fp8_products, cases_int
-from dsa_engine.measure.kernel_cases.bench import Case, Ceilings, measure, rows
+from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect

@@ -69,9 +69,7 @@ def dense_mla_reference(
         for first in range(segment.row, segment.row + segment.length, block):
             stop = min(first + block, segment.row + segment.length)
             part, seen = slice(first, stop), rows[: max(ends[first:stop])]
-            out[part], lse[part] = dense_mla_block_reference(
-                q[part], seen, segments.visible[part], value_dim, scale
-            )
+            out[part], lse[part] = dense_mla_block_reference(q[part], seen, segments.visible[part], value_dim, scale)
     return out, lse
 
 

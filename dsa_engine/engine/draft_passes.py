@@ -121,5 +121,5 @@ class DraftPasses:
                 at = positions + number
                 one = rows.batch(model, cache.page_size, batch.block_tables, at.where(at < limits, -1), drafts[-1])
                 state = model.draft(0, state, one, cache)
-            drafts.append(model.own_logits(state, state.shape[0]).argmax(dim=-1))
+            drafts.append(model.own_logits(state, state.shape[0], 0).argmax(dim=-1))
         return torch.stack(drafts, dim=1)

@@ -70,9 +70,9 @@ class ModelRunner:
             return self._graphs.pad(step, self.num_drafts)
         return step
 
-    def _plan_of(self, chunks: list[Chunk]) -> StepPlan:
+    def _plan_of(self, chunks: list[Chunk], max_decode_rows: int = 0) -> StepPlan:
         layout = self._mesh.config.cp_layout
-        rows = max(self._max_decode_rows, 1 + self.num_drafts)
+        rows = max(self._max_decode_rows, 1 + self.num_drafts, max_decode_rows)
         step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         for observer in self.observers:
             observer(step)
@@ -98,7 +98,13 @@ class ModelRunner:
 
     def _kind_with_drafts(self, plan: StepPlan) -> Kind | None:
         """What the step depends on that is run whole, with its drafts; None where none is."""
-        if self.num_drafts == 0 or self.drafter is None or self._graphs is None or self._relaxed:
+        if (
+            self.num_drafts == 0
+            or self.drafter is None
+            or self._graphs is None
+            or self._relaxed
+            or len(self._model.mtp) > 1
+        ):
             return None
         return self.drafter.steps.kind(plan, self.num_drafts, self.drafter.assume)
 

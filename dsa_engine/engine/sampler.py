@@ -50,6 +50,7 @@ class Samples:
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
     verified: Callable[[], list[Verified]] | None = None  # of each request; None: nothing is drafted
     outcome: Outcome | None = None  # from which the next step may follow
+    last_states: Mapping[Request, torch.Tensor] = field(default_factory=dict)  # see ``Request.last_states``
 
     def read(self) -> list[Sampled]:
         """Waits until the device has sampled."""

@@ -132,7 +132,7 @@ def show(
         print(f"\nleft out: {why}")
     print(
         f"\nCounted, one layer of {args.counted_size} in bfloat16 on {args.counted_ranks} ranks. Times are modelled "
-        f"and assume\n{args.assumed_tflops:g} TFLOP/s for all work; {links}. * is the least:\n"
+        f"and assume\n{args.assumed_tflops:g} TFLOP/s for all work; {links}.\n* is the least:\n"
     )
     header = ("tokens, form", "sends", "messages", "imbalance", "holds", "work ms", "links ms", "waits ms", "total ms")
     least = {n: min(c.total_ms for c in counted if c.length == n) for n in args.counted_len}

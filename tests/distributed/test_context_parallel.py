@@ -37,12 +37,11 @@ def arguments(report: Path, lengths: list[int]) -> list[object]:
 def test_two_ranks_started_by_deepspeed(deepspeed: Callable[..., Any], tmp_path: Path) -> None:
     """The launcher also gives ``--local_rank``, which no script has asked for. One rank has no token of a sequence of
     one."""
-    report, lengths = tmp_path / "cp.json", [1, 5, 301, 1030]
-    done = deepspeed(2, *arguments(report, lengths), "--plot", tmp_path / "cp.png")
+    report, lengths = tmp_path / "cp.json", [1, 301, 1030]
+    done = deepspeed(2, *arguments(report, lengths))
     assert done.returncode == 0, done.stderr
     check(report, 2, lengths, ("head-tail", "contiguous", "ulysses", "ring"))
     assert done.stdout.count("Measured, one layer of size small, 2 ranks") == 1
-    assert (tmp_path / "cp.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ import torch
 from dsa_engine.measure.context_parallel.division import Division, imbalance, selected_pairs
 from dsa_engine.measure.context_parallel.layer import SIZES, DSASize, Layer
 from dsa_engine.measure.context_parallel.many_ranks import Counted, count
+from dsa_engine.measure.context_parallel.plot import plot_forms
 from dsa_engine.measure.context_parallel.sent_bytes import SentBytes
-from dsa_engine.measure.context_parallel.study import FORMS
+from dsa_engine.measure.context_parallel.study import FORMS, FormResult
 from dsa_engine.measure.context_parallel.ulysses import Ulysses, sequence_layer
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.mla_forms import MLASize
@@ -129,6 +130,15 @@ def test_a_ring_is_as_fast_as_the_link_between_machines() -> None:
         one = counted("ring", 16384 * ranks, ranks)
         latency = 2 * (ranks - 1) * (7e-3 + (1e-3 if ranks == 8 else 3e-3))
         assert one.communication_ms == pytest.approx(latency + (ranks - 1) * block / rate * 1e3)
+
+
+def test_the_plot_of_a_form_that_was_not_measured_and_one_that_was_not_counted(tmp_path: Path) -> None:
+    rest = {"sent_bytes": 1, "sent_bytes_by_formula": 1, "imbalance": 1.0, "imbalance_by_formula": 1.0}
+    rest |= {"added_bytes": 1, "relative_error": 0.0, "median_row_error": 0.0}
+    measured = [FormResult(name, n, 2, [0.1, 0.2], **rest) for n in (8, 64) for name in ("head-tail", "ring")]  # type: ignore[arg-type]
+    by_formula = [counted(name, n) for n in (8192, 131072) for name in ("head-tail", "ulysses")]
+    plot_forms(measured, by_formula, str(tmp_path / "cp.png"), "measured", "modelled")
+    assert (tmp_path / "cp.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_heads_that_cannot_be_divided() -> None:

@@ -30,7 +30,7 @@ LAYERS = (
     ("engine.prefill_alone",),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
-    ("engine.padded_drafts", "engine.vanilla_drafts"),
+    ("engine.padded_drafts", "engine.padded_vanilla_drafts", "engine.vanilla_drafts"),
     ("engine.draft_tokens",),
     ("engine.decode_graphs", "engine.sampler"),
     ("engine.relaxed_acceptance",),

@@ -48,7 +48,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["dsa_engine", "dsa_engine.*"]),
-    package_data={"dsa_engine": ["py.typed", "demo_model/*"]},
+    package_data={"dsa_engine": ["py.typed", "demo_model/*"], "dsa_engine.kernels": ["native/*"]},
     include_package_data=False,
     zip_safe=False,
     install_requires=[

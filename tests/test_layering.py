@@ -30,7 +30,7 @@ LAYERS = (
     ("engine.prefill_alone",),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
-    ("engine.padded_drafts", "engine.vanilla_drafts", "engine.speculative_step"),
+    ("engine.padded_drafts", "engine.padded_vanilla_drafts", "engine.vanilla_drafts", "engine.speculative_step"),
     ("engine.draft_tokens",),
     ("engine.decode_graphs", "engine.draft_passes", "engine.sampler"),
     ("engine.relaxed_acceptance",),

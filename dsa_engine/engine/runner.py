@@ -98,15 +98,9 @@ class ModelRunner:
 
     def _kind_with_drafts(self, plan: StepPlan) -> Kind | None:
         """What the step depends on that is run whole, with its drafts; None where none is."""
-        if (
-            self.num_drafts == 0
-            or self.drafter is None
-            or self._graphs is None
-            or self._relaxed
-            or len(self._model.mtp) > 1
-        ):
+        if self.num_drafts == 0 or self.drafter is None or self._graphs is None or self._relaxed:
             return None
-        return self.drafter.steps.kind(plan, self.num_drafts, self.drafter.assume)
+        return self.drafter.kind(plan, self.num_drafts)
 
     def _name_with_drafts(self, plan: StepPlan) -> Hashable | None:
         kind = self._kind_with_drafts(plan)

@@ -36,6 +36,7 @@ from dsa_engine.engine.draft_passes import DraftPasses
 from dsa_engine.engine.draft_tokens import most_likely, ranks_of
 from dsa_engine.engine.outcome import Columns, Outcome, Verified, most_wanted
 from dsa_engine.engine.padded_drafts import PaddedDrafts
+from dsa_engine.engine.padded_vanilla_drafts import PaddedVanillaDrafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import seed_key
 from dsa_engine.engine.sampler import Samples, seed_of
@@ -82,6 +83,7 @@ class Drafter:
         self._static = PaddedDrafts(model, cache, mesh, passes)
         self.steps = SpeculativeSteps(model, cache, mesh, seed, passes)
         self._vanilla = VanillaDrafts(model, cache, mesh, plan) if len(model.mtp) > 1 else None
+        self._static_vanilla = PaddedVanillaDrafts(model, cache, mesh)
         self.assume: Assume | None = None
 
     def kind(self, step: StepPlan, count: int) -> Kind | None:
@@ -107,7 +109,7 @@ class Drafter:
             graphs: run the passes of a padded step.
         """
         if self._vanilla is not None:
-            return self._by_a_module_each(step, batch, hidden, samples, count)
+            return self._by_a_module_each(step, batch, hidden, samples, count, graphs)
         ids = [p.next_token_ids(batch.tp_rows, samples.indices) for p in plans_of(step, self._mesh.tp)]
         shifted = known_ids(torch.tensor(ids, dtype=torch.int64), samples.tokens, self._mesh.device)
         if step.bucket is not None and graphs is not None and samples.indices:
@@ -159,24 +161,31 @@ class Drafter:
         accepted = self._accepted(samples)
         order = {request: i for i, request in enumerate(samples.indices)}
         drafts = self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs)
-        places = {
-            chunk.request: rank * step.bucket.requests + i
-            for rank, plan in enumerate(step.ranks)
-            for i, chunk in enumerate(plan.chunks)
-        }
+        places = _places(step)
         return self._verified(samples, accepted, drafts, [places[request] for request in samples.indices], count)
 
     def _by_a_module_each(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples, count: int
+        self,
+        step: StepPlan,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        samples: Samples,
+        count: int,
+        graphs: DecodeGraphs | None,
     ) -> Samples:
         """Vanilla mode."""
         assert self._vanilla is not None
         accepted = self._accepted(samples) if samples.indices else samples.tokens
-        drafts, last_states = self._vanilla.draft(step, batch, hidden, samples, accepted, count)
+        if graphs is not None and self._static_vanilla.runs(step, count):
+            drafts, kept = self._static_vanilla.draft(step, batch, hidden, samples, accepted, graphs)
+            places = _places(step)
+            rows = [places[request] for request in samples.indices]
+        else:
+            drafts, kept = self._vanilla.draft(step, batch, hidden, samples, accepted, count)
+            rows = list(range(len(drafts)))
         if not samples.indices:
             return samples
-        samples = replace(samples, last_states=last_states)
-        return self._verified(samples, accepted, drafts, range(len(drafts)), count)
+        return self._verified(replace(samples, last_states=kept), accepted, drafts, rows, count)
 
     def _verified(
         self, samples: Samples, accepted: torch.Tensor, drafts: torch.Tensor, places: Sequence[int], count: int
@@ -269,6 +278,16 @@ def count_accepted(samples: Samples) -> torch.Tensor:
     sampled = samples.tokens[upload(torch.tensor(rows), device)]
     guessed = upload(torch.tensor(drafts, dtype=torch.int64).view(len(rows), width - 1), device)
     return (sampled[:, :-1] == guessed).long().cumprod(dim=1).sum(dim=1)
+
+
+def _places(step: StepPlan) -> dict[Request, int]:
+    """Where each request of a padded step lies among those of the buckets of all ranks."""
+    assert step.bucket is not None
+    return {
+        chunk.request: rank * step.bucket.requests + i
+        for rank, plan in enumerate(step.ranks)
+        for i, chunk in enumerate(plan.chunks)
+    }
 
 
 def _room(request: Request) -> int:

@@ -1,8 +1,8 @@
 """Writes a checkpoint folder, streaming: one tensor in memory at a time, and nothing at the target until it is whole.
 
-All tensors are announced first, so that a shard's header, which lists their offsets, can be written before their
-data. The folder is built under a temporary name beside the target and renamed at the end. A run that is to be resumed
-keeps that folder with the shards that are finished.
+All tensors are announced first, so that a shard's header (`shards.py`) can be written before their data. The folder is
+built under a temporary name beside the target and renamed at the end. A run that is to be resumed keeps that folder
+with the shards that are finished.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ from typing import Any, BinaryIO
 import torch
 
 from dsa_engine.checkpoint.checksums import checksums_of
-from dsa_engine.checkpoint.index import INDEX_NAME, SINGLE_NAME
+from dsa_engine.checkpoint.index import INDEX_NAME
 from dsa_engine.checkpoint.layout import TensorSpec
 from dsa_engine.checkpoint.leftovers import remove_leftovers, temporary_name
-from dsa_engine.checkpoint.reader import STORED_DTYPES
 from dsa_engine.checkpoint.resume import ResumableFolder
+from dsa_engine.checkpoint.shards import Shard, plan_shards
 from dsa_engine.errors import CheckpointError
 from dsa_engine.interrupts import uninterrupted
 from dsa_engine.sizes import format_bytes, parse_bytes
@@ -36,8 +35,6 @@ DEFAULT_SHARD_SIZE = "5GB"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.getLogger(__name__)
-
-DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -60,33 +57,6 @@ class WrittenCheckpoint:
             "quantized": self.quantized,
             "bytes": self.tensor_bytes,
         }
-
-
-@dataclass
-class _Shard:
-    """One file: its tensors, and where in the file each begins."""
-
-    name: str
-    specs: list[TensorSpec]
-
-    def layout(self) -> tuple[bytes, dict[str, int], int]:
-        """The file's header, the offset of every tensor from the start of the file, and the file's size."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begins: dict[str, int] = {}
-        position = 0
-        # Wide dtypes first: then every tensor lies at a multiple of its item size.
-        for spec in sorted(self.specs, key=lambda spec: -spec.dtype.itemsize):
-            header[spec.name] = {
-                "dtype": DTYPE_NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [position, position + spec.nbytes],
-            }
-            begins[spec.name] = position
-            position += spec.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        packed = struct.pack("<Q", len(text)) + text
-        return packed, {name: len(packed) + begin for name, begin in begins.items()}, len(packed) + position
 
 
 class SafetensorsWriter:
@@ -126,7 +96,7 @@ class SafetensorsWriter:
         self.target = Path(os.path.abspath(target))
         limit = parse_bytes(max_shard_size, "max_shard_size")
         self._refuse_existing()
-        self._shards = _plan_shards(tensors, limit)
+        self._shards = plan_shards(tensors, limit)
         specs = [spec for shard in self._shards for spec in shard.specs]
         total = sum(spec.nbytes for spec in specs)
         self.written = WrittenCheckpoint(self.target, len(self._shards), len(specs), total)
@@ -137,7 +107,7 @@ class SafetensorsWriter:
         self._expected = iter(left)
         self._left = len(left)
         self._shard_of = {spec.name: shard for shard in self._shards for spec in shard.specs}
-        self._current: _Shard | None = None
+        self._current: Shard | None = None
         self._file: BinaryIO | None = None
         self._begins: dict[str, int] = {}
         self._extra: dict[str, bytes | Path] = {}
@@ -226,7 +196,7 @@ class SafetensorsWriter:
             advice = "; make room or give a folder on another disk" if error.errno in _FULL else ""
             raise CheckpointError(f"cannot write {self.target / file}: {error.strerror or error}{advice}") from error
 
-    def _open(self, shard: _Shard) -> None:
+    def _open(self, shard: Shard) -> None:
         header, self._begins, size = shard.layout()
         with self._named(shard.name):
             path = self._resumable.unfinished(shard.name) if self._resumable else self._temporary / shard.name
@@ -278,29 +248,6 @@ class SafetensorsWriter:
             return
         if not self.target.is_dir() or any(self.target.iterdir()):
             raise CheckpointError(f"{self.target} exists and is not an empty folder; remove it, or give another")
-
-
-def _plan_shards(tensors: Iterable[TensorSpec], limit: int) -> list[_Shard]:
-    groups: list[list[TensorSpec]] = []
-    seen: set[str] = set()
-    filled = 0
-    for spec in tensors:
-        if spec.dtype not in DTYPE_NAMES:
-            supported = ", ".join(map(str, DTYPE_NAMES))
-            raise ValueError(f"{spec.name}: dtype {spec.dtype} cannot be written; supported are {supported}")
-        if spec.name in seen:
-            raise ValueError(f"{spec.name} is announced twice")
-        seen.add(spec.name)
-        if not groups or filled + spec.nbytes > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(spec)
-        filled += spec.nbytes
-    if not groups:
-        raise ValueError("a checkpoint needs at least one tensor")
-    if len(groups) == 1:
-        return [_Shard(SINGLE_NAME, groups[0])]
-    return [_Shard(f"model-{i:05}-of-{len(groups):05}.safetensors", group) for i, group in enumerate(groups, 1)]
 
 
 def _sync_and_close(file: BinaryIO) -> None:

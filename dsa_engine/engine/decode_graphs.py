@@ -61,7 +61,10 @@ class DecodeGraphs:
         self._fewest_tokens = fewest_tokens
         self._batches: dict[Bucket, ForwardBatch] = {}  # whose tensors are written anew in every step
         self._graphs: dict[Hashable, _Captured] = {}  # of a bucket, or of what is run behind one
+        # Of this engine alone. cuBLAS keeps a workspace for every stream that it has run on, and memory goes from one
+        # graph of a pool to the next on the same stream only: so all are warmed up and captured on one.
         self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self._stream = torch.cuda.Stream(mesh.device) if capture else None
         self.memory_bytes = 0  # what the captured graphs hold on the device
         if capture:
             # NCCL ends a communicator only when no graph holds it any more: graphs go before the mesh does at exit.
@@ -80,15 +83,16 @@ class DecodeGraphs:
     @property
     def captured(self) -> list[tuple[int, int]]:
         """Rows and longest context, in tokens, of the graphs captured so far."""
-        return sorted((bucket.rows, bucket.context) for bucket in self._graphs if isinstance(bucket, Bucket))
+        buckets = [name[0] if isinstance(name, tuple) else name for name in self._graphs]
+        return sorted((bucket.rows, bucket.context) for bucket in buckets if isinstance(bucket, Bucket))
 
     def pad(self, step: StepPlan, num_drafts: int = 0) -> StepPlan:
         """A decode step, with drafts made behind it, in the rows of its bucket, as :meth:`forward` runs it."""
         return step.padded(self._config, self._fewest_tokens, num_drafts)
 
-    def ready(self, step: StepPlan) -> bool:
-        """Whether :meth:`forward` has nothing to capture first; ``step`` is padded."""
-        return not self._capture or step.bucket in self._graphs
+    def ready(self, name: Hashable) -> bool:
+        """Whether :meth:`run` has nothing to capture first; the name of :meth:`forward` is the step's bucket."""
+        return not self._capture or name in self._graphs
 
     def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> tuple[ForwardBatch, torch.Tensor]:
         """The bucket's batch and hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next
@@ -118,22 +122,24 @@ class DecodeGraphs:
         return captured.result
 
     def _captured_once(self, function: Callable[[], torch.Tensor]) -> _Captured:
-        device = self._mesh.device
-        # Once without capturing: kernels are compiled, libraries take their workspaces, lazy tensors are made. The rows
-        # that this writes to the cache are those of the step itself.
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        device, stream = self._mesh.device, self._stream
+        assert stream is not None, "graphs are captured where capturing was asked for"
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            # Once without capturing: kernels are compiled, libraries take their workspaces, lazy tensors are made. The
+            # rows that this writes to the cache are those of the step itself.
             function()
-        torch.cuda.current_stream(device).wait_stream(side)
-        # What capturing would free is none of its own memory.
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process, such as NCCL's watchdog, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = function()
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_reserved(device)
+            graph = torch.cuda.CUDAGraph()
+            # Not torch.cuda.graph(), which empties the memory caches of the whole process, other engines' too. Other
+            # threads, such as NCCL's watchdog, may call CUDA meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
         self.memory_bytes += torch.cuda.memory_reserved(device) - before
         return _Captured(graph, result)
 

@@ -5,12 +5,64 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.outputs import Logprob, Logprobs
 from dsa_engine.sampling_params import SamplingParams
+
+
+class Draws(NamedTuple):
+    """How tokens are drawn, a row of ``[n]`` each, on the device; see :func:`draws_of`."""
+
+    keys: torch.Tensor  # int64, of the requests' seeds
+    temperature: torch.Tensor  # float32
+    log_min_p: torch.Tensor  # float32, -inf where there is none
+    top_p: torch.Tensor  # float32, inf where there is none
+    top_k: torch.Tensor  # int64, 0 where there is none
+
+    @classmethod
+    def of_columns(cls, columns: Sequence[torch.Tensor]) -> Draws:
+        """Of the int64 columns ``[n]`` that :func:`draws_of` packs, on any device."""
+        keys, *bits, top_k = columns
+        temperature, log_min_p, top_p = (column.view(torch.float64).float() for column in bits)
+        return cls(keys, temperature, log_min_p, top_p, top_k)
+
+
+class Limits(NamedTuple):
+    """Which limits the rows of a draw have: what it launches depends on nothing else."""
+
+    min_p: bool
+    top_k: int  # at least the largest, 0 where no row has one
+    top_p: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab: int) -> Limits:
+        top_k = max((p.top_k for p in params if 0 < p.top_k < vocab), default=0)
+        return cls(any(p.min_p > 0 for p in params), top_k, any(p.top_p < 1 for p in params))
+
+    def rounded(self, vocab: int) -> Limits:
+        """One of few that do the same."""
+        return self._replace(min_p=True, top_k=next(k for k in (0, 64, 1024, vocab) if self.top_k <= k <= vocab))
+
+
+def draws_of(params: Sequence[SamplingParams], seeds: Sequence[int], vocab: int) -> torch.Tensor:
+    """The columns of :class:`Draws`, on the host, in one tensor: int64 ``[5, n]``; those of float64 as their bits."""
+    numbers = [
+        [
+            # Beyond these two bounds nothing changes any more: the choice is greedy, or uniform.
+            min(max(p.temperature, 1e-30), 1e30),
+            math.log(p.min_p) if p.min_p else -math.inf,
+            max(p.top_p, 1e-30) if p.top_p < 1 else math.inf,
+        ]
+        for p in params
+    ]
+    bits = torch.tensor(numbers, dtype=torch.float64).view(-1, 3).view(torch.int64)
+    keys = torch.tensor([seed_key(seed) for seed in seeds], dtype=torch.int64)
+    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else 0 for p in params], dtype=torch.int64)
+    return torch.cat((keys[None], bits.T, top_k[None]))
 
 
 def sample(
@@ -22,64 +74,80 @@ def sample(
         logits: float32 ``[n, vocab]``; -inf forbids a token, at least one of a row is allowed.
         params: each request's parameters.
         seeds: of the requests.
-        positions: of the tokens; with the seed it fixes the random numbers, so that a choice depends neither on the
-            batch nor on the rank that makes it, and is the same again after a preemption.
+        positions: of the tokens; see :func:`draw`.
 
     Returns:
         int64 ``[n]``, on the logits' device.
     """
-    vocab, device = logits.shape[1], logits.device
+    vocab = logits.shape[1]
+    on_host = torch.cat((draws_of(params, seeds, vocab), torch.tensor([[*positions]], dtype=torch.int64)))
+    *columns, at = upload(on_host, logits.device)
+    return draw(logits, Draws.of_columns(columns), at, Limits.of(params, vocab))
 
-    def column(values: list[float]) -> torch.Tensor:
-        return upload(torch.tensor(values, dtype=torch.float32)[:, None], device)
 
+def draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Draws a token for each row, by launches that depend on shapes and ``limits`` only.
+
+    Args:
+        logits: float32 ``[n, vocab]``; -inf forbids a token, at least one of a row is allowed.
+        draws: of each row.
+        positions: int64 ``[n]``, of the tokens; with the seed a position fixes the random numbers, so that a choice
+            depends neither on the batch nor on the rank that makes it, and is the same again after a preemption.
+        limits: that some row has.
+
+    Returns:
+        int64 ``[n]``.
+    """
     # The most likely token lies at 0, so that no temperature makes it overflow.
     scaled = logits - logits.amax(dim=-1, keepdim=True)
-    # Beyond these two bounds nothing changes any more: the choice is greedy, or uniform.
-    scaled /= column([min(max(p.temperature, 1e-30), 1e30) for p in params])
-    if any(p.min_p > 0 for p in params):
-        scaled.masked_fill_(scaled < column([math.log(p.min_p) if p.min_p else -math.inf for p in params]), -math.inf)
-    counts = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
-    if any(counts):
-        best = scaled.topk(max(counts), dim=-1).values
-        last = upload(torch.tensor([max(k, 1) - 1 for k in counts])[:, None], device)
-        limited = upload(torch.tensor(counts)[:, None] > 0, device)
-        scaled.masked_fill_((scaled < best.gather(1, last)) & limited, -math.inf)
+    scaled /= draws.temperature[:, None]
+    if limits.min_p:
+        scaled.masked_fill_(scaled < draws.log_min_p[:, None], -math.inf)
+    if limits.top_k:
+        best = scaled.topk(limits.top_k, dim=-1).values
+        last = best.gather(1, draws.top_k.clamp(min=1)[:, None] - 1)
+        scaled.masked_fill_((scaled < last) & (draws.top_k > 0)[:, None], -math.inf)
     probabilities = scaled.softmax(dim=-1)
-    if any(p.top_p < 1 for p in params):
+    if limits.top_p:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         # A token stays while those before it have less than top_p together, so at least one does.
         before = ordered.cumsum(dim=-1) - ordered
-        left = [max(p.top_p, 1e-30) if p.top_p < 1 else math.inf for p in params]
-        ordered.masked_fill_(before >= column(left), 0.0)
+        ordered.masked_fill_(before >= draws.top_p[:, None], 0.0)
         probabilities.scatter_(1, order, ordered)
     # Gumbel trick: the largest p / Exp(1) is a sample of p, without the sum that a multinomial draw rounds. What is
     # forbidden (p = 0) never wins: some p is at least 1 / vocab, and the noise is positive and finite.
-    return probabilities.div_(exponential_noise(seeds, positions, vocab, device)).argmax(dim=-1)
+    return probabilities.div_(exponential_noise(draws.keys, positions, logits.shape[1])).argmax(dim=-1)
 
 
-def exponential_noise(
-    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str
-) -> torch.Tensor:
-    """Random numbers of the distribution Exp(1), float32 ``[n, vocab]``, all rows at once.
+def exponential_noise(keys: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Random numbers of the distribution Exp(1), float32 ``[n, count]``.
 
-    A row depends on its seed and position alone, and is the same on every device up to the rounding of a logarithm:
-    it is a run of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from there.
+    Args:
+        keys: int64 ``[n]``, of seeds (:func:`seed_key`).
+        positions: int64 ``[n]``.
+
+    A row depends on its key and position alone, and is the same on every device up to the rounding of a logarithm: it
+    is a run of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from a state
+    that its output function makes of the two.
     """
-    keys = [_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    state = upload(torch.tensor(keys, dtype=torch.int64)[:, None], device)
-    bits = state + torch.arange(1, vocab + 1, device=device) * _signed(0x9E3779B97F4A7C15)  # modulo 2^64 throughout
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits ^= (bits >> shift) & (2 ** (64 - shift) - 1)  # no copies of the sign
-        bits *= _signed(factor)
-    bits ^= (bits >> 31) & (2**33 - 1)
+    state = _mixed(keys + positions * _signed(0xD1B54A32D192ED03))  # modulo 2^64 throughout
+    bits = _mixed(state[:, None] + torch.arange(1, count + 1, device=keys.device) * _signed(0x9E3779B97F4A7C15))
     uniform = ((bits >> 33) & (2**31 - 1)).float().add_(0.5).mul_(2.0**-31)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
-def _key(seed: int, position: int) -> int:
-    """Signed 64 bits: neighbouring seeds and positions have nothing in common."""
-    return int.from_bytes(blake2b(f"{seed} {position}".encode(), digest_size=8).digest(), "big", signed=True)
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    """The output function of SplitMix64, in place."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits ^= (bits >> shift) & (2 ** (64 - shift) - 1)  # no copies of the sign
+        bits *= _signed(factor)
+    bits ^= (bits >> 31) & (2**33 - 1)
+    return bits
+
+
+def seed_key(seed: int) -> int:
+    """Signed 64 bits: neighbouring seeds have nothing in common."""
+    return int.from_bytes(blake2b(f"{seed}".encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _signed(value: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dsa_engine.engine.logit_terms import LogitTerms, Wanted
 from dsa_engine.engine.request import Request
-from dsa_engine.engine.sample_logits import exponential_noise, log_probabilities, sample
+from dsa_engine.engine.sample_logits import Limits, exponential_noise, log_probabilities, sample, seed_key
 from dsa_engine.engine.sampler import _mixed
 from dsa_engine.sampling_params import SamplingParams
 
@@ -254,9 +254,13 @@ def test_a_huge_temperature_is_uniform_and_keeps_what_is_forbidden(temperature: 
     assert set(found) == {0, 2, 3} and max(found.values()) < 1150
 
 
+def noise(seeds: list[int], positions: list[int], count: int) -> torch.Tensor:
+    return exponential_noise(torch.tensor([seed_key(seed) for seed in seeds]), torch.tensor(positions), count)
+
+
 def test_noise() -> None:
     """Exponentially distributed, positive, finite; neighbouring seeds, positions and tokens have nothing in common."""
-    rows = exponential_noise([0, 0, 1, 2**63, -(2**63)], [0, 1, 0, 0, 0], 40_000, "cpu")
+    rows = noise([0, 0, 1, 2**63, -(2**63)], [0, 1, 0, 0, 0], 40_000)
     assert rows.dtype == torch.float32 and bool((rows > 0).all()) and bool(rows.isfinite().all())
     for row in rows:
         assert float(row.mean()) == pytest.approx(1, abs=0.03) and float(row.std()) == pytest.approx(1, abs=0.05)
@@ -266,8 +270,17 @@ def test_noise() -> None:
     shifted = torch.cat((rows, rows[:1].roll(1, dims=1), rows[:1].roll(7, dims=1)))
     correlation = torch.corrcoef(shifted) - torch.eye(len(shifted))
     assert float(correlation.abs().max()) < 0.03
-    assert torch.equal(exponential_noise([7, 5], [3, 2], 100, "cpu")[1:], exponential_noise([5], [2], 100, "cpu"))
-    assert torch.equal(exponential_noise([5], [2], 300, "cpu")[:, :100], exponential_noise([5], [2], 100, "cpu"))
+    assert torch.equal(noise([7, 5], [3, 2], 100)[1:], noise([5], [2], 100))
+    assert torch.equal(noise([5], [2], 300)[:, :100], noise([5], [2], 100))
+
+
+def test_limits_of_a_graph() -> None:
+    """Few kinds: a step of other parameters replays what has been captured."""
+    params = [SamplingParams(top_k=k, top_p=0.5) for k in (0, 3, 40)]
+    assert Limits.of(params, 5000) == Limits(False, 40, True) and Limits.of(params[:1], 5000).top_k == 0
+    assert Limits.of(params, 5000).rounded(5000) == Limits(True, 64, True)
+    assert [Limits(False, k, False).rounded(100).top_k for k in (0, 1, 64, 65, 99)] == [0, 64, 64, 100, 100]
+    assert Limits.of([SamplingParams(top_k=200)], 100).top_k == 0, "as many as there are"
 
 
 def test_parameters_that_contradict_each_other() -> None:

@@ -5,7 +5,8 @@ streams and collectives. So a machine without a GPU can count what a step launch
 device, and how many bytes live at once, at production sizes and for any number of ranks.
 """
 
-from dsa_engine.measure.fake_cuda.device import FakeDevice, Launch
+from dsa_engine.measure.fake_cuda.device import FakeDevice
+from dsa_engine.measure.fake_cuda.events import Capture, Launch
 from dsa_engine.measure.fake_cuda.world import FakeConfig
 
-__all__ = ["FakeConfig", "FakeDevice", "Launch"]
+__all__ = ["Capture", "FakeConfig", "FakeDevice", "Launch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from unittest import mock
 
 import torch
 
+from dsa_engine.measure.fake_cuda.events import Capture, Launch
+
 if TYPE_CHECKING:
     from dsa_engine.measure.fake_cuda.device import FakeDevice
 
@@ -17,8 +20,11 @@ _MULTIPROCESSORS = 132
 
 
 class _Stream:
-    def __init__(self, *_: Any, **__: Any):
-        pass
+    """A stream of a device; number 0 is the default one."""
+
+    def __init__(self, device: FakeDevice, number: int):
+        self._device = device
+        self._number = number
 
     def wait_stream(self, stream: _Stream) -> None:
         pass
@@ -27,10 +33,12 @@ class _Stream:
         pass
 
     def __enter__(self) -> _Stream:
+        self._before = self._device.stream
+        self._device.stream = self._number
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pass
+        self._device.stream = self._before
 
 
 @contextmanager
@@ -47,44 +55,43 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         def synchronize(self) -> None:
             device.wait("event")
 
-    class Graph:
-        def replay(self) -> None:
-            from dsa_engine.measure.fake_cuda.device import Launch
+    streams, pools = itertools.count(1), itertools.count(1)
 
-            device.launches.append(Launch("graph", "replay"))
+    class Graph:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            if device.stream == 0:
+                raise RuntimeError("CUDA captures no graph on the default stream")
+            self._pool, self._before = pool, len(device.launches)
+            device.capturing = True
+
+        def capture_end(self) -> None:
+            device.capturing = False
+            held = device.launches[self._before :]
+            del device.launches[self._before :]
+            device.captures.append(Capture(device.stream, self._pool, held, device.stream in device.streams_used))
+
+        def replay(self) -> None:
+            device.launch(Launch("graph", "replay"))
 
         def reset(self) -> None:
             pass
 
-    @contextmanager
-    def graph(cuda_graph: Graph, **_: Any) -> Iterator[None]:
-        before = len(device.launches)
-        device.capturing = True
-        try:
-            yield
-        finally:
-            device.capturing = False
-            device.captured = device.launches[before:]
-            del device.launches[before:]
-
-    stream = _Stream()
     instead: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda *_: None,
-        "current_stream": lambda *_: stream,
-        "Stream": _Stream,
+        "current_stream": lambda *_: _Stream(device, device.stream),
+        "Stream": lambda *_, **__: _Stream(device, next(streams)),
         "stream": lambda s: s,
         "Event": Event,
         "CUDAGraph": Graph,
-        "graph": graph,
-        "graph_pool_handle": lambda: (0, 0),
+        "graph_pool_handle": lambda: (0, next(pools)),
         "is_current_stream_capturing": lambda: device.capturing,
         "synchronize": lambda *_: device.wait("synchronize"),
-        "empty_cache": lambda: None,
-        "mem_get_info": lambda *_: (device.memory - device.live, device.memory),
-        "memory_reserved": lambda *_: device.live,
+        "empty_cache": device.empty_cache,
+        "mem_get_info": lambda *_: (device.memory - device.outside - device.reserved, device.memory),
+        "memory_reserved": lambda *_: device.reserved,
         "memory_allocated": lambda *_: device.live,
         "max_memory_allocated": lambda *_: device.peak,
         "reset_peak_memory_stats": lambda *_: setattr(device, "peak", device.live),

@@ -8,7 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from dsa_engine.checkpoint import DummyReader
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import cuda_runtime
+from dsa_engine.measure.fake_cuda.events import Capture, Launch
 from dsa_engine.measure.fake_cuda.indexing import Indexing
 from dsa_engine.model.kv_cache import KVCache
 
@@ -34,14 +35,6 @@ _NO_LAUNCH = {
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 _ALIGNED = 512  # bytes: PyTorch's allocator rounds up to this
 _GRID_LIMIT = (2**31 - 1, 65535, 65535)  # CUDA's, of programs in x, y and z
-
-
-class Launch(NamedTuple):
-    """Something that the host has given to the device."""
-
-    kind: str  # "torch", "triton", "collective", "copy" (from the host), "graph" (a replay of many)
-    name: str
-    dtypes: tuple[torch.dtype, ...] = ()  # of the tensors that a matrix product of PyTorch's multiplies
 
 
 class _NoDevice(FakeTensorMode):
@@ -77,8 +70,12 @@ class FakeDevice:
         launches: what was given to the device, in order; of PyTorch's operations one each, whatever it launches inside.
         waits: where the host would have waited for the device: operation and line of code.
         live, peak: bytes of the tensors that live now, and the most that have lived at once.
+        reserved: bytes that PyTorch's allocator keeps: what has lived at once since it was last emptied.
+        outside: bytes in use outside of this allocator: other programs, NCCL.
+        emptied: how often the allocator has been emptied.
+        stream, streams_used: the current one, and all that something was launched on; 0 is the default one.
         capturing: whether a CUDA graph is being captured, when no wait is allowed.
-        captured: what the last captured graph launches.
+        captures: the graphs captured so far.
     """
 
     def __init__(self, capability: int = 90, memory: int = 141 * 10**9):
@@ -88,9 +85,11 @@ class FakeDevice:
         self.memory = memory
         self.launches: list[Launch] = []
         self.waits: list[str] = []
-        self.live = self.peak = 0
+        self.live = self.peak = self.reserved = self.outside = self.emptied = 0
+        self.stream = 0
+        self.streams_used: set[int] = set()
         self.capturing = False
-        self.captured: list[Launch] = []
+        self.captures: list[Capture] = []
         self._fake = _NoDevice(allow_non_fake_inputs=True)
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._pinned: set[int] = set()
@@ -126,6 +125,17 @@ class FakeDevice:
     def count(self, kind: str) -> int:
         """How many launches of a kind there were."""
         return sum(launch.kind == kind for launch in self.launches)
+
+    def launch(self, launch: Launch) -> None:
+        """Something is given to the device on the current stream."""
+        self.launches.append(launch)
+        if not self.capturing:
+            self.streams_used.add(self.stream)
+
+    def empty_cache(self) -> None:
+        """Gives back what the allocator keeps and nobody uses."""
+        self.emptied += 1
+        self.reserved = self.live
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
@@ -210,7 +220,7 @@ class FakeDevice:
             return
         from_host = name in ("aten::_to_copy", "aten::copy_") and not all(isinstance(x, FakeTensor) for x in tensors)
         product = tuple(x.dtype for x in tensors if x.dim() > 1) if name in _PRODUCTS else ()
-        self.launches.append(Launch("copy" if from_host else "torch", name, product))
+        self.launch(Launch("copy" if from_host else "torch", name, product))
 
     def _own(self, storage: torch.UntypedStorage) -> None:
         """Counts a storage as long as it lives."""
@@ -225,6 +235,7 @@ class FakeDevice:
         self._storages[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
+        self.reserved = max(self.reserved, self.live)
 
     def _pin(self, values: torch.Tensor) -> torch.Tensor:
         pinned = values.clone()
@@ -239,4 +250,4 @@ class FakeDevice:
         if any(not 0 < n <= most for n, most in zip(grid, _GRID_LIMIT, strict=False)):
             raise ValueError(f"{kernel.__name__} is launched with the grid {grid}; CUDA takes 1 to {_GRID_LIMIT}")
         assert math.prod(grid) > 0
-        self.launches.append(Launch("triton", kernel.__name__))
+        self.launch(Launch("triton", kernel.__name__))

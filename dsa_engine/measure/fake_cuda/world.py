@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.measure.fake_cuda.device import FakeDevice, Launch
+from dsa_engine.measure.fake_cuda.device import FakeDevice
+from dsa_engine.measure.fake_cuda.events import Launch
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.expert_parallel import Arrivals, ExpertParallel
 from dsa_engine.parallel.group import Group
@@ -66,7 +67,7 @@ class FakeGroup(Group):
     def _launched(self, name: str, *shape: int, like: torch.Tensor) -> torch.Tensor:
         assert self.device is not None
         if like.is_cuda:
-            self.device.launches.append(Launch("collective", name))
+            self.device.launch(Launch("collective", name))
         return like.new_empty(*shape)
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:

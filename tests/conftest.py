@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import hypothesis
 import pytest
 import torch
+
+from dsa_engine.kernels.cpu import user_cache
 
 # Time decides no test: on a busy machine an example may take any time.
 hypothesis.settings.register_profile("dsa_engine", deadline=None)
@@ -270,6 +273,11 @@ def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         base = tmp_path_factory.getbasetemp()
         folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo_cache"
+        folder.mkdir(exist_ok=True)
+        native = user_cache() / "native"  # compiled once, not for every cache folder
+        native.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (folder / "native").symlink_to(native)
         patch.setenv("DSA_ENGINE_CACHE", str(folder))
         yield folder
 

@@ -180,9 +180,15 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
 
 
 @pytest.mark.slow
-def test_soak_with_drafts(tiny_llm: Callable[..., LLM]) -> None:
-    """Steps bring one to four tokens, whatever the module says: how many is decided here."""
-    llm = tiny_llm(ROOM, speculative_config={"num_speculative_tokens": 3})
+@pytest.mark.parametrize("modules", [1, 3])
+def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int) -> None:
+    """Steps bring one to four tokens, whatever the modules say: how many is decided here."""
+    llm = tiny_llm(
+        ROOM,
+        speculative_config={"num_speculative_tokens": 3},
+        hf_overrides={"num_nextn_predict_layers": modules},
+    )
+    assert len(llm.engine.model.mtp) == modules
     engine, rng = llm.engine, random.Random(1)
     accepted: Counter[int] = Counter()
 

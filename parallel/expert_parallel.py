@@ -1,7 +1,8 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
-A dispatch brings tokens to the ranks that hold their experts; its ``combine`` brings the sums back. Both dispatches
-send a token to a rank at most once, however many of that rank's experts it has chosen.
+A dispatch brings tokens to the ranks that hold their experts, each with its choices and weights in one row
+(`kernels/packed_tokens.py`); its ``combine`` brings the sums back. Both dispatches send a token to a rank at most once,
+however many of that rank's experts it has chosen.
 
 * "all_to_all": only what is needed travels; the counts depend on the routing, and the host waits for them once; sums
   add in float32, in the order of a token's choices, so the same bits each time.
@@ -14,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
+from dsa_engine.kernels.packed_tokens import pack_tokens, tokens_of, unpack_choices
 from dsa_engine.kernels.permute import combine as weighted_sum
 from dsa_engine.kernels.permute import expert_order
 from dsa_engine.kernels.transfer import download
@@ -117,17 +118,13 @@ class ExpertParallel:
         counts = by_rank.ends.diff(prepend=by_rank.ends.new_zeros(1))
         send, receive, served = self.exchange_counts(torch.stack((counts, choices[:-1]), dim=1))
         source = by_rank.tokens[: sum(send)]  # by rank, then by token
-        # Choices and weights travel beside each other as 32-bit words, the tokens in their own dtype.
-        words = torch.cat((experts, weights.view(torch.int32)), dim=-1)[source]
-        arrived = group.all_to_all(words, send, receive)
+        arrived = group.all_to_all(pack_tokens(tokens, experts, weights, source=source), send, receive)
 
         def combine(sums: torch.Tensor) -> torch.Tensor:
             return weighted_sum(group.all_to_all(sums, receive, send), by_rank.places)
 
         return Dispatched(
-            group.all_to_all(tokens[source], send, receive),
-            self.placement.local(arrived[:, :k], group.index),
-            arrived[:, k:].contiguous().view(torch.float32),
+            *self._unpacked(arrived, tokens, k),
             combine,
             max(1 / k, self._fraction_held),  # a token comes for one choice at least
             served,
@@ -138,20 +135,20 @@ class ExpertParallel:
     ) -> Dispatched:
         """Padding has no experts, so it takes no part in any expert's work."""
         group, (count, k) = self.group, experts.shape
-        extra = (0, 0, 0, most_tokens - count)
-        words = torch.cat((F.pad(experts, extra, value=-1), F.pad(weights, extra).view(torch.int32)), dim=-1)
-        gathered = group.all_gather(words)
+        gathered = group.all_gather(pack_tokens(tokens, experts, weights, rows=most_tokens))
 
         def combine(sums: torch.Tensor) -> torch.Tensor:
             return group.reduce_scatter(sums)[:count]
 
-        return Dispatched(
-            group.all_gather(F.pad(tokens, extra)),
-            self.placement.local(gathered[:, :k], group.index),
-            gathered[:, k:].contiguous().view(torch.float32),
-            combine,
-            self._fraction_held,
-        )
+        return Dispatched(*self._unpacked(gathered, tokens, k), combine, self._fraction_held)
+
+    def _unpacked(
+        self, packed: torch.Tensor, like: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens as ``like`` has them, their experts counted within this rank's, and their weights."""
+        hidden, dtype = like.shape[1], like.dtype
+        first, held = self.placement.first(self.group.index), len(self.held)
+        return tokens_of(packed, hidden, dtype), *unpack_choices(packed, hidden, dtype, k, first, held)
 
     @property
     def _fraction_held(self) -> float:

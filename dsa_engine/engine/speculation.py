@@ -36,12 +36,12 @@ from dsa_engine.engine.draft_passes import DraftPasses
 from dsa_engine.engine.draft_tokens import most_likely, ranks_of
 from dsa_engine.engine.outcome import Columns, Outcome, Verified, most_wanted
 from dsa_engine.engine.padded_drafts import PaddedDrafts
-from dsa_engine.engine.padded_vanilla_drafts import PaddedVanillaDrafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import seed_key
 from dsa_engine.engine.sampler import Samples, seed_of
 from dsa_engine.engine.speculative_step import Assume, Kind, SpeculativeSteps
 from dsa_engine.engine.vanilla_drafts import MakePlan, VanillaDrafts
+from dsa_engine.engine.vanilla_passes import PaddedVanillaDrafts, VanillaPasses
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -81,14 +81,15 @@ class Drafter:
         self._seed = seed
         passes = DraftPasses(model, cache, mesh)
         self._static = PaddedDrafts(model, cache, mesh, passes)
-        self.steps = SpeculativeSteps(model, cache, mesh, seed, passes)
-        self._vanilla = VanillaDrafts(model, cache, mesh, plan) if len(model.mtp) > 1 else None
-        self._static_vanilla = PaddedVanillaDrafts(model, cache, mesh)
+        vanilla = VanillaPasses(model, cache, mesh) if len(model.mtp) > 1 else None
+        self.steps = SpeculativeSteps(model, cache, mesh, seed, passes, vanilla)
+        self._vanilla = VanillaDrafts(model, cache, mesh, plan) if vanilla else None
+        self._static_vanilla = PaddedVanillaDrafts(model, cache, mesh, vanilla) if vanilla else None
         self.assume: Assume | None = None
 
     def kind(self, step: StepPlan, count: int) -> Kind | None:
         """Of a step that ``steps`` runs; None where :meth:`draft` is needed."""
-        return self.steps.kind(step, count, self.assume) if self._vanilla is None else None
+        return self.steps.kind(step, count, self.assume)
 
     def draft(
         self,
@@ -174,7 +175,7 @@ class Drafter:
         graphs: DecodeGraphs | None,
     ) -> Samples:
         """Vanilla mode."""
-        assert self._vanilla is not None
+        assert self._vanilla is not None and self._static_vanilla is not None
         accepted = self._accepted(samples) if samples.indices else samples.tokens
         if graphs is not None and self._static_vanilla.runs(step, count):
             drafts, kept = self._static_vanilla.draft(step, batch, hidden, samples, accepted, graphs)
@@ -185,7 +186,12 @@ class Drafter:
             rows = list(range(len(drafts)))
         if not samples.indices:
             return samples
-        return self._verified(replace(samples, last_states=kept), accepted, drafts, rows, count)
+        samples = replace(samples, last_rows=kept)
+        if not any(request.drafts for request in samples.indices):
+            samples = replace(
+                samples, outcome=self._after_prefill(samples, dict(zip(samples.indices, rows, strict=True)), drafts)
+            )
+        return self._verified(samples, accepted, drafts, rows, count)
 
     def _verified(
         self, samples: Samples, accepted: torch.Tensor, drafts: torch.Tensor, places: Sequence[int], count: int

@@ -15,7 +15,7 @@ graph, the sampler, the graph of the draft passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from dsa_engine.engine.pages import pages_for
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
+from dsa_engine.engine.vanilla_passes import KeptRows, VanillaPasses
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -59,6 +60,7 @@ class _Buffers:
     ones: BucketRows  # one of every request, of a draft pass
     offsets: torch.Tensor  # [rows of a request] int64: 0, 1, …
     first_rows: torch.Tensor  # [requests] int64
+    keeps: KeptRows | None  # in vanilla mode
 
 
 class SpeculativeSteps:
@@ -68,14 +70,24 @@ class SpeculativeSteps:
         model, cache, mesh: of the engine.
         seed: of requests without a seed of their own.
         passes: of the MTP module.
+        vanilla: instead of these, the passes of several modules.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, seed: int, passes: DraftPasses):
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        mesh: Mesh,
+        seed: int,
+        passes: DraftPasses,
+        vanilla: VanillaPasses | None = None,
+    ):
         self._model = model
         self._cache = cache
         self._mesh = mesh
         self._seed = seed
         self._passes = passes
+        self._vanilla = vanilla
         self._buffers: dict[Bucket, _Buffers] = {}
 
     def kind(self, step: StepPlan, count: int, assume: Assume | None) -> Kind | None:
@@ -109,8 +121,10 @@ class SpeculativeSteps:
         upload(tables, self._mesh.device, out=buffers.tables)
         if before is not None and any(chunk.follows for chunk in chunks):
             torch.index_select(before.table, 0, buffers.inputs[0].clamp(min=0), out=buffers.before)
-        table = graphs.run((bucket, kind), lambda: self._step(buffers, kind))
-        return _samples(step, table)
+        if buffers.keeps is not None:
+            buffers.keeps.load(chunks)
+        samples = _samples(step, graphs.run((bucket, kind), lambda: self._step(buffers, kind)))
+        return samples if buffers.keeps is None else replace(samples, last_rows=buffers.keeps.kept(chunks))
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], places: Mapping[Request, int]) -> torch.Tensor:
         """int64 ``[fields, requests]``: place in the outcome before, -1 where the host knows its tokens; position of
@@ -152,9 +166,12 @@ class SpeculativeSteps:
             accepted = ((tokens[:, :-1] == ids[:, 1:]) & live[:, 1:]).long().cumprod(dim=1).sum(dim=1)
         else:
             accepted = kind.assume(draws.keys, first, count).minimum(offered)
-        behind = self._mesh.tp.all_gather(tokens.clamp(min=0).flatten()).view(-1, batch.rows)
-        last = buffers.first_rows + accepted
-        drafts = self._passes(batch, hidden, behind, buffers.ones, last, first + accepted, limit, count)
+        if buffers.keeps is not None and self._vanilla is not None:
+            drafts = self._vanilla(batch, hidden, tokens.clamp(min=0), accepted, buffers.keeps)
+        else:
+            behind = self._mesh.tp.all_gather(tokens.clamp(min=0).flatten()).view(-1, batch.rows)
+            last = buffers.first_rows + accepted
+            drafts = self._passes(batch, hidden, behind, buffers.ones, last, first + accepted, limit, count)
         outcome = Columns(first + accepted + 1, offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())
 
@@ -169,6 +186,7 @@ class SpeculativeSteps:
             ones=BucketRows.of(bucket, 1, self._model),
             offsets=torch.arange(width, device=device),
             first_rows=torch.arange(requests, device=device) * width,
+            keeps=None if self._vanilla is None else KeptRows.of(bucket, width - 1, self._model),
         )
 
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import StepPlan, build_batch, known_ids, plans_of
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import DraftPasses
-from dsa_engine.engine.draft_tokens import most_likely, ranks_of
+from dsa_engine.engine.draft_tokens import most_likely, places_of, ranks_of
 from dsa_engine.engine.outcome import Columns, Outcome, Verified, most_wanted
 from dsa_engine.engine.padded_drafts import PaddedDrafts
 from dsa_engine.engine.request import Chunk, Request
@@ -162,7 +162,7 @@ class Drafter:
         accepted = self._accepted(samples)
         order = {request: i for i, request in enumerate(samples.indices)}
         drafts = self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs)
-        places = _places(step)
+        places = places_of(step)
         return self._verified(samples, accepted, drafts, [places[request] for request in samples.indices], count)
 
     def _by_a_module_each(
@@ -179,7 +179,7 @@ class Drafter:
         accepted = self._accepted(samples) if samples.indices else samples.tokens
         if graphs is not None and self._static_vanilla.runs(step, count):
             drafts, kept = self._static_vanilla.draft(step, batch, hidden, samples, accepted, graphs)
-            places = _places(step)
+            places = places_of(step)
             rows = [places[request] for request in samples.indices]
         else:
             drafts, kept = self._vanilla.draft(step, batch, hidden, samples, accepted, count)
@@ -284,16 +284,6 @@ def count_accepted(samples: Samples) -> torch.Tensor:
     sampled = samples.tokens[upload(torch.tensor(rows), device)]
     guessed = upload(torch.tensor(drafts, dtype=torch.int64).view(len(rows), width - 1), device)
     return (sampled[:, :-1] == guessed).long().cumprod(dim=1).sum(dim=1)
-
-
-def _places(step: StepPlan) -> dict[Request, int]:
-    """Where each request of a padded step lies among those of the buckets of all ranks."""
-    assert step.bucket is not None
-    return {
-        chunk.request: rank * step.bucket.requests + i
-        for rank, plan in enumerate(step.ranks)
-        for i, chunk in enumerate(plan.chunks)
-    }
 
 
 def _room(request: Request) -> int:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import Bucket, StepPlan, block_tables
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import BucketRows, DraftPasses
+from dsa_engine.engine.draft_tokens import places_of
 from dsa_engine.engine.logit_terms import is_biased
 from dsa_engine.engine.outcome import Columns, Outcome
 from dsa_engine.engine.pages import pages_for
@@ -215,11 +216,7 @@ def _samples(step: StepPlan, table: torch.Tensor) -> Samples:
     """What the host comes to know of an outcome."""
     bucket = step.bucket
     assert bucket is not None
-    places = {
-        chunk.request: rank * bucket.requests + i
-        for rank, plan in enumerate(step.ranks)
-        for i, chunk in enumerate(plan.chunks)
-    }
+    places = places_of(step)
     width = bucket.rows_per_request
     lengths = [chunk.length for plan in step.ranks for chunk in plan.chunks]
     indices = {

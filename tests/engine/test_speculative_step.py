@@ -102,7 +102,8 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
 
 
 @pytest.fixture(
-    scope="module", params=["deepseek_v32", "deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)]
+    scope="module",
+    params=["deepseek_v32", "deepseek_v3", "deepseek_v32 x3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)],
 )
 def shared(request: Any, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> Any:
     """An engine with drafts, its script, and what requests get without drafts."""

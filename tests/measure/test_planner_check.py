@@ -40,6 +40,7 @@ def test_times_that_follow_the_model_are_predicted(made: Check, monkeypatch: pyt
             assert seconds == pytest.approx(one.measured[name], rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_real_runs_have_all_stages(made: Check) -> None:
     found = made.run(SMALL, LARGE, turns=1)
     assert [one.case for one in found] == list(LARGE)

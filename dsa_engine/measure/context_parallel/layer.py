@@ -147,8 +147,8 @@ class Layer:
         """Slots ``[T, topk]`` int32 that the tokens attend to, −1 behind the last. In :class:`Cache` a slot is a
         position.
 
-        On a CPU by the reference, from scores, in every form: the engine's C++ kernel keeps none, and a ring has to merge
-        them. The comparison is one of ways to divide, not of kernels."""
+        On a CPU by the reference, from scores, in every form: the engine's C++ kernel keeps none, and a ring has to
+        merge them. What is compared are ways to divide, not kernels."""
         with references() if self.device.type == "cpu" else nullcontext():
             return lightning_indexer(
                 tokens.index_q, tokens.index_weights, cache.index_keys, cache.block_tables, segments, self.size.topk,

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.measure.emulation.routing import balanced_choices, weighted_choices
+from dsa_engine.measure.emulation.stand_ins import stand_in
 from dsa_engine.parallel.placement import ExpertPlacement
+
+
+class Arriving(NamedTuple):
+    """What comes to a rank's experts in an all-to-all."""
+
+    choices: torch.Tensor  # [R, k] of the tokens that come, counted within the rank's experts
+    tokens: list[int]  # how many come from each rank
+    served: int  # choices that the rank's experts serve
 
 
 @dataclass(frozen=True)
@@ -36,13 +45,11 @@ class StepChoices:
         parts = [F.pad(part, (0, 0, 0, most - len(part)), value=-1) for part in self.physical.split(self.tokens)]
         return self.placement.local(torch.cat(parts), self.rank)
 
-    @cached_property
-    def arriving(self) -> tuple[torch.Tensor, list[int]]:
-        """The choices ``[R, k]`` of the tokens that come to this rank's experts, counted within these, and how many
-        tokens come from each rank."""
+    def arriving(self) -> Arriving:
         mine = (self.placement.owners(self.physical) == self.rank).any(dim=1)
         counts = [int(part.sum()) for part in mine.split(self.tokens)]
-        return self.placement.local(self.physical[mine], self.rank), counts
+        choices = self.placement.local(self.physical[mine], self.rank)
+        return Arriving(choices, counts, int((choices >= 0).sum()))
 
 
 @dataclass
@@ -68,6 +75,7 @@ class AssignedExperts:
         self._limits = (1, 1)
         self._tokens: tuple[int, ...] = ()
         self._step: StepChoices | None = None
+        self._arriving: tuple[StepChoices, Arriving] | None = None  # in which step
         self._buffers: dict[tuple[str, int, int, int, torch.device], _Buffer] = {}
 
     def limit(self, groups: int, top_groups: int) -> None:
@@ -108,10 +116,13 @@ class AssignedExperts:
         step = self.choices(padded, top_k, device)
         return self._kept(("gathered", padded, most, top_k, device), step, lambda: step.gathered(most))
 
-    def arriving(self) -> tuple[torch.Tensor, list[int]]:
-        """:attr:`StepChoices.arriving` of the choices that :meth:`own` was last asked for."""
-        assert self._step is not None
-        return self._step.arriving
+    def arriving(self) -> Arriving:
+        """What comes to this rank's experts, of the choices that :meth:`own` was last asked for."""
+        step = self._step
+        assert step is not None
+        if self._arriving is None or self._arriving[0] is not step:
+            self._arriving = step, stand_in(("arriving", step.tokens), step.arriving)
+        return self._arriving[1]
 
     def choices(self, padded: int, top_k: int, device: torch.device) -> StepChoices:
         """Of a step in which this rank has ``padded`` rows, padding counted."""
@@ -120,21 +131,26 @@ class AssignedExperts:
             tokens = (padded,) * ranks
         last = self._step
         if last is None or (last.tokens, last.physical.shape[1], last.physical.device) != (tokens, top_k, device):
-            total, experts = sum(tokens), self._placement.experts
-            if self._loads is None:
-                logical = balanced_choices(total, top_k, experts, *self._limits, device)
-            else:
-                logical = weighted_choices(total, top_k, experts, self._loads, device)
-            self._step = StepChoices(self._placement.to_physical(logical), tokens, self._rank, self._placement)
+            physical = stand_in(("choices", tokens, top_k), lambda: self._chosen(sum(tokens), top_k, device))
+            self._step = StepChoices(physical, tokens, self._rank, self._placement)
         assert self._step is not None
         return self._step
+
+    def _chosen(self, tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
+        """Physical experts ``[tokens, top_k]``."""
+        experts = self._placement.experts
+        if self._loads is None:
+            logical = balanced_choices(tokens, top_k, experts, *self._limits, device)
+        else:
+            logical = weighted_choices(tokens, top_k, experts, self._loads, device)
+        return self._placement.to_physical(logical)
 
     def _kept(
         self, name: tuple[str, int, int, int, torch.device], step: StepChoices, make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None:
-            buffer = self._buffers[name] = _Buffer(make(), step)
+            buffer = self._buffers[name] = _Buffer(stand_in((*name, step.tokens), make), step)
         elif buffer.step is not step:
             buffer.values.copy_(make())
             buffer.step = step

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
-from dsa_engine.measure.stage_timer import EMULATION
-from dsa_engine.model.profile_stages import stage
 from dsa_engine.parallel.config import MoeDispatch
 from dsa_engine.parallel.expert_parallel import Arrivals, Dispatched, ExpertParallel
 from dsa_engine.parallel.group import Group
@@ -22,8 +20,7 @@ class AssignedExpertParallel(ExpertParallel):
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         count, k = experts.shape
-        with stage(EMULATION):
-            return self.assigned.own(count, k, experts.device)
+        return self.assigned.own(count, k, experts.device)
 
 
 class EmulatedExpertParallel(AssignedExpertParallel):
@@ -39,15 +36,11 @@ class EmulatedExpertParallel(AssignedExpertParallel):
     ) -> Dispatched:
         here = super().dispatch(tokens, experts, weights, method, most_tokens)
         count, k = experts.shape
-        with stage(EMULATION):
-            if method == "all_gather":
-                arrived = self.assigned.gathered(count, most_tokens, k, experts.device)
-            else:
-                arrived, _ = self.assigned.arriving()
-        return here._replace(experts=arrived)
+        if method == "all_gather":
+            return here._replace(experts=self.assigned.gathered(count, most_tokens, k, experts.device))
+        return here._replace(experts=self.assigned.arriving().choices)
 
     def exchange_counts(self, sent: torch.Tensor) -> Arrivals:
         made_up = super().exchange_counts(sent)
-        with stage(EMULATION):
-            choices, receive = self.assigned.arriving()
-            return Arrivals(made_up.send, receive, int((choices >= 0).sum()))
+        arriving = self.assigned.arriving()
+        return Arrivals(made_up.send, arriving.tokens, arriving.served)

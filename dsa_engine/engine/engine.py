@@ -28,7 +28,7 @@ from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.kernel_check import check_kernels
-from dsa_engine.engine.load_weights import load_weights, refuse_extra_layers, refuse_missing_modules
+from dsa_engine.engine.load_weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.new_request import new_request
 from dsa_engine.engine.prefill_alone import chunks_alone
@@ -71,10 +71,9 @@ class Engine:
         self.options = options
         self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
         refuse_extra_layers(folder, config, options)
-        refuse_missing_modules(folder, config, options)
+        modules = mtp_modules(folder, config, options)
         relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
         drafts = options.speculation.num_speculative_tokens if options.speculation else 0
-        modules = options.speculation.modules if options.speculation else 0
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
             raise ValueError(
@@ -143,6 +142,7 @@ class Engine:
         if self.scheduler.has_work:
             raise RuntimeError("the engine is busy with requests; finish them first")
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
+        self.scheduler.least_last_chunk = num_drafts if len(self.model.mtp) > 1 else 1
         # With drafts, which tokens the next step computes is known when this one has been read.
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
         self.async_scheduling = ahead and not num_drafts
@@ -228,6 +228,8 @@ class Engine:
             self.scheduler.computed(chunks)
             for request, indices in launched.indices.items():
                 request.placeholders += indices
+            for request, states in launched.last_states.items():
+                request.last_states = states
             for request, found in launched.prompt_logprobs.items():
                 request.add_prompt_logprobs(found)
             if launched.indices:

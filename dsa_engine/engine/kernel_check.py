@@ -20,7 +20,7 @@ import triton
 from dsa_engine.demo import cache_folder
 from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels import launch, operation
+from dsa_engine.kernels import cpu, launch, operation
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.model.config import ModelConfig
@@ -41,7 +41,7 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
     """
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})
-    if options.kernels != "checked" or not (mesh.device.type == "cuda" or INTERPRETED):
+    if options.kernels != "checked" or not _has_kernels(model, mesh):
         return options.kernels == "reference"
     kept = _kept_file(config, stored, mesh.device, options)
     wrong, finished = _read(kept)
@@ -57,6 +57,13 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
             reason,
         )
     return bool(max(mesh.exchange(len(operation.replaced()))))
+
+
+def _has_kernels(model: Model, mesh: Mesh) -> bool:
+    """Whether some rank would run kernels; on a CPU these are compiled for it."""
+    if mesh.device.type == "cuda" or INTERPRETED:
+        return True
+    return bool(max(mesh.exchange(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
 
 
 def trial_tokens(config: ModelConfig) -> int:
@@ -94,6 +101,8 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
         about += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda, driver]
     about += [options.dtype, options.quantization, sorted(asdict(config).items(), key=lambda item: item[0])]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
+    if device.type == "cpu" and not INTERPRETED:
+        digest.update(cpu.digest().encode())
     for source in sorted(Path(operation.__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     try:

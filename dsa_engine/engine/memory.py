@@ -15,6 +15,7 @@ from dsa_engine.errors import CapacityError
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.launch_environment import local_world_size
 from dsa_engine.sizes import format_bytes, parse_bytes
 
 # A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
@@ -50,8 +51,7 @@ def default_cache_memory(
         free, total = torch.cuda.mem_get_info(device)
         held_back = (1 - utilization) * total
         return max(0, int(free - held_back - workspace - activation_bytes(config, tokens, gathered, dtype)))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_ranks)
+    return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_world_size())
 
 
 def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:

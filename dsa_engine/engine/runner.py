@@ -68,9 +68,9 @@ class ModelRunner:
             return self._graphs.pad(step, self.num_drafts)
         return step
 
-    def _plan_of(self, chunks: list[Chunk]) -> StepPlan:
+    def _plan_of(self, chunks: list[Chunk], max_decode_rows: int = 0) -> StepPlan:
         layout = self._mesh.config.cp_layout
-        rows = max(self._max_decode_rows, 1 + self.num_drafts)
+        rows = max(self._max_decode_rows, 1 + self.num_drafts, max_decode_rows)
         step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         for observer in self.observers:
             observer(step)

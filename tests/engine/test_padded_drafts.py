@@ -22,13 +22,19 @@ DRAFTS, COUNT = 2, 7
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
-@pytest.mark.parametrize("model_type", ["deepseek_v32", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type, modules",
+    [("deepseek_v32", 1), ("deepseek_v32", 2)]
+    + [pytest.param("deepseek_v3", modules, marks=pytest.mark.slow) for modules in (1, 2)],
+)
 def test_padded_steps_with_drafts(
-    model_type: str, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
+    model_type: str, modules: int, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:
     """Three requests in a bucket of four: one selects, one comes to it while it decodes, one sees few tokens. Drafts
     that are made are those of the equations; those that are verified are right now and then."""
-    oracle = drafting_oracle(model_type, layers=1, **({"index_topk": 16} if model_type == "deepseek_v32" else {}))
+    oracle = drafting_oracle(
+        model_type, layers=1, modules=modules, **({"index_topk": 16} if model_type == "deepseek_v32" else {})
+    )
     prompts = [random_ids(19), random_ids(14, seed=1), random_ids(3, seed=2)]
     llm = LLM(
         oracle.folder,

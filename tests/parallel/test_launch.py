@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dsa_engine.parallel import Mesh, ParallelConfig, failure
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.agreement import differences
-from dsa_engine.parallel.launch_environment import launched_rank, several_processes
+from dsa_engine.parallel.launch_environment import launched_rank, local_world_size, several_processes
 from dsa_engine.parallel.peers import name_of, state_of, wake
 
 
@@ -46,6 +46,20 @@ def test_an_environment_without_sense(
     assert not several_processes()
     with pytest.raises(ValueError, match=message):
         Mesh.create(ParallelConfig(), "cpu")
+
+
+def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's name for their number goes before deepspeed's."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert local_world_size() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert local_world_size() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert local_world_size() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE in the environment must be a positive integer, not '0'"):
+        local_world_size()
 
 
 @pytest.fixture

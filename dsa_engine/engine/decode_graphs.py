@@ -102,7 +102,7 @@ class DecodeGraphs:
         bucket = step.bucket
         assert bucket is not None, "a step is padded before it is run here"
         kept = self._batches.get(bucket)
-        batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, kept)
+        batch = build_batch(step, self._config, self._mesh, self._cache.block_tables, sampled, kept)
         self._batches[bucket] = batch
         return batch, self.run(bucket, lambda: self._model(batch, self._cache))
 

@@ -144,7 +144,7 @@ class ModelRunner:
         """What the step was computed from, and its hidden states ``[T, hidden]``, normed."""
         if self._graphs is not None and plan.bucket is not None:
             return self._graphs.forward(plan, sampled)
-        batch = build_batch(plan, self._config, self._mesh, self._cache.page_size, sampled)
+        batch = build_batch(plan, self._config, self._mesh, self._cache.block_tables, sampled)
         return batch, self._model(batch, self._cache)
 
     def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,9 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
     (tmp_path / "config.json").write_text(json.dumps(released_config("deepseek_v32")))
     captured: list[set[Any]] = []
     capture = StandIns._captured
-    monkeypatch.setattr(StandIns, "_captured", lambda self, names: captured.append(names) or capture(self, names))
+    monkeypatch.setattr(
+        StandIns, "_captured", lambda self, names, at: captured.append(names) or capture(self, names, at)
+    )
     monkeypatch.setattr(EmulatedMesh, "exchange", lambda mesh, value: [value] * mesh.world_size)  # no values there
     layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     with FakeDevice() as device:

@@ -305,10 +305,14 @@ def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
         from dsa_engine.demo import demo_folder
         from dsa_engine.model.config import ModelConfig
         from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+        from dsa_engine.speculative_config import SpeculativeConfig
 
-        config = ModelConfig.from_pretrained(demo_folder(), TINY).with_mtp(int("speculative_config" in options))
+        keys = TINY | options.pop("hf_overrides", {})
+        config = ModelConfig.from_pretrained(demo_folder(), keys)
+        speculation = SpeculativeConfig(**options["speculative_config"]) if "speculative_config" in options else None
+        config = config.with_mtp(speculation.modules(config.num_nextn_predict_layers) if speculation else 0)
         token = cache_bytes_per_token(config, cache_format(config, torch.float32))
-        fixed = {"device": "cpu", "load_format": "dummy", "hf_overrides": TINY, "page_size": 2, "progress": False}
+        fixed = {"device": "cpu", "load_format": "dummy", "hf_overrides": keys, "page_size": 2, "progress": False}
         sizes = {"max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 24}
         return LLM(demo_folder(), cache_memory=tokens * token, **fixed | sizes | options)
 

@@ -59,7 +59,7 @@ class LogitTerms:
             self._penalise(logits, wanted, sampled)
 
     def _add_biases(self, logits: torch.Tensor, wanted: Sequence[Wanted]) -> None:
-        rows = [i for i, (request, _) in enumerate(wanted) if _is_biased(request)]
+        rows = [i for i, (request, _) in enumerate(wanted) if is_biased(request)]
         if not rows:
             return
         requests = [wanted[i].request for i in rows]
@@ -197,7 +197,8 @@ class _Rows:
         self._slots.pop(request, None)
 
 
-def _is_biased(request: Request) -> bool:
+def is_biased(request: Request) -> bool:
+    """Whether something constant is added to its logits."""
     params = request.params
     return bool(params.allowed_token_ids or params.logit_bias or any(len(word) == 1 for word in request.bad_words))
 

@@ -33,7 +33,7 @@ LAYERS = (
     ("engine.padded_drafts", "engine.padded_vanilla_drafts", "engine.vanilla_drafts", "engine.speculative_step"),
     ("engine.draft_tokens",),
     ("engine.decode_graphs", "engine.draft_passes", "engine.sampler"),
-    ("engine.relaxed_acceptance",),
+    ("engine.penalty_counts", "engine.relaxed_acceptance"),
     ("engine.logit_terms", "engine.prompt_logprobs"),
     ("engine",),
     ("model.model",),

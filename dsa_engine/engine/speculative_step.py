@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import Bucket, StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import BucketRows, DraftPasses
-from dsa_engine.engine.logit_terms import is_biased
+from dsa_engine.engine.logit_terms import is_biased, penalised, penalties_of
 from dsa_engine.engine.outcome import Columns, Outcome
 from dsa_engine.engine.pages import pages_for
+from dsa_engine.engine.penalty_counts import PenaltyCounts, with_drafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
@@ -45,6 +46,7 @@ class Kind(NamedTuple):
     """What the launches of a step depend on beside its bucket."""
 
     limits: Limits | None  # None: all requests are greedy
+    penalises: bool
     assume: Assume | None
 
 
@@ -57,6 +59,7 @@ class _Buffers:
     tables: torch.Tensor  # [requests, pages] int32, block tables
     rows: BucketRows  # of the step
     ones: BucketRows  # one of every request, of a draft pass
+    counts: torch.Tensor  # [requests, vocab + 1] int32, see PenaltyCounts; empty until a request penalises
     offsets: torch.Tensor  # [rows of a request] int64: 0, 1, …
     first_rows: torch.Tensor  # [requests] int64
 
@@ -76,6 +79,7 @@ class SpeculativeSteps:
         self._mesh = mesh
         self._seed = seed
         self._passes = passes
+        self._counts = PenaltyCounts(model.config.vocab_size)
         self._buffers: dict[Bucket, _Buffers] = {}
 
     def kind(self, step: StepPlan, count: int, assume: Assume | None) -> Kind | None:
@@ -85,7 +89,8 @@ class SpeculativeSteps:
             return None
         params, vocab = [chunk.request.params for chunk in chunks], self._model.config.vocab_size
         drawn = [p for p in params if p.temperature > 0]
-        return Kind(Limits.of(drawn, vocab).rounded(vocab) if drawn else None, assume)
+        limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
+        return Kind(limits, any(p.penalises for p in params), assume)
 
     def run(self, step: StepPlan, kind: Kind, before: Outcome | None, graphs: DecodeGraphs) -> Samples:
         """Launches a step; nothing waits for the device.
@@ -108,12 +113,17 @@ class SpeculativeSteps:
         tables.gather(table_rows + [0] * (requests - len(chunks)), width, out=buffers.tables)
         if before is not None and any(chunk.follows for chunk in chunks):
             torch.index_select(before.table, 0, buffers.inputs[0].clamp(min=0), out=buffers.before)
+        if kind.penalises:
+            if not buffers.counts.numel():
+                buffers.counts = buffers.counts.new_zeros(requests, self._model.config.vocab_size + 1)
+            self._counts.update(chunks, buffers.before, buffers.counts)
         table = graphs.run((bucket, kind), lambda: self._step(buffers, kind))
         return _samples(step, table)
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], places: Mapping[Request, int]) -> torch.Tensor:
         """int64 ``[fields, requests]``: place in the outcome before, -1 where the host knows its tokens; position of
-        the first row; rows; tokens that may be computed; whether tokens are drawn; five of ``Draws``; token ids."""
+        the first row; rows; tokens that may be computed; whether tokens are drawn; five of ``Draws``; three
+        penalties, as the bits of float64; token ids."""
         width = bucket.rows_per_request
         requests = [chunk.request for chunk in chunks]
         rows = []
@@ -126,7 +136,8 @@ class SpeculativeSteps:
         known = torch.tensor(rows, dtype=torch.int64).view(len(rows), 5 + width).T
         seeds = [seed_of(request, self._seed) for request in requests]
         draws = draws_of([request.params for request in requests], seeds, self._model.config.vocab_size)
-        table = torch.cat((known[:5], draws, known[5:]))
+        penalties = penalties_of([request.params for request in requests]).view(torch.int64)
+        table = torch.cat((known[:5], draws, penalties, known[5:]))
         padded = F.pad(table, (0, bucket.requests - len(rows)))
         padded[0, len(rows) :] = -1
         return padded
@@ -135,7 +146,7 @@ class SpeculativeSteps:
         """The outcome's table ``[requests of all ranks, …]``, from the buffers and nothing else."""
         model, count = self._model, len(buffers.offsets) - 1
         place, first, length, limit, drawn = buffers.inputs[:5]
-        draws, ids = Draws.of_columns(tuple(buffers.inputs[5:10])), buffers.inputs[10:].T
+        draws, ids = Draws.of_columns(tuple(buffers.inputs[5:10])), buffers.inputs[13:].T
         before, follows = Columns.of(buffers.before), place >= 0
         first = before.position.where(follows, first)
         # In place of a token there may be the negative code of an error: that request has ended.
@@ -145,7 +156,13 @@ class SpeculativeSteps:
         at = positions.where(live, -1).flatten()
         batch = buffers.rows.batch(model, self._cache.page_size, buffers.tables, at, ids.flatten())
         hidden = model(batch, self._cache)
-        tokens = _choose(model.own_logits(hidden, batch.rows), draws, drawn, positions + 1, kind.limits)
+        logits = model.own_logits(hidden, batch.rows)
+        whole = logits.sum(dim=-1).isfinite()
+        if kind.penalises:
+            penalties = buffers.inputs[10:13].view(torch.float64).float().repeat_interleave(count + 1, dim=1)
+            logits = penalised(logits, with_drafts(buffers.counts[:, :-1], ids), penalties)
+        tokens = _choose(logits, draws, drawn, positions + 1, kind.limits)
+        tokens = tokens.where(whole.view_as(tokens), NOT_FINITE)
         offered = live[:, 1:].sum(dim=1)
         if kind.assume is None:
             accepted = ((tokens[:, :-1] == ids[:, 1:]) & live[:, 1:]).long().cumprod(dim=1).sum(dim=1)
@@ -161,11 +178,12 @@ class SpeculativeSteps:
         requests, width, device = bucket.requests, bucket.rows_per_request, self._mesh.device
         pages = pages_for(bucket.context, self._cache.page_size)
         return _Buffers(
-            inputs=torch.zeros(10 + width, requests, dtype=torch.int64, device=device),
+            inputs=torch.zeros(13 + width, requests, dtype=torch.int64, device=device),
             before=torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device),
             tables=torch.zeros(requests, pages, dtype=torch.int32, device=device),
             rows=BucketRows.of(bucket, width, self._model),
             ones=BucketRows.of(bucket, 1, self._model),
+            counts=torch.empty(0, dtype=torch.int32, device=device),
             offsets=torch.arange(width, device=device),
             first_rows=torch.arange(requests, device=device) * width,
         )
@@ -174,21 +192,21 @@ class SpeculativeSteps:
 def _choose(
     logits: torch.Tensor, draws: Draws, drawn: torch.Tensor, positions: torch.Tensor, limits: Limits | None
 ) -> torch.Tensor:
-    """A token for every row, ``[requests, rows of each]`` int64 as their ``positions``, or the code of an error."""
+    """A token for every row, int64 ``[requests, rows of each]`` as their ``positions``."""
     tokens = logits.argmax(dim=-1).view_as(positions)
     if limits is not None:
         each = positions.shape[1]
         of_rows = Draws(*(column.repeat_interleave(each) for column in draws))
         chosen = draw(logits, of_rows, positions.flatten(), limits).view_as(positions)
         tokens = chosen.where(drawn[:, None] > 0, tokens)
-    return tokens.where(logits.sum(dim=-1).isfinite().view_as(positions), NOT_FINITE)
+    return tokens
 
 
 def _is_alone_on_device(chunk: Chunk) -> bool:
     """Whether a chunk is decoded, all of its rows sampled, and its sampling needs nothing of the host."""
     request, params = chunk.request, chunk.request.params
     decodes = chunk.start >= request.num_prefill_tokens and chunk.num_logits == chunk.length
-    asks = params.logprobs is not None or params.penalises or len(request.output) < params.min_tokens
+    asks = params.logprobs is not None or len(request.output) < params.min_tokens
     return decodes and not asks and not is_biased(request) and not request.bad_words
 
 

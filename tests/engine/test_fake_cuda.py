@@ -92,20 +92,21 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
     assert not over, f"{over} is more than {held}"
 
 
-DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, max_tokens=200)
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01)
 # Most launches of a step with three drafts: in its graph, and of a step that replays it.
-WITH_DRAFTS = {(1, False): (422, 6), (8, False): (488, 6), (8, True): (553, 6)}
+WITH_DRAFTS = {(1, "greedy"): (412, 6), (8, "greedy"): (433, 6), (8, "drawn"): (498, 6), (8, "penalised"): (455, 33)}
 
 
-@pytest.mark.parametrize(("world", "drawn"), WITH_DRAFTS)
-def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, drawn: bool) -> None:
+@pytest.mark.parametrize(("world", "how"), WITH_DRAFTS)
+def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: str) -> None:
     """One graph, launched before the step before is read; the host waits for nothing but what it reads, also where
-    tokens are drawn within limits."""
+    tokens are drawn within limits, and where what a token costs depends on those before."""
+    params = {"greedy": GREEDY, "drawn": DRAWN, "penalised": replace(GREEDY, presence_penalty=0.5)}[how]
     drafts = {"num_speculative_tokens": 3}
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", world, speculative_config=drafts)
         for _ in range(2 * world):
-            engine.add_filled(100_000, DRAWN if drawn else replace(GREEDY, max_tokens=200))
+            engine.add_filled(100_000, replace(params, max_tokens=200))
         with device.watched():
             engine.step()  # warms up and captures: within, a wait is an error
         captured = len(device.captures[-1].launches)
@@ -115,4 +116,4 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, drawn: 
             assert device.waits == ["event in speculative_step.py:codes"] and device.count("graph") == 1
             assert engine.launched_ahead == ahead
         seen = captured, len(device.launches)
-    assert all(found <= held for found, held in zip(seen, WITH_DRAFTS[world, drawn], strict=True)), seen
+    assert all(found <= held for found, held in zip(seen, WITH_DRAFTS[world, how], strict=True)), seen

@@ -76,7 +76,7 @@ def test_padded_steps_with_drafts(
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     assert [o.token_ids for o in llm.generate(prompts, params)] == list(expected.values())
     assert set(accepted) == set(range(DRAFTS + 1))
-    assert len(ran) >= 3 and {kind for _, kind in ran} == {Kind(None, None)}, "a step is one graph"
+    assert len(ran) >= 3 and {kind for _, kind in ran} == {Kind(None, False, None)}, "a step is one graph"
     assert ran[0][0].requests == 4 and {bucket.rows_per_request for bucket, _ in ran} == {1 + DRAFTS}
 
 

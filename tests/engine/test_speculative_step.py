@@ -24,6 +24,7 @@ from dsa_engine.engine.sampler import Samples
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.0, seed=3)
+PENALISED = replace(GREEDY, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3)
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -85,7 +86,9 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     return llm
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=["deepseek_v32", "deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)]
+)
 def shared(request: Any, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> Any:
     """An engine with drafts, its script, and what requests get without drafts."""
     oracle = drafting_oracle(request.param, **MODELS[request.param])
@@ -131,7 +134,7 @@ def test_the_same_tokens_and_drafts(engines: Any) -> None:
         GREEDY,
         replace(DRAWN, top_p=0.9),
         replace(DRAWN, temperature=0.7, top_k=20, min_p=0.02, seed=None),
-        replace(GREEDY, max_tokens=9),
+        replace(PENALISED, temperature=0.9, seed=8),
     ]
     short = [replace(GREEDY, max_tokens=count) for count in (1, 2, 3, 4)]
     outputs = same(engines, [*prompts, *prompts], [*params, *short])
@@ -155,23 +158,25 @@ def test_what_ends_a_request_within_a_run(engines: Any) -> None:
         replace(GREEDY, stop_token_ids=stops[:1]),
         replace(DRAWN, seed=5, stop_token_ids=stops[1:2], logprobs=1, max_tokens=12),
         replace(GREEDY, stop_token_ids=stops[2:3], min_tokens=7),
-        replace(GREEDY, repetition_penalty=1.3, max_tokens=4),
+        replace(PENALISED, logit_bias={7: 1.0}, max_tokens=9),
     ]
-    found = same(engines, prompts, params)
-    assert [output.finish_reason for output in found] == ["stop"] * 3 + ["length"]
+    found = same(engines, [*prompts, prompts[0]], [*params, GREEDY])
+    assert [output.finish_reason for output in found] == ["stop"] * 3 + ["length"] * 2
 
 
 def test_requests_that_come_and_go(engines: Any) -> None:
     """Some are prefilled while others decode, one is cancelled, one gives way: nothing else changes."""
     llm, script, plain, prompts, _ = engines
     engine = llm.engine
-    expected = [output.token_ids for output in plain.generate([*prompts, *prompts], GREEDY)]
+    params = [GREEDY, PENALISED, PENALISED, GREEDY, GREEDY, PENALISED, DRAWN, GREEDY]
+    expected = [output.token_ids for output in plain.generate([*prompts, *prompts], params)]
     script.outputs = {200 + i: tokens for i, tokens in enumerate(expected)}
     engine._next_id = 200
     requests, steps = [], 0
     while len(requests) < 8 or engine.scheduler.has_work:
         if steps % 2 == 0 and len(requests) < 8:
-            requests.append(engine.add([*prompts, *prompts][len(requests)], GREEDY))
+            number = len(requests)
+            requests.append(engine.add([*prompts, *prompts][number], params[number]))
         engine.step()
         steps += 1
         if steps == 7:
@@ -191,10 +196,10 @@ def test_the_caches_are_full(engines: Any) -> None:
     hog = Request(-1, [0], GREEDY)
     taken.take(hog, 0, taken.free[0] - 22)  # of pages of 4 tokens
     try:
-        expected = [output.token_ids for output in plain.generate(prompts[:3], GREEDY)]
+        expected = [output.token_ids for output in plain.generate(prompts[:3], PENALISED)]
         llm.engine._next_id = 300
         script.outputs = {300 + i: tokens for i, tokens in enumerate(expected)}
-        assert [output.token_ids for output in llm.generate(prompts[:3], GREEDY)] == expected
+        assert [output.token_ids for output in llm.generate(prompts[:3], PENALISED)] == expected
         assert scheduler.preemptions > before
     finally:
         taken.release_all(hog)

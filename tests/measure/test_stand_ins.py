@@ -62,11 +62,6 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
     """A decode step of one rank of 64 on a fake device: when it is timed it is replayed, when it is watched it is not,
     and what stood in for the other ranks is captured where the step is, and waits for nothing there."""
     (tmp_path / "config.json").write_text(json.dumps(released_config("deepseek_v32")))
-    captured: list[set[Any]] = []
-    capture = StandIns._captured
-    monkeypatch.setattr(
-        StandIns, "_captured", lambda self, names, at: captured.append(names) or capture(self, names, at)
-    )
     monkeypatch.setattr(EmulatedMesh, "exchange", lambda mesh, value: [value] * mesh.world_size)  # no values there
     layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     with FakeDevice() as device:
@@ -90,8 +85,12 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
         with device.watched():
             engine.step()
         assert device.count("graph") == (0 if eager else 1)
+        before = len(device.captures)
         with watched(engine) as one:
             engine.step()
         assert one.stand_ins > 0
-    kinds = [{name[0] for name in names} for names in captured]
-    assert kinds == ([] if eager else [{"all_gather", "reduce_scatter"}])
+        alone = device.captures[before:]
+        assert len(alone) == (0 if eager else 1)
+        for graph in alone:
+            kinds = {launch.kind for launch in graph.launches}
+            assert kinds == {"torch"} and graph.warmed_up, "made up on the device, with nothing from the host"

@@ -80,32 +80,32 @@ class StandIns:
     @torch.inference_mode()
     def seconds(self, device: torch.device) -> float:
         """Of all of it, alone: the median of a few runs."""
-        graphed = self._collectives if self.in_graph and device.type == "cuda" else set()
-        replay = self._captured(graphed, device) if graphed else None
+        run: Callable[[], None] = self._run
+        if self.in_graph and device.type == "cuda":
+            run = self._captured(device)
         taken = []
         for _ in range(1 + _REPEATS):
             begin = _reached(device)
-            self._run(self._count.keys() - graphed)
-            if replay is not None:
-                replay()
+            run()
             taken.append(_reached(device) - begin)
         return statistics.median(taken[1:])  # the first is slower, where memory is asked for
 
-    def _run(self, names: set[Hashable]) -> None:
+    def _run(self, only_collectives: bool = False) -> None:
         for what, count in self._count.items():
-            if what in names:
+            if what in self._collectives or not only_collectives:
                 for _ in range(count):
                     self._make[what]()
 
-    def _captured(self, names: set[Hashable], device: torch.device) -> Callable[[], None]:
+    def _captured(self, device: torch.device) -> Callable[[], None]:
+        """Replays the collectives; all else was made up when the step was captured, and a graph only reads it."""
         stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._run(names)  # once without capturing, as the engine's graphs are
+            self._run(True)  # once without capturing, as the engine's graphs are
             torch.cuda.synchronize(device)
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._run(names)
+                self._run(True)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)

@@ -66,6 +66,10 @@ class ExpertPlacement:
         """How many physical experts a rank holds."""
         return len(self.held[rank])
 
+    def fraction(self, rank: int) -> float:
+        """The part of all physical experts that a rank holds."""
+        return self.count(rank) / self.experts
+
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         """The physical experts of logical ones: int32 of any shape, −1 stays −1."""
         return experts if self._physical is None else self._physical[experts.long()]

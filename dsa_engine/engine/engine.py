@@ -95,6 +95,7 @@ class Engine:
                 self.dtype,
                 weight_format(config.quantization, options.quantization, self.dtype, device),
                 self.workspace,
+                options.max_num_batched_tokens,
                 options.overlap_shared_expert,
                 options.overlap_indexer,
             )

@@ -30,7 +30,14 @@ def _top(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def route_reference(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, factor: float
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    normalise: bool,
+    factor: float,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.sigmoid()
     choice = scores + bias
@@ -44,7 +51,8 @@ def route_reference(
     weights = scores.gather(1, experts)
     if normalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return experts.int(), weights * factor
+    experts = experts.int()
+    return experts if live is None else experts.masked_fill(~live[:, None], -1), weights * factor
 
 
 _WORST = tl.constexpr(-(2**63))
@@ -72,7 +80,7 @@ def _number(key):
 
 @triton.jit
 def route_kernel(
-    logits, bias, experts, weights, rows, factor,
+    logits, bias, live, experts, weights, rows, factor,
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -108,12 +116,22 @@ def route_kernel(
     if NORMALISE:
         score = score / (tl.sum(tl.where(wanted, score, 0.0), axis=1)[:, None] + 1e-20)
     out = row.to(tl.int64)[:, None] * TOP_K + column[None, :]
+    if live is not None:
+        lives = tl.load(live + row, mask=row < rows, other=0) != 0
+        chosen = tl.where(lives[:, None], chosen, -1)
     tl.store(experts + out, chosen, mask=wanted)
     tl.store(weights + out, score * factor, mask=wanted)
 
 
 def _launch(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, factor: float
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    normalise: bool,
+    factor: float,
+    live: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, size = logits.shape[0], logits.shape[1] // groups
     experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
@@ -123,7 +141,7 @@ def _launch(
         # many; with few, every row has a program. Compiled for sm_90, not yet measured on a device.
         at_once = 2 if rows > 16 * multiprocessors(logits) else 1
         route_kernel[(cdiv(rows, at_once),)](
-            logits.contiguous(), bias.contiguous(), experts, weights, rows, factor,
+            logits.contiguous(), bias.contiguous(), live, experts, weights, rows, factor,
             TOP_K=top_k, GROUPS=groups, SIZE=size, TOP_GROUPS=top_groups, NORMALISE=normalise, ROWS=at_once,
             GROUPS_PAD=next_power_of_2(groups), SIZE_PAD=next_power_of_2(size),
             TOP_K_PAD=next_power_of_2(top_k), num_warps=1,
@@ -141,12 +159,14 @@ def route(
     top_groups: int,
     normalise: bool,
     factor: float,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts for every token.
 
     Args:
         logits: float32 ``[T, experts]``, consecutive experts forming a group.
         bias: float32 ``[experts]``, the correction bias.
+        live: bool ``[T]``: rows that are tokens; the others choose nobody, −1. Default: all are.
 
     Returns:
         expert numbers ``[T, top_k]`` int32, best choice first, and their weights ``[T, top_k]`` float32.
@@ -160,6 +180,8 @@ def route(
         raise ValueError(f"{bias.shape[0]} experts in {groups} groups: a group is ranked by 2 experts")
     if not 1 <= top_groups <= groups or not 1 <= top_k <= top_groups * size:
         raise ValueError(f"top {top_k} experts within top {top_groups} of {groups} groups of {size} experts")
+    if live is not None and (live.shape != logits.shape[:1] or live.dtype != torch.bool):
+        raise ValueError(f"live must be bool [{logits.shape[0]}], not {live.dtype} {list(live.shape)}")
     if runs_triton(logits):
-        return _launch(logits, bias, top_k, groups, top_groups, normalise, factor)
-    return route_reference(logits, bias, top_k, groups, top_groups, normalise, factor)
+        return _launch(logits, bias, top_k, groups, top_groups, normalise, factor, live)
+    return route_reference(logits, bias, top_k, groups, top_groups, normalise, factor, live)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.permute import Order, expert_order
 from dsa_engine.kernels.permute import combine as weighted_sum
-from dsa_engine.parallel.dispatch import Arrived, Dispatch
+from dsa_engine.parallel.dispatch import Arrived, Dispatch, unpacked
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 
@@ -101,22 +102,19 @@ class AllToAll(Dispatch):
     ):
         self.rounds = len(arrivals)
         self._group, self._placement = group, placement
-        self._tokens, self._source, self._places = tokens, source, places
-        # Choices and weights travel beside each other as 32-bit words, the tokens in their own dtype.
-        self._words = torch.cat((experts, weights.view(torch.int32)), dim=-1)
+        self._tokens, self._experts, self._weights = tokens, experts, weights
+        self._source, self._places = source, places
         self._arrivals = arrivals
         self._returned: torch.Tensor | None = None  # [rows, hidden]: at most k a token, however skewed the routing is
         self._first = 0  # row of the round that is under way
 
     def arrive(self, number: int) -> Arrived:
         send, receive, served = self._arrivals[number]
-        group, k = self._group, self._words.shape[1] // 2
+        group, k = self._group, self._experts.shape[1]
         source = self._source[self._first : self._first + sum(send)]
-        words = group.all_to_all(self._words[source], send, receive)
+        packed = pack_tokens(self._tokens, self._experts, self._weights, source=source)
         return Arrived(
-            group.all_to_all(self._tokens[source], send, receive),
-            self._placement.local(words[:, :k], group.index),
-            words[:, k:].contiguous().view(torch.float32),
+            *unpacked(group.all_to_all(packed, send, receive), self._tokens, k, self._placement, group.index),
             max(1 / k, self._placement.fraction(group.index)),  # a token comes for one choice at least
             served,
         )

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.packed_tokens import tokens_of, unpack_choices
+from dsa_engine.parallel.placement import ExpertPlacement
+
 
 class Arrived(NamedTuple):
     """Tokens at the rank that holds their experts.
@@ -66,3 +69,12 @@ class AtOnce(Dispatch):
 
     def combine(self) -> torch.Tensor:
         return self._own
+
+
+def unpacked(
+    packed: torch.Tensor, like: torch.Tensor, k: int, placement: ExpertPlacement, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of packed rows: tokens as ``like`` has them, choices counted within the experts of ``rank``, and weights."""
+    hidden, dtype = like.shape[1], like.dtype
+    choices = unpack_choices(packed, hidden, dtype, k, placement.first(rank), placement.count(rank))
+    return tokens_of(packed, hidden, dtype), *choices

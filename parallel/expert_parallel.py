@@ -1,7 +1,8 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
-A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, and the sums back. Both dispatches
-send a token to a rank at most once, however many of that rank's experts it has chosen.
+A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
+row (`kernels/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however many
+of that rank's experts it has chosen.
 
 * "all_to_all": only what is needed travels, in rounds where much comes to one rank (`all_to_all.py`); the counts depend
   on the routing, and the host waits for them; sums add in float32, in the order of a token's choices, so the same bits
@@ -15,11 +16,11 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
+from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.transfer import download
 from dsa_engine.parallel.all_to_all import AllToAll, Arrivals, Sendings, in_rounds, rounds_needed
-from dsa_engine.parallel.dispatch import Arrived, AtOnce, Dispatch
+from dsa_engine.parallel.dispatch import Arrived, AtOnce, Dispatch, unpacked
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 
@@ -33,11 +34,13 @@ class ExpertParallel:
     Attributes:
         group: the ranks that hold them.
         placement: which of them each rank holds.
+        even: choices are spread over the ranks evenly, whatever they are.
     """
 
     def __init__(self, group: Group, placement: ExpertPlacement):
         self.group = group
         self.placement = placement
+        self.even = False
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -74,7 +77,7 @@ class ExpertParallel:
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""
-        return self.placement.to_physical(experts)
+        return self.placement.spread(experts) if self.even else self.placement.to_physical(experts)
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
         """Tells every rank what comes to it, and how many choices the rank serves that has most: the one thing in a
@@ -118,14 +121,9 @@ class ExpertParallel:
     ) -> Dispatch:
         """Padding has no experts, so it takes no part in any expert's work."""
         group, (count, k) = self.group, experts.shape
-        extra = (0, 0, 0, most_tokens - count)
-        words = torch.cat((F.pad(experts, extra, value=-1), F.pad(weights, extra).view(torch.int32)), dim=-1)
-        gathered = group.all_gather(words)
+        gathered = group.all_gather(pack_tokens(tokens, experts, weights, rows=most_tokens))
         arrived = Arrived(
-            group.all_gather(F.pad(tokens, extra)),
-            self.placement.local(gathered[:, :k], group.index),
-            gathered[:, k:].contiguous().view(torch.float32),
-            self.placement.fraction(group.index),
+            *unpacked(gathered, tokens, k, self.placement, group.index), self.placement.fraction(group.index)
         )
         return AtOnce(arrived, lambda sums: group.reduce_scatter(sums)[:count])
 

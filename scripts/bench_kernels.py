@@ -9,7 +9,8 @@ import torch
 
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.kernels.launch import capability
-from dsa_engine.measure.kernel_cases.bench import Ceilings, measure, rows
+from dsa_engine.measure.ceilings import Ceilings
+from dsa_engine.measure.kernel_cases.bench import measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.report import environment, format_table, write_json
@@ -59,8 +60,7 @@ def main() -> None:
         results += measured
     if args.json:
         where = environment(device, dtype, 1)
-        ceiling = {"matmul_tflops_per_s": ceilings.flops_per_s / 1e12, "copy_gb_per_s": ceilings.bytes_per_s / 1e9}
-        write_json(args.json, {**where, "ceilings": ceiling, "left_out": left_out, "results": results})
+        write_json(args.json, {**where, "ceilings": ceilings.to_json(), "left_out": left_out, "results": results})
     if left_out:
         print(f"left out for lack of time: {', '.join(left_out)}")
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -20,6 +23,8 @@ import torch
 # Time decides no test: on a busy machine an example may take any time.
 hypothesis.settings.register_profile("dsa_engine", deadline=None)
 hypothesis.settings.load_profile("dsa_engine")
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 BASE: dict[str, Any] = {
     "vocab_size": 200,
@@ -300,3 +305,36 @@ def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
         return LLM(demo_folder(), cache_memory=tokens * token, **fixed | sizes | options)
 
     return make
+
+
+class Ended(NamedTuple):
+    """What is left of a script that was run, under the names of ``subprocess``."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_script(
+    demo_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """``run_script("bench_prefill.py", *arguments)`` runs a script in this process: starting Python and PyTorch takes
+    seconds each time."""
+
+    def run(script: str, *arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        status: Any = 0
+        try:
+            runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code or 0
+        assert isinstance(status, int), status
+        sys.stdout.flush()
+        return Ended(status, *capfd.readouterr())
+
+    threads, handler, hook = torch.get_num_threads(), signal.getsignal(signal.SIGTERM), sys.excepthook
+    yield run
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, handler)
+    sys.excepthook = hook

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,7 @@ from dsa_engine.cli import main as dsa_engine_command
 from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-Run = Callable[..., subprocess.CompletedProcess[str]]
-RunHere = Callable[..., tuple[object, str]]  # exit status, what was written to stderr
+Run = Callable[..., Any]
 
 
 def with_model(script: str, arguments: tuple[object, ...]) -> list[object]:
@@ -31,7 +30,15 @@ def with_model(script: str, arguments: tuple[object, ...]) -> list[object]:
 
 
 @pytest.fixture
-def run(demo_cache: Path) -> Run:
+def run(run_script: Run) -> Run:
+    """In this process."""
+    return lambda script, *arguments: run_script(script, *with_model(script, arguments))
+
+
+@pytest.fixture
+def run_alone(demo_cache: Path) -> Run:
+    """In a process of its own, for what is said of a process: its memory."""
+
     def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(SCRIPTS / script), *map(str, with_model(script, arguments))]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -40,22 +47,9 @@ def run(demo_cache: Path) -> Run:
     return start
 
 
-@pytest.fixture
-def run_here(demo_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
-    """Runs a script in this process, for what ends at once: starting Python and PyTorch takes seconds each time."""
-
-    def start(script: str, *arguments: object) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", [script, *map(str, with_model(script, arguments))])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(SCRIPTS / script), run_name="__main__")
-        return ended.value.code, capsys.readouterr().err
-
-    return start
-
-
-def test_bench_prefill_reports_every_length(run: Run, tmp_path: Path) -> None:
+def test_bench_prefill_reports_every_length(run_alone: Run, tmp_path: Path) -> None:
     outputs = {name: tmp_path / f"out.{name}" for name in ("json", "npy", "png", "trace")}
-    done = run(
+    done = run_alone(
         *("bench_prefill.py", "--seq-len", "300,700", "--warmup", 0, "--repeat", 2, "--json", outputs["json"]),
         *("--dump-logits", outputs["npy"], "--plot", outputs["png"], "--profile", outputs["trace"]),
     )
@@ -99,14 +93,14 @@ def test_bench_prefill_takes_a_text_and_a_model_of_configuration_only(run: Run, 
 @pytest.mark.parametrize(
     "short, long", [(2048, 8192), pytest.param(8192, 32768, marks=pytest.mark.slow)], ids=["8K", "32K"]
 )
-def test_prefill_stays_under_1500_mb(run: Run, tmp_path: Path, short: int, long: int) -> None:
+def test_prefill_stays_under_1500_mb(run_alone: Run, tmp_path: Path, short: int, long: int) -> None:
     """With one layer of each kind: layers use the same memory after one another, and another two would add their caches
     (29 MB of 32K tokens) only."""
     peaks = {}
     for length in (short, long):
         report = tmp_path / f"{length}.json"
         options = ["--warmup", 0, "--repeat", 1, "--hf-overrides", '{"num_hidden_layers": 2}', "--json", report]
-        done = run("bench_prefill.py", "--seq-len", length, *options)
+        done = run_alone("bench_prefill.py", "--seq-len", length, *options)
         assert done.returncode == 0, done.stderr
         peaks[length] = json.loads(report.read_text())["results"][0]["peak_memory_bytes"][0]
     assert peaks[long] + 2 * long * (80 + 32) * 4 < 1.5e9
@@ -280,9 +274,9 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
         ("demo.py", ["--tokens", "0"], "--tokens must be at least 1"),
     ],
 )
-def test_bad_options_end_with_one_line(run_here: RunHere, script: str, options: list[str], message: str) -> None:
-    status, stderr = run_here(script, *options)
-    assert status == 2 and message in stderr and "Traceback" not in stderr
+def test_bad_options_end_with_one_line(run: Run, script: str, options: list[str], message: str) -> None:
+    done = run(script, *options)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -296,14 +290,12 @@ def test_bad_options_end_with_one_line(run_here: RunHere, script: str, options: 
         ("--links", '{"pcie": {}}', "links has no key 'pcie'"),
     ],
 )
-def test_bad_files_of_an_emulated_run(
-    run_here: RunHere, tmp_path: Path, option: str, content: str, message: str
-) -> None:
+def test_bad_files_of_an_emulated_run(run: Run, tmp_path: Path, option: str, content: str, message: str) -> None:
     path = tmp_path / "given.json"
     path.write_text(content)
-    status, stderr = run_here("bench_prefill.py", "--emulate-world", "4", option, path)
-    assert status == 2 and message in stderr and "given.json" in stderr
-    assert "Traceback" not in stderr
+    done = run("bench_prefill.py", "--emulate-world", "4", option, path)
+    assert done.returncode == 2 and message in done.stderr and "given.json" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

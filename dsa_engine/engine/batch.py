@@ -85,19 +85,20 @@ class RankPlan:
             ids[s.row : s.row + s.length] = self.chunks[s.sequence].request.tokens(s.start, s.length)
         return ids
 
-    def next_token_ids(self, rows: int, sampled: Mapping[Request, range]) -> list[int]:
-        """The tokens behind those of :meth:`token_ids`: what an MTP module's rows embed.
+    def next_token_ids(self, rows: int, sampled: Mapping[Request, range], ahead: int = 1) -> list[int]:
+        """The tokens ``ahead`` positions behind those of :meth:`token_ids`: what an MTP module's rows embed.
 
-        ``sampled``: where the tokens that this step samples will lie, as codes of :func:`known_ids`. The known tokens
-        of a request end where its sampled ones begin; its drafts stand for nothing here.
+        ``sampled``: where the tokens behind the known ones will lie, as codes of :func:`known_ids`: those that this
+        step samples, and perhaps more. Before, a request's drafts stand for nothing. 0 where there is none.
         """
         ids = [0] * rows
         for s in self.segments:
-            request, first = self.chunks[s.sequence].request, s.start + 1
+            request, first = self.chunks[s.sequence].request, s.start + ahead
             known = max(0, min(s.length, len(request) - first))
             skipped = max(0, first - len(request))
-            new = [-1 - index for index in sampled.get(request, ())][skipped : skipped + s.length - known]
-            ids[s.row : s.row + s.length] = request.tokens(first, known) + new
+            new = sampled.get(request, range(0))[skipped : skipped + s.length - known]
+            values = request.tokens(first, known) + [-1 - index for index in new]
+            ids[s.row : s.row + len(values)] = values
         return ids
 
     @cached_property

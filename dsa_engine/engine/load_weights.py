@@ -26,19 +26,21 @@ def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOption
         )
 
 
-def refuse_missing_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> None:
-    """``ValueError`` where ``speculative_config`` asks for MTP modules that the checkpoint lacks."""
+def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> int:
+    """How many MTP modules draft; ``ValueError`` where the checkpoint lacks those that ``speculative_config`` asks
+    for."""
     speculation = options.speculation
     if speculation is None:
-        return
+        return 0
     there, layers = config.num_nextn_predict_layers, config.num_hidden_layers
-    if there < speculation.modules:
+    modules = speculation.modules(there)
+    if options.max_num_batched_tokens < modules:
         raise ValueError(
-            f"speculative_config: drafting takes {speculation.modules} MTP module(s), the model has {there} "
-            "(num_nextn_predict_layers); take a checkpoint that has them, or no speculative_config"
+            f"max_num_batched_tokens {options.max_num_batched_tokens} is too small: {modules} MTP modules take as many "
+            "tokens of a prompt in a step; raise it, or lower num_speculative_tokens"
         )
     if options.load_format == "dummy":
-        return
+        return modules
     stored = read_config_json(folder).get("num_hidden_layers")
     if stored != layers:
         raise ValueError(
@@ -46,12 +48,13 @@ def refuse_missing_modules(folder: Path, config: ModelConfig, options: EngineOpt
             "model; take all layers, or load_format='dummy'"
         )
     names = locate_tensors(folder)
-    for layer in range(layers, layers + speculation.modules):
+    for layer in range(layers, layers + modules):
         if f"model.layers.{layer}.eh_proj.weight" not in names:
             raise ValueError(
                 f"speculative_config: config.json promises {there} MTP module(s), but {folder} does not hold layer "
                 f"{layer}; take a checkpoint that has it, or no speculative_config"
             )
+    return modules
 
 
 def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:

@@ -101,7 +101,7 @@ class PaddedDrafts:
         for number in range(count):
             if number:
                 state = self._model.draft(0, state, self._rows_behind(buffers, batch, drafts[-1], number), self._cache)
-            drafts.append(self._model.own_logits(state, state.shape[0]).argmax(dim=-1))
+            drafts.append(self._model.own_logits(state, state.shape[0], 0).argmax(dim=-1))
         return self._mesh.world.all_gather(torch.stack(drafts, dim=1))
 
     def _rows_behind(self, buffers: _Buffers, batch: ForwardBatch, tokens: torch.Tensor, number: int) -> ForwardBatch:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import TextStream
@@ -51,6 +53,8 @@ class Request:
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
     verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
+    # On its owner, the model's states at the last computed positions, [MTP modules - 1, hidden]; None with one module.
+    last_states: torch.Tensor | None = None
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
@@ -173,7 +177,7 @@ class Request:
             )
         self.num_computed_tokens = num_computed_tokens
         if num_computed_tokens == 0:
-            self.drafts = []
+            self.drafts, self.last_states = [], None
             self.num_prefill_tokens = len(self)
 
     def piece(self, first: int) -> StreamPiece:

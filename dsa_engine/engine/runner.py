@@ -61,6 +61,11 @@ class ModelRunner:
         self.drafter = Drafter(model, cache, mesh, self._plan_of) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self._model.runtime.dtype
+
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
         step = self._plan_of(chunks)
@@ -68,9 +73,9 @@ class ModelRunner:
             return self._graphs.pad(step, self.num_drafts)
         return step
 
-    def _plan_of(self, chunks: list[Chunk]) -> StepPlan:
+    def _plan_of(self, chunks: list[Chunk], max_decode_rows: int = 0) -> StepPlan:
         layout = self._mesh.config.cp_layout
-        rows = max(self._max_decode_rows, 1 + self.num_drafts)
+        rows = max(self._max_decode_rows, 1 + self.num_drafts, max_decode_rows)
         step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         for observer in self.observers:
             observer(step)

@@ -49,6 +49,7 @@ class Samples:
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
     # Of each request, how many of its drafts were accepted, and drafts of the next tokens; None: nothing is drafted.
     verified: Callable[[], list[tuple[int, list[int]]]] | None = None
+    last_states: Mapping[Request, torch.Tensor] = field(default_factory=dict)  # see ``Request.last_states``
 
     def read(self) -> list[Sampled]:
         """Waits until the device has sampled."""

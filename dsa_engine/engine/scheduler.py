@@ -51,6 +51,7 @@ class Scheduler:
 
     Attributes:
         num_drafts: most drafts of a request in a step.
+        least_last_chunk: fewest tokens of the last chunk of what is prefilled in several; no step may have less room.
         preemptions: times that a running request has lost its pages to an older one.
     """
 
@@ -73,6 +74,7 @@ class Scheduler:
         self._budget: list[int] = []  # tokens that each group can still take in the step being planned
         self._max_prefill_share = max_prefill_share
         self.num_drafts = 0
+        self.least_last_chunk = 1
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._ledger = PageLedger(rank, world_size, pages)
         self._waiting: deque[Request] = deque()  # both in order of arrival
@@ -222,13 +224,15 @@ class Scheduler:
                 break
             self._waiting.popleft()
             insort(self._running, request, key=_arrival)
-            chunk = self._prefill_chunk(request)
-            assert chunk is not None
-            chunks.append(chunk)
+            if chunk := self._prefill_chunk(request):
+                chunks.append(chunk)
         return chunks
 
     def _prefill_chunk(self, request: Request) -> Chunk | None:
-        length = min(request.num_prefill_tokens - request.num_computed_tokens, self._budget[request.cp_group])
+        left = request.num_prefill_tokens - request.num_computed_tokens
+        length = min(left, self._budget[request.cp_group])
+        if 0 < left - length < self.least_last_chunk:
+            length = max(0, left - self.least_last_chunk)
         if length == 0:
             return None
         self._budget[request.cp_group] -= length

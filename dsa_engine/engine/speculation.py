@@ -14,6 +14,8 @@ tokens behind:
 4. In eagle mode the module goes on alone, a row at a time, from its own hidden state and its last draft. Its cache rows
    of these are void too.
 
+A checkpoint with several modules drafts a token with each (``vanilla_drafts.py``).
+
 So the caches of model and module hold the same positions, and one ``num_computed_tokens`` serves both. A step of
 prefill is the same with rows of a prompt: only 3 and 4 follow, and under context parallelism they run on the ranks
 that have the rows.
@@ -21,7 +23,7 @@ that have the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,9 +32,11 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan, build_batch, known_ids, plans_of
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.draft_tokens import most_likely, ranks_of
 from dsa_engine.engine.padded_drafts import PaddedDrafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.vanilla_drafts import MakePlan, VanillaDrafts
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -56,19 +60,20 @@ class Drafter:
 
     Args:
         model, cache, mesh: of the engine.
-        plan: makes the plan of a step from its chunks.
+        plan: see :class:`.vanilla_drafts.MakePlan`.
 
     Attributes:
         assume: decides, in place of the tokens, how many of a request's drafts are accepted; for measuring where
             tokens mean nothing.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, plan: Callable[[list[Chunk]], StepPlan]):
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, plan: MakePlan):
         self._model = model
         self._cache = cache
         self._mesh = mesh
         self._plan = plan
         self._static = PaddedDrafts(model, cache, mesh)
+        self._vanilla = VanillaDrafts(model, cache, mesh, plan) if len(model.mtp) > 1 else None
         self.assume: Callable[[Request], int] | None = None
 
     def draft(
@@ -89,6 +94,8 @@ class Drafter:
             count: drafts of every request.
             graphs: run the passes of a padded step.
         """
+        if self._vanilla is not None:
+            return self._by_a_module_each(step, batch, hidden, samples, count)
         ids = [p.next_token_ids(batch.tp_rows, samples.indices) for p in plans_of(step, self._mesh.tp)]
         shifted = known_ids(torch.tensor(ids, dtype=torch.int64), samples.tokens, self._mesh.device)
         if step.bucket is not None and graphs is not None and samples.indices:
@@ -97,7 +104,7 @@ class Drafter:
         if not samples.indices:
             return samples
         accepted = self._accepted(samples)
-        mine = [i for i, rank in enumerate(_ranks(step, samples)) if rank == self._mesh.rank]
+        mine = [i for i, rank in enumerate(ranks_of(step, samples)) if rank == self._mesh.rank]
         # Each request's last row: of its rows of logits, the one behind its accepted drafts.
         first = self._indices([list(samples.indices.values())[i].start for i in mine])
         most = max(len(p.logits_rows) for p in step.ranks)
@@ -106,7 +113,7 @@ class Drafter:
         known = accepted.tolist()  # which rows the next pass has depends on it
         drafting = [
             _Drafting(request, rank, len(request) + kept + 1, _wanted(count, _room(request), kept))
-            for request, rank, kept in zip(samples.indices, _ranks(step, samples), known, strict=True)
+            for request, rank, kept in zip(samples.indices, ranks_of(step, samples), known, strict=True)
         ]
         drafts = self._chain(drafting, passed_on[last], count)
         return replace(samples, verified=lambda: list(zip(known, drafts(), strict=True)))
@@ -125,19 +132,38 @@ class Drafter:
         assert step.bucket is not None
         accepted = self._accepted(samples)
         order = {request: i for i, request in enumerate(samples.indices)}
-        drafts = download(self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs))
-        known = download(accepted)
+        drafts = self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs)
         places = {
             chunk.request: rank * step.bucket.requests + i
             for rank, plan in enumerate(step.ranks)
             for i, chunk in enumerate(plan.chunks)
         }
+        return self._verified(samples, accepted, drafts, [places[request] for request in samples.indices], count)
+
+    def _by_a_module_each(
+        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples, count: int
+    ) -> Samples:
+        """Vanilla mode."""
+        assert self._vanilla is not None
+        accepted = self._accepted(samples) if samples.indices else samples.tokens
+        drafts, last_states = self._vanilla.draft(step, batch, hidden, samples, accepted, count)
+        if not samples.indices:
+            return samples
+        samples = replace(samples, last_states=last_states)
+        return self._verified(samples, accepted, drafts, range(len(drafts)), count)
+
+    def _verified(
+        self, samples: Samples, accepted: torch.Tensor, drafts: torch.Tensor, places: Sequence[int], count: int
+    ) -> Samples:
+        """With what was accepted, and the drafts that each request can use, which are read with the tokens; ``places``
+        are the rows of ``drafts`` of the requests."""
+        known, rows = download(accepted), download(drafts)
         rooms = [_room(request) for request in samples.indices]
 
         def verified() -> list[tuple[int, list[int]]]:
-            rows, found = drafts(), []
-            for request, kept, room in zip(samples.indices, known(), rooms, strict=True):
-                found.append((kept, rows[places[request]][: _wanted(count, room, kept)]))
+            table, found = rows(), []
+            for kept, room, place in zip(known(), rooms, places, strict=True):
+                found.append((kept, table[place][: _wanted(count, room, kept)]))
             return found
 
         return replace(samples, verified=verified)
@@ -146,7 +172,7 @@ class Drafter:
         """Drafts for every request; ``hidden`` are the module's states of this rank's, in their order."""
         mesh, ranks = self._mesh, [one.rank for one in drafting]
         mine = [one for one in drafting if one.rank == mesh.rank]
-        tokens = self._most_likely(hidden, ranks)
+        tokens = most_likely(self._model, mesh, 0, hidden, ranks)
         drafts, active = [tokens], list(range(len(mine)))
         for number in range(1, count):
             going_on = [one for one in drafting if one.wanted > number]
@@ -156,7 +182,7 @@ class Drafter:
             active = [active[i] for i in still]
             kept = self._indices(still)
             hidden = self._next(going_on, hidden[kept], tokens[kept], number)
-            tokens = self._most_likely(hidden, [one.rank for one in going_on])
+            tokens = most_likely(self._model, mesh, 0, hidden, [one.rank for one in going_on])
             drafts.append(tokens.new_zeros(len(mine)).index_copy_(0, self._indices(active), tokens))
         most = max(ranks.count(rank) for rank in set(ranks))
         table = torch.stack(drafts, dim=1)
@@ -190,13 +216,6 @@ class Drafter:
         ordered = torch.empty_like(hidden).index_copy_(0, rows, hidden)
         return self._model.draft(0, ordered, batch, self._cache)[rows]
 
-    def _most_likely(self, hidden: torch.Tensor, ranks: list[int]) -> torch.Tensor:
-        """int64 ``[n]`` tokens of this rank's states ``[n, hidden]``; ``ranks`` of everybody's requests."""
-        most = max(ranks.count(rank) for rank in self._mesh.tp.ranks)
-        if most == 0:
-            return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        return self._model.own_logits(hidden, most).argmax(dim=-1)
-
     def _accepted(self, samples: Samples) -> torch.Tensor:
         if self.assume is None:
             return count_accepted(samples)
@@ -228,9 +247,3 @@ def _room(request: Request) -> int:
 def _wanted(count: int, room: int, accepted: int) -> int:
     """Drafts that a request can use: its last token is not drafted, nothing would be gained."""
     return max(0, min(count, room - accepted - 2))
-
-
-def _ranks(step: StepPlan, samples: Samples) -> list[int]:
-    """The rank that has the rows of logits, of every request that is sampled."""
-    of = {request: rank for rank, plan in enumerate(step.ranks) for _, request in plan.logits_rows}
-    return [of[request] for request in samples.indices]

@@ -11,6 +11,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
+from dsa_engine.measure.costs.shares import Shares, print_shares
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.full_depth import FullDepth
@@ -88,21 +89,25 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
         for batch_size in args.batch_size
         for num_drafts in counts or [engine.runner.num_drafts]
     ]
+    shares = Shares(engine)
     if engine.mesh.reports:
         scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
         listed = [
-            r.to_json() | (depth.to_json(times) if depth else {}) for r, times in zip(results, scaled, strict=True)
+            r.to_json() | shares.of(r) | (depth.to_json(times) if depth else {})
+            for r, times in zip(results, scaled, strict=True)
         ]
         about = run_report(llm, reported(args), num_processes(engine))
         if args.json:
             graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-            write_json(args.json, {**about, **graphs, **to_json(engine, links), "results": listed})
+            facts = {**graphs, **shares.to_json(), **to_json(engine, links)}
+            write_json(args.json, {**about, **facts, "results": listed})
         if args.plot:
             plot_latency(listed, metric, args.plot, caption(about, title(engine)))
     if args.profile:
         _profile(engine, args)
     if engine.mesh.reports:
         print_latencies(metric, results, heading(engine, links))
+        print_shares([size_of(r) for r in results], listed, shares.ceilings)
         for result, times in zip(results, scaled, strict=True):
             if depth:
                 print(depth.line(size_of(result), metric, times))

@@ -11,6 +11,7 @@ from dsa_engine.arguments import add_engine_arguments, lengths, read_text, repor
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
+from dsa_engine.measure.costs.shares import Shares, print_shares
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
@@ -81,6 +82,7 @@ class _Report:
         self._llm, self._args, self._links = llm, args, links
         self._engine: Engine = llm.engine
         self._depth = FullDepth.of(llm)
+        self._shares = Shares(llm.engine)
         load = from_all_ranks(self._engine, [self._engine.load_seconds, float(self._engine.bytes_read)])
         self._loaded = {
             "load_seconds": [rank[0] for rank in load],
@@ -91,7 +93,9 @@ class _Report:
 
     def add(self, result: PrefillResult) -> None:
         self._results.append(result)
-        self._listed.append(result.to_json())
+        drafts = self._engine.runner.num_drafts
+        work = self._shares.prefill(result.input_len, result.ttft.median, drafts=drafts)
+        self._listed.append(result.to_json() | work)
         if self._depth:
             self._listed[-1] |= self._depth.to_json(self._scaled(result))
 
@@ -100,7 +104,8 @@ class _Report:
         args, engine = self._args, self._engine
         about = run_report(self._llm, reported(args), num_processes(engine))
         if args.json and (last or args.json != "-"):
-            write_json(args.json, {**about, **to_json(engine, self._links), **self._loaded, "results": self._listed})
+            facts = {**self._shares.to_json(), **to_json(engine, self._links), **self._loaded}
+            write_json(args.json, {**about, **facts, "results": self._listed})
         if args.dump_logits:
             with whole_file(args.dump_logits) as path, path.open("wb") as file:
                 np.save(file, self._results[-1].logits.numpy())
@@ -113,6 +118,7 @@ class _Report:
         if len(self._results) == 1 and isinstance(engine.mesh, EmulatedMesh):
             print(heading(engine, self._links))
         print_prefill(result, engine.mesh.rank)
+        print_shares([f"{result.input_len:,} tokens"], self._listed[-1:], self._shares.ceilings)
         if self._depth:
             print("\n" + self._depth.line(f"{result.input_len:,} tokens", "ttft", self._scaled(result)))
 

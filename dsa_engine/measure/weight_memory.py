@@ -34,10 +34,22 @@ def rank_weight_bytes(
     Raises:
         ValueError: sizes that do not divide, or a format that has no class.
     """
+    return sum(parameter.nbytes for parameter in rank_model(config, stored, dtype, ranks, tp_size).parameters())
+
+
+def rank_model(
+    config: ModelConfig,
+    stored: QuantizationConfig | None,
+    dtype: torch.dtype,
+    ranks: int,
+    tp_size: int = 1,
+    mtp_modules: int = 0,
+) -> Model:
+    """The model of the rank that holds most, on no device; see :func:`rank_weight_bytes`."""
     mesh = EmulatedConfig(emulate_world=ranks, tp_size=tp_size).create_mesh("cpu")
     mesh.device = _META
     with torch.inference_mode():
         made = weight_format(stored, word_for(stored), dtype, _META)
-        model = Model(config, Runtime(mesh, dtype, made, workspace=0))
+        model = Model(config, Runtime(mesh, dtype, made, workspace=0), mtp_modules)
         model.weights_loaded()
-    return sum(parameter.nbytes for parameter in model.parameters())
+    return model

@@ -80,9 +80,9 @@ class Model(Weighted):
         with stage("LM head"):
             return vocab_parallel_logits(hidden, self.lm_head, self.runtime.mesh.tp)
 
-    def own_logits(self, hidden: torch.Tensor, most: int) -> torch.Tensor:
+    def own_logits(self, hidden: torch.Tensor, most: int, module: int | None = None) -> torch.Tensor:
         """float32 ``[n, vocab]`` of this rank's rows ``hidden [n, hidden]``; ``most`` is the largest n of a rank of the
-        tensor-parallel group, which takes part as a whole."""
+        tensor-parallel group, which takes part as a whole. ``module``: of the states of this MTP module."""
         tp, count = self.runtime.mesh.tp, hidden.shape[0]
         everybodys = tp.all_gather(F.pad(hidden, (0, 0, 0, most - count)))
         return self.logits(everybodys)[tp.index * most : tp.index * most + count]

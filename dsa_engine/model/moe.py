@@ -47,9 +47,8 @@ class MoE(Weighted):
                 top_groups=config.topk_group,
                 normalise=config.norm_topk_prob,
                 factor=config.routed_scaling_factor,
+                live=batch.live,
             )
-            if batch.live is not None:
-                experts = experts.masked_fill(~batch.live[:, None], -1)
         with stage("MoE dispatch"):
             parallel = self.runtime.mesh.config
             method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch

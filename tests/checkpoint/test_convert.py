@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,26 +179,21 @@ def test_a_killed_run_leaves_no_target_and_can_be_repeated(tmp_path: Path, sourc
     assert ModelConfig.from_pretrained(target).weight_block_size is None
 
 
-def run(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_scripts_make_and_convert(tmp_path: Path) -> None:
+def test_scripts_make_and_convert(run_script: Callable[..., Any], tmp_path: Path) -> None:
     overrides = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
     options = ["--overrides", json.dumps(overrides), "--max-shard-size", "1MB", "--json", tmp_path / "report.json"]
-    made = run("make_checkpoint.py", "--config", "demo", "--output", tmp_path / "fp8", *options)
+    made = run_script("make_checkpoint.py", "--config", "demo", "--output", tmp_path / "fp8", *options)
     assert made.returncode == 0, made.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["files"] == len(list((tmp_path / "fp8").glob("*.safetensors"))) > 1
     assert f"{report['tensors']:,} tensors" in made.stdout
     assert (tmp_path / "fp8" / "tokenizer.json").exists()
-    converted = run("convert_checkpoint.py", tmp_path / "fp8", tmp_path / "plain", "--dtype", "float32")
+    converted = run_script("convert_checkpoint.py", tmp_path / "fp8", tmp_path / "plain", "--dtype", "float32")
     assert converted.returncode == 0, converted.stderr
     assert ModelConfig.from_pretrained(tmp_path / "plain").dtype == torch.float32
     assert (tmp_path / "plain" / "tokenizer.json").read_text() == (tmp_path / "fp8" / "tokenizer.json").read_text()
     # A configuration from a folder, another dtype and seed.
-    again = run(
+    again = run_script(
         "make_checkpoint.py",
         "--config",
         tmp_path / "fp8",
@@ -245,9 +241,16 @@ def test_scripts_make_and_convert(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_script_errors_are_one_line(script: str, arguments: list[str], message: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_script_errors_are_one_line(
+    run_script: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_script(script, *arguments)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -33,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 12, "indexer_types": ["full", "shared"]},
     "deepseek_v3": SIZES,
 }
+# With several MTP modules, which draft one token each.
+MODELS |= {f"{name} x3": keys | {"model_type": name, "num_nextn_predict_layers": 3} for name, keys in MODELS.items()}
 LENGTHS = (1, 3, 15, 16, 17, 75, 40)  # of prompts: shorter than index_topk, around it, beyond it
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 22, "ignore_eos": True}
@@ -63,7 +65,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
             ("deepseek_v32", 7),
             ("glm_moe_dsa", 3),
             ("deepseek_v3", 3),
+            ("deepseek_v32 x3", 3),
         )
+    ]
+    + [
+        case("deepseek_v32 x3", 2, "whole"),
+        case("glm_moe_dsa x3", 3, "chunked", **CHUNKED),
+        case("deepseek_v3 x3", 3, "preempted", **SHARED),
     ],
     2: [
         *(
@@ -76,6 +84,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("deepseek_v32", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
         case("glm_moe_dsa", 3, "chunked", divided(2, 2, "all_to_all"), **CHUNKED),
         case("deepseek_v3", 3, "groups", divided(1, 1, "all_to_all")),
+        case("deepseek_v32 x3", 3, "tp2", divided(2, 2, "all_to_all")),
+        case("deepseek_v32 x3", 3, "chunked, preempted", divided(2, 1, "all_gather"), **CHUNKED),
+        case("glm_moe_dsa x3", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
+        case("deepseek_v3 x3", 2, "chunked", divided(2, 1, "all_to_all"), **CHUNKED),
     ],
     4: [
         case("deepseek_v32", 3, "tp2", divided(4, 2, "all_gather")),
@@ -83,6 +95,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("deepseek_v32", 7, "groups, preempted", divided(2, 1, "all_gather"), **SHARED),
         case("glm_moe_dsa", 1, "groups", divided(1, 2, "all_to_all")),
         case("deepseek_v3", 3, "chunked", divided(4, 1, "all_gather"), **CHUNKED),
+        case("deepseek_v32 x3", 3, "chunked", divided(4, 2, "all_to_all"), **CHUNKED),
+        case("glm_moe_dsa x3", 3, "groups, preempted", divided(2, 1, "all_gather"), **SHARED),
+        case("deepseek_v3 x3", 3, "tp4", divided(4, 4, "all_gather")),
     ],
 }
 
@@ -91,14 +106,16 @@ class Wanted:
     """Of a model, what the worker is to run, and what must come of it."""
 
     def __init__(self, folder: Path, model: str, generate: dict[str, Any], worker: ModuleType, base: dict[str, Any]):
-        write_random_checkpoint(folder, base | MODELS[model] | {"model_type": model}, fp8=False)
+        config = base | {"model_type": model} | MODELS[model]
+        write_random_checkpoint(folder, config, fp8=False)
         self.of_all: dict[str, Any] = {"folder": str(folder), "generate": [generate]}
         plain = worker.run_case(self.of_all | {"options": OPTIONS})
         self.tokens: list[list[int]] = plain["tokens"][0]
         self.of_all["script"] = self.tokens
         none_right = [[] for _ in self.tokens]
-        seven = case(model, 7, "wrong") | self.of_all | {"script": none_right}
-        found = worker.run_case(seven)
+        modules = config["num_nextn_predict_layers"]
+        most = case(model, 7 if modules == 1 else modules, "wrong") | self.of_all | {"script": none_right}
+        found = worker.run_case(most)
         assert found["tokens"][0] == self.tokens
         self.drafts = {key: drafts for key, (_, drafts) in found["drafts"].items()}
 

@@ -1,4 +1,4 @@
-"""Checkpoints with an MTP module, and what it drafts by the paper's equations: float64, layers of ``transformers``.
+"""Checkpoints with MTP modules, and what they draft by the paper's equations: float64, layers of ``transformers``.
 Engines of released models, few layers deep, on a device that is not there."""
 
 from __future__ import annotations
@@ -31,101 +31,127 @@ def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
     ) -> Engine:
         (tmp_path / "config.json").write_text(json.dumps(released_config(model)))
         fixed: dict[str, Any] = {"device": "cuda", "kernels": "triton", "load_format": "dummy", "progress": False}
+        fixed |= {"hf_overrides": LAYERS, "cache_memory": "16GiB", "cudagraph_capture_sizes": []}
         ranks = FakeConfig(device=device, world=world, **parallel or {})
-        return Engine(tmp_path, EngineOptions(tmp_path, hf_overrides=LAYERS, parallel=ranks, **fixed | options))
+        return Engine(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))
 
     return make
 
 
 @dataclass
 class DraftingOracle:
-    """A model and its MTP module (DeepSeek-V3 report, equations 21 to 23), in float64, without caches.
+    """A model and its MTP modules (DeepSeek-V3 report, equations 21 to 25), in float64, without caches.
 
-    ``model`` is the main model; ``module`` a model of one layer, the module's own decoder layer, whose final norm is
-    the module's; the head is the main model's.
+    ``model`` is the main model; ``modules`` are models of one layer, each module's own decoder layer, whose final norm
+    is the module's; the head is the main model's.
     """
 
     folder: Path
     model: Any
-    module: Any
-    weights: dict[str, torch.Tensor]  # enorm, hnorm, eh_proj
+    modules: list[Any]
+    weights: list[dict[str, torch.Tensor]]  # of each module: enorm, hnorm, eh_proj
     eps: float
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> torch.Tensor:
         """Logits ``[count, vocab]`` of the tokens behind the one after ``tokens``, whose module rows begin at 0.
 
-        The token after ``tokens[:-1]`` is ``tokens[-1]``; the first row is of the draft behind it. Each later row is
-        drafted from the module's own state and its last draft.
+        The token after ``tokens[:-1]`` is ``tokens[-1]``; the first row is of the draft behind it. With one module,
+        each later row is drafted from the module's own state and its last draft; with several, by the next one, whose
+        rows embed the tokens one further, drafts where there are no others.
         """
         hidden = self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
-        rows = self._row(tokens[1:], hidden[:-1])
+        return self._chain(tokens, hidden, count) if len(self.modules) == 1 else self._each(tokens, hidden, count)
+
+    def _chain(self, tokens: list[int], hidden: torch.Tensor, count: int) -> torch.Tensor:
+        rows = self._rows(0, tokens[1:], hidden[:-1])
         logits = []
         for _ in range(count):
-            out = self.module.model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0, -1:]
+            out = self._run(0, rows)[-1:]
             logits.append(self.model.lm_head(out)[0])
-            rows = torch.cat((rows, self._row([int(logits[-1].argmax())], out)))
+            rows = torch.cat((rows, self._rows(0, [int(logits[-1].argmax())], out)))
         return torch.stack(logits)
 
-    def _row(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
-        joined = torch.cat((self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")), dim=-1)
-        return joined @ self.weights["eh_proj"].T
+    def _each(self, tokens: list[int], hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """Equation 21 for h of module k - 1 and the embeddings of tokens k further, 22 and 23 for each module."""
+        states, tokens, logits = hidden[:-1], list(tokens), []
+        for k in range(1, count + 1):
+            states = self._run(k - 1, self._rows(k - 1, tokens[k : k + len(states)], states))
+            logits.append(self.model.lm_head(states[-1:])[0])
+            tokens.append(int(logits[-1].argmax()))
+        return torch.stack(logits)
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt() * self.weights[name]
+    def _run(self, module: int, rows: torch.Tensor) -> torch.Tensor:
+        return self.modules[module].model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0]
+
+    def _rows(self, module: int, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        weights = self.weights[module]
+        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+        joined = (self._norm(embedded, weights["enorm"]), self._norm(hidden, weights["hnorm"]))
+        return torch.cat(joined, dim=-1) @ weights["eh_proj"].T
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt() * weight
 
 
 @pytest.fixture(scope="session")
 def drafting_oracle(oracle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """``drafting_oracle(model_type, layers=2, **overrides)``: a random model of so many layers and one MTP module.
+    """``drafting_oracle(model_type, layers=2, modules=1, **overrides)``: a random model of so many layers and MTP
+    modules.
 
-    The module's decoder layer is one more layer of a model of ``transformers``.
+    The modules' decoder layers are further layers of a model of ``transformers``.
     """
     made: dict[str, DraftingOracle] = {}
 
-    def get(model_type: str, layers: int = 2, **overrides: Any) -> DraftingOracle:
-        key = repr((model_type, layers, sorted(overrides.items())))
+    def get(model_type: str, layers: int = 2, modules: int = 1, **overrides: Any) -> DraftingOracle:
+        key = repr((model_type, layers, modules, sorted(overrides.items())))
         if key not in made:
-            whole = oracle(model_type, num_hidden_layers=layers + 1, **overrides)
-            made[key] = split_off_module(whole, layers, tmp_path_factory.mktemp("mtp"))
+            whole = oracle(model_type, num_hidden_layers=layers + modules, **overrides)
+            made[key] = split_off_modules(whole, layers, modules, tmp_path_factory.mktemp("mtp"))
         return made[key]
 
     return get
 
 
-def split_off_module(whole: Any, layers: int, folder: Path) -> DraftingOracle:
-    """The last layer of a model becomes the MTP module's decoder layer, in the file and in the oracle."""
+def split_off_modules(whole: Any, layers: int, count: int, folder: Path) -> DraftingOracle:
+    """The last layers of a model become the MTP modules' decoder layers, in the file and in the oracle."""
     raw = json.loads((whole.folder / "config.json").read_text())
     hidden, eps = raw["hidden_size"], raw["rms_norm_eps"]
     for key in ("mlp_layer_types", "indexer_types", "layer_types"):
         if isinstance(raw.get(key), list):
             raw[key] = raw[key][:layers]
-    raw |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    raw |= {"num_hidden_layers": layers, "num_nextn_predict_layers": count}
     generator = torch.Generator().manual_seed(5)
-    weights = {
-        "enorm": 1 + 0.1 * torch.randn(hidden, generator=generator),
-        "hnorm": 1 + 0.1 * torch.randn(hidden, generator=generator),
-        "eh_proj": torch.randn(hidden, 2 * hidden, generator=generator) * hidden**-0.5,
-    }
-    norm = 1 + 0.1 * torch.randn(hidden, generator=generator)
     tensors = load_file(whole.folder / "model.safetensors")
-    prefix = f"model.layers.{layers}."
-    tensors |= {f"{prefix}{name}.weight": value for name, value in weights.items()}
-    tensors |= {
-        prefix + "shared_head.norm.weight": norm,
-        prefix + "shared_head.head.weight": tensors["lm_head.weight"].clone(),
-        prefix + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-    }
+    whole_model = copy.deepcopy(whole.model).double()
+    modules, all_weights = [], []
+    for number in range(layers, layers + count):
+        weights = {
+            "enorm": 1 + 0.1 * torch.randn(hidden, generator=generator),
+            "hnorm": 1 + 0.1 * torch.randn(hidden, generator=generator),
+            "eh_proj": torch.randn(hidden, 2 * hidden, generator=generator) * hidden**-0.5,
+        }
+        norm = 1 + 0.1 * torch.randn(hidden, generator=generator)
+        prefix = f"model.layers.{number}."
+        tensors |= {f"{prefix}{name}.weight": value for name, value in weights.items()}
+        tensors |= {
+            prefix + "shared_head.norm.weight": norm,
+            prefix + "shared_head.head.weight": tensors["lm_head.weight"].clone(),
+            prefix + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        }
+        module = only_layers(whole_model, range(number, number + 1))
+        module.model.norm.weight = torch.nn.Parameter(norm.double(), requires_grad=False)
+        modules.append(module)
+        all_weights.append({name: value.double() for name, value in weights.items()})
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
-    model = copy.deepcopy(whole.model).double()
-    module = copy.deepcopy(model)
-    module.model.layers = model.model.layers[layers:]
-    model.model.layers = model.model.layers[:layers]
-    with torch.no_grad():
-        module.model.norm.weight.copy_(norm)
-    for one, depth in ((model, layers), (module, 1)):
-        one.config.num_hidden_layers = depth
-        one.config._experts_implementation = "eager"  # the grouped product has no float64
-    return DraftingOracle(folder, model, module, {name: value.double() for name, value in weights.items()}, eps)
+    return DraftingOracle(folder, only_layers(whole_model, range(layers)), modules, all_weights, eps)
+
+
+def only_layers(whole: Any, layers: range) -> Any:
+    """A model of some layers of another, with its embedding and head."""
+    model = copy.deepcopy(whole)
+    model.model.layers = model.model.layers[layers.start : layers.stop]
+    model.config.num_hidden_layers = len(layers)
+    model.config._experts_implementation = "eager"  # the grouped product has no float64
+    return model

@@ -21,9 +21,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=22, ignore_eos=True, seed=3)
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"index_topk": 16},
-    "glm_moe_dsa": {"index_topk": 16, "indexer_types": ["full", "shared", "full"]},
+    "glm_moe_dsa": {"index_topk": 16},
     "deepseek_v3": {},
 }
+GLM = ("full", "shared")  # its layers
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -40,22 +41,27 @@ def engine_of(folder: Path, drafts: int, **options: Any) -> LLM:
     )
 
 
+@pytest.mark.parametrize("modules", [1, 3])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_drafts_are_those_of_the_equations(
     model_type: str,
+    modules: int,
     drafting_oracle: Callable[..., Any],
     assert_same_logits: Callable[..., None],
     random_ids: Callable[..., list[int]],
 ) -> None:
-    """Logits of every draft of a chain of 4, behind a prompt and behind verified rows, against float64."""
-    oracle = drafting_oracle(model_type, **MODELS[model_type])
-    llm = engine_of(oracle.folder, 4, max_num_batched_tokens=32)
-    engine, prompt = llm.engine, random_ids(75)
+    """Logits of every draft of a chain of 4, or of each of 3 modules, behind a prompt and behind verified rows, against
+    float64."""
+    count = 4 if modules == 1 else modules
+    keys = MODELS[model_type] | ({"indexer_types": [*GLM, *["full"] * modules]} if model_type == "glm_moe_dsa" else {})
+    oracle = drafting_oracle(model_type, modules=modules, **keys)
+    llm = engine_of(oracle.folder, count, max_num_batched_tokens=24)
+    engine, prompt = llm.engine, random_ids(74)
     rows: list[torch.Tensor] = []
     original = engine.model.own_logits
 
-    def kept(hidden: torch.Tensor, most: int) -> torch.Tensor:
-        rows.append(original(hidden, most))
+    def kept(hidden: torch.Tensor, most: int, module: int | None = None) -> torch.Tensor:
+        rows.append(original(hidden, most, module))
         return rows[-1]
 
     engine.model.own_logits = kept  # type: ignore[method-assign]
@@ -64,8 +70,8 @@ def test_drafts_are_those_of_the_equations(
         engine.step()
     chains = []
     for _ in range(4):
-        assert len(rows) == 5 and len(request.drafts) == 4  # the model's rows, then a draft each
-        chains.append((torch.cat(rows[1:]), oracle.drafts([*prompt, *request.output], 4)))
+        assert len(rows) == 1 + count and len(request.drafts) == count  # the model's rows, then a draft each
+        chains.append((torch.cat(rows[1:]), oracle.drafts([*prompt, *request.output], count)))
         assert request.drafts == chains[-1][1].argmax(dim=-1).tolist()
         rows.clear()
         engine.step()
@@ -74,8 +80,8 @@ def test_drafts_are_those_of_the_equations(
 
 
 def write_predictable(folder: Path, source: Path) -> None:
-    """A model whose layers add nothing: the token behind t is t + 1. Its module adds nothing either, and says the same
-    of the token that it embeds."""
+    """A model whose layers add nothing: the token behind t is t + 1. Its modules add nothing either, and say the same
+    of the token that they embed."""
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -84,9 +90,8 @@ def write_predictable(folder: Path, source: Path) -> None:
             tensor.fill_(1.0)
     hidden = tensors["model.embed_tokens.weight"].shape[1]
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, dims=0).contiguous()
-    layer = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
-    prefix = f"model.layers.{layer}."
-    tensors[prefix + "eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    for name in [name for name in tensors if name.endswith("eh_proj.weight")]:
+        tensors[name] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text((source / "config.json").read_text())
@@ -95,13 +100,15 @@ def write_predictable(folder: Path, source: Path) -> None:
 @pytest.fixture(scope="module")
 def predictable(drafting_oracle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("predictable") / "model"
-    write_predictable(folder, drafting_oracle("deepseek_v32", index_topk=16).folder)
+    write_predictable(folder, drafting_oracle("deepseek_v32", modules=3, index_topk=16).folder)
     return folder
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 7])
-def test_a_module_that_knows_is_always_right(drafts: int, predictable: Path) -> None:
-    llm = engine_of(predictable, drafts)
+@pytest.mark.parametrize("drafts, vanilla", [(1, False), (3, False), (7, False), (2, None), (3, True)])
+def test_a_module_that_knows_is_always_right(drafts: int, vanilla: bool | None, predictable: Path) -> None:
+    config = {"num_speculative_tokens": drafts, "use_mtp_vanilla": vanilla}
+    llm = engine_of(predictable, 0, speculative_config=config)
+    assert len(llm.engine.model.mtp) == (1 if vanilla is False else drafts)
     rows: list[int] = []
     original = llm.engine.scheduler.computed
 
@@ -114,9 +121,12 @@ def test_a_module_that_knows_is_always_right(drafts: int, predictable: Path) -> 
     output = llm.generate([[30, 31, 32] * 9], replace(GREEDY, max_tokens=length))[0]
     assert output.token_ids == list(range(33, 33 + length))
     assert rows == [1] + [drafts + 1] * 4
+    counts = output.metrics.speculation
+    assert counts is not None and counts.acceptance_rates == [1.0] * drafts
 
 
-def test_what_a_request_asks_for_holds_within_a_step(predictable: Path) -> None:
+@pytest.mark.parametrize("drafts, vanilla", [(5, False), (3, True)])
+def test_what_a_request_asks_for_holds_within_a_step(drafts: int, vanilla: bool, predictable: Path) -> None:
     """Stop tokens and lengths inside a run of accepted drafts, tokens forbidden at first, log-probabilities."""
     params = [
         replace(GREEDY, stop_token_ids=[43]),
@@ -126,7 +136,11 @@ def test_what_a_request_asks_for_holds_within_a_step(predictable: Path) -> None:
         replace(GREEDY, max_tokens=1),
     ]
     prompts = [[30, 31, 32] * 9] * 3 + [[180] * 20, [30]]
-    expected, found = (engine_of(predictable, drafts).generate(prompts, params) for drafts in (0, 5))
+    config = {"num_speculative_tokens": drafts, "use_mtp_vanilla": vanilla}
+    expected, found = (
+        engine_of(predictable, 0, **options).generate(prompts, params)
+        for options in ({}, {"speculative_config": config})
+    )
     assert [o.finish_reason for o in expected] == ["stop", "length", "stop", "stop", "length"]
     lengths = [len(o.token_ids) for o in expected]
     assert lengths == [11, 6, lengths[2], lengths[3], 1] and lengths[2] > 9 and lengths[3] < 50
@@ -144,6 +158,7 @@ def test_what_a_request_asks_for_holds_within_a_step(predictable: Path) -> None:
         ({"num_speculative_tokens": 0}, ValueError, "num_speculative_tokens must be an integer from 1 to 7, not 0"),
         ({"num_speculative_tokens": 8}, ValueError, "num_speculative_tokens must be an integer from 1 to 7, not 8"),
         ({"num_speculative_token": 2}, TypeError, "did you mean 'num_speculative_tokens'"),
+        ({"use_mtp_vanilla": "yes"}, TypeError, "use_mtp_vanilla must be True or False, not 'yes'"),
         ([1], TypeError, "speculative_config must be a dict"),
     ],
 )
@@ -154,8 +169,15 @@ def test_what_is_no_configuration(given: Any, error: type[Exception], complaint:
 
 def test_a_checkpoint_without_the_module(drafting_oracle: Callable[..., Any], tmp_path: Path) -> None:
     folder = drafting_oracle("deepseek_v32", index_topk=16).folder
-    with pytest.raises(ValueError, match=r"takes 1 MTP module\(s\), the model has 0"):
+    with pytest.raises(ValueError, match="the model has no MTP module to draft with"):
         engine_of(folder, 1, hf_overrides={"num_nextn_predict_layers": 0})
+    few = {"hf_overrides": {"num_nextn_predict_layers": 2}}
+    with pytest.raises(ValueError, match="3 drafts take 3 MTP modules, the model has 2.*use_mtp_vanilla=False"):
+        engine_of(folder, 3, **few)
+    with pytest.raises(ValueError, match="promises 2 MTP module.*does not hold layer 3"):
+        engine_of(folder, 2, **few)
+    with pytest.raises(ValueError, match="max_num_batched_tokens 1 is too small: 2 MTP modules"):
+        engine_of(folder, 2, max_num_batched_tokens=1, **few)
     with pytest.raises(ValueError, match="with num_hidden_layers 1 of 2 the MTP module would draft for another model"):
         engine_of(folder, 1, hf_overrides={"num_hidden_layers": 1})
     tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".layers.2." not in k}

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases import cases_fp8_products, cases_int
-from dsa_engine.measure.kernel_cases.bench import Case, Ceilings, measure, rows
+from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
@@ -153,11 +155,11 @@ def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     ["sparse_decode,top_k,indexer_prefill,int8", pytest.param(None, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
-def test_the_benchmark_on_a_cpu(tmp_path: Path, names: str | None) -> None:
+def test_the_benchmark_on_a_cpu(run_script: Callable[..., Any], tmp_path: Path, names: str | None) -> None:
     """Every case runs at small sizes and says what it was compared with."""
     only = ["--only", names] if names else []
     small = ["--small", "--device", "cpu", "--dtype", "float32", "--json", str(tmp_path / "k.json")]
-    done = run("bench_kernels.py", *small, *only)
+    done = run_script("bench_kernels.py", *small, *only)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "k.json").read_text())
     assert result["left_out"] == [] and result["dtype"] == "float32" and "device" in result
@@ -169,20 +171,20 @@ def test_the_benchmark_on_a_cpu(tmp_path: Path, names: str | None) -> None:
 
 
 @pytest.mark.parametrize("script", ["bench_kernels.py", "inspect_kernels.py"])
-def test_unknown_kernel(script: str) -> None:
-    done = run(script, "--only", "top_k,attention", *(["--small"] if script.startswith("bench") else []))
+def test_unknown_kernel(run_script: Callable[..., Any], script: str) -> None:
+    done = run_script(script, "--only", "top_k,attention", *(["--small"] if script.startswith("bench") else []))
     assert done.returncode == 2
     assert "no kernel is named attention; --only takes some of" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_production_sizes_are_refused_on_a_cpu() -> None:
-    done = run("bench_kernels.py", "--device", "cpu")
+def test_production_sizes_are_refused_on_a_cpu(run_script: Callable[..., Any]) -> None:
+    done = run_script("bench_kernels.py", "--device", "cpu")
     assert done.returncode == 2 and "add --small" in done.stderr
 
 
 @compiles
-def test_inspection_report(tmp_path: Path) -> None:
-    done = run("inspect_kernels.py", "--only", "top_k", "--json", str(tmp_path / "i.json"))
+def test_inspection_report(run_script: Callable[..., Any], tmp_path: Path) -> None:
+    done = run_script("inspect_kernels.py", "--only", "top_k", "--json", str(tmp_path / "i.json"))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "i.json").read_text())
     assert result["measured_on"] is None and result["versions"]["triton"]

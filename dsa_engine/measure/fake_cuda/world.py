@@ -16,6 +16,9 @@ from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.mesh import choose_device
 from dsa_engine.parallel.placement import ExpertPlacement
 
+# Made up: what a library takes for the links of a collective when it first runs.
+LINK_BYTES = 256 << 20
+
 
 @dataclass(frozen=True)
 class FakeConfig(ParallelConfig):
@@ -69,6 +72,9 @@ class FakeGroup(Group):
         assert self.device is not None
         if like.is_cuda:
             self.device.launch(Launch("collective", name))
+            if (name, self.size) not in self.device.connected:
+                self.device.connected.add((name, self.size))
+                self.device.outside += LINK_BYTES
         return like.new_empty(*shape)
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from triton.testing import do_bench
+
+from dsa_engine.measure.ceilings import Ceilings, seconds
 
 Call = Callable[[], Any]
 
@@ -26,41 +25,6 @@ class Case:
     baselines: Mapping[str, Call] = field(default_factory=dict)  # the same result by other means
     product: bool = False  # tensor-core work, to be compared with a matrix product; else with a copy
     needs: int = 0  # compute capability below which no GPU has the instructions
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device does at best, measured in the same run."""
-
-    flops_per_s: float  # a large matrix product in the run's dtype
-    bytes_per_s: float  # a large copy, bytes read plus bytes written
-
-    @classmethod
-    def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
-        size, length = (8192, 1 << 30) if device.type == "cuda" else (1024, 64 << 20)
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        source = torch.randint(0, 255, (length,), dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        return cls(
-            flops_per_s=2 * size**3 / seconds(lambda: a @ b, device),
-            bytes_per_s=2 * length / seconds(lambda: target.copy_(source), device),
-        )
-
-
-def seconds(run: Call, device: torch.device) -> float:
-    """Median time of a call: on CUDA by events, the L2 cache cleared before each; on a CPU by the wall clock, of three
-    calls, or fewer where they are long."""
-    if device.type == "cuda":
-        return do_bench(run, warmup=20, rep=80, return_mode="median") / 1e3
-    run()
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-        if sum(times) > 0.1:
-            break
-    return statistics.median(times)
 
 
 def measure(case: Case, ceilings: Ceilings, device: torch.device) -> dict[str, Any]:

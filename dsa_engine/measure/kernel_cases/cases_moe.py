@@ -13,6 +13,12 @@ from dsa_engine.kernels.grouped_matmul import (
     torch_has_it,
 )
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.packed_tokens import (
+    pack_tokens,
+    pack_tokens_reference,
+    unpack_choices,
+    unpack_choices_reference,
+)
 from dsa_engine.kernels.permute import combine, combine_reference, expert_order, expert_order_reference
 from dsa_engine.kernels.router import route, route_reference
 from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
@@ -86,6 +92,8 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         yield _order(make, tokens)
         yield _combine(make, tokens)
         yield _gate(make, tokens)
+        yield _pack(make, tokens)
+        yield _unpack(make, tokens)
 
 
 def _route(make: Inputs, tokens: int) -> Case:
@@ -137,3 +145,35 @@ def _gate(make: Inputs, tokens: int) -> Case:
         bytes=1.5 * gate_up.nbytes,
         baselines={"torch": lambda: silu_mul_reference(gate_up)},
     )
+
+
+def _pack(make: Inputs, tokens: int) -> Case:
+    x, choices, weights = _choices(make, tokens)
+    return Case(
+        "tokens and choices in one row",
+        shape=f"{tokens} x {HIDDEN}",
+        run=lambda: pack_tokens(x, choices, weights),
+        flops=0.0,
+        bytes=2.0 * (x.nbytes + choices.nbytes + weights.nbytes),
+        baselines={"torch": lambda: pack_tokens_reference(x, choices, weights, None, tokens)},
+    )
+
+
+def _unpack(make: Inputs, tokens: int) -> Case:
+    """What one of 64 ranks makes of as many rows."""
+    x, choices, weights = _choices(make, tokens)
+    packed, held = pack_tokens_reference(x, choices, weights, None, tokens), EXPERTS // 64
+    words = HIDDEN * x.element_size() // 4
+    return Case(
+        "choices of packed rows",
+        shape=f"{tokens} x {CHOICES}",
+        run=lambda: unpack_choices(packed, HIDDEN, x.dtype, CHOICES, held, held),
+        flops=0.0,
+        bytes=2.0 * (choices.nbytes + weights.nbytes),
+        baselines={"torch": lambda: unpack_choices_reference(packed, words, CHOICES, held, held)},
+    )
+
+
+def _choices(make: Inputs, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    choices = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32)
+    return make.normal(tokens, HIDDEN), choices, make.normal(tokens, CHOICES, dtype=torch.float32)

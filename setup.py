@@ -19,6 +19,10 @@ for link in ("kernels", "parallel"):
             "clone with symbolic links enabled (git config core.symlinks true)"
         )
 
+# Its launcher, and its sequence layer for scripts/compare_context_parallel.py. It comes as source only, to be built by
+# the setuptools that there is: pip install --no-build-isolation.
+DEEPSPEED = "deepspeed>=0.19"
+
 
 def version() -> str:
     text = (ROOT / "dsa_engine" / "version.py").read_text(encoding="utf-8")
@@ -44,7 +48,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["dsa_engine", "dsa_engine.*"]),
-    package_data={"dsa_engine": ["py.typed", "demo_model/*"]},
+    package_data={"dsa_engine": ["py.typed", "demo_model/*"], "dsa_engine.kernels": ["native/*"]},
     include_package_data=False,
     zip_safe=False,
     install_requires=[
@@ -58,12 +62,13 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "flash-attn": ["flash-attn"],
-        "deepspeed": ["deepspeed"],
+        "deepspeed": [DEEPSPEED],
         "test": [
             "pytest>=9",
             "pytest-xdist>=3.8",
             "hypothesis",
             'compressed-tensors>=0.15; python_version >= "3.11"',  # what others write and read: an oracle
+            DEEPSPEED,
             "matplotlib",
             "ruff",
             "mypy",

@@ -55,7 +55,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Also called for a subcommand: so it is the subcommand that knows what may have been meant."""
+        """Also called for a subcommand: so it is the subcommand that knows what may have been meant.
+
+        The deepspeed launcher puts ``--local_rank=N`` before a script's own arguments. It says what LOCAL_RANK in the
+        environment says too, and goes.
+        """
+        args = sys.argv[1:] if args is None else list(args)
+        if "LOCAL_RANK" in os.environ and args and args[0] == f"--local_rank={os.environ['LOCAL_RANK']}":
+            del args[0]
         parsed, unknown = super().parse_known_args(args, namespace)
         if str(getattr(parsed, "json", None)) == "-":
             keep_stdout()

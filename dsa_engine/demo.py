@@ -22,6 +22,7 @@ from dsa_engine.checkpoint.leftovers import remove_leftovers
 from dsa_engine.checkpoint.random_init import write_random_checkpoint
 from dsa_engine.checkpoint.released import released_config
 from dsa_engine.errors import CheckpointError
+from dsa_engine.kernels.cpu import user_cache
 
 CHECKSUMS = "checksums.json"  # in the folder: the SHA-256 of every other file
 VERSION = 2  # raise it when the weights or the tokenizer change but the configuration does not
@@ -137,12 +138,8 @@ def cache_folder() -> Path:
     Raises:
         CheckpointError: the user has no home folder, and none was named.
     """
-    if os.environ.get("DSA_ENGINE_CACHE"):
-        return Path(os.environ["DSA_ENGINE_CACHE"])
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "dsa_engine"
     try:
-        return Path.home() / ".cache" / "dsa_engine"
+        return user_cache()
     except RuntimeError as error:
         raise CheckpointError("there is no home folder for the cache; set DSA_ENGINE_CACHE to a folder") from error
 

@@ -9,6 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from dsa_engine.parallel.failure import before_end
+
+_unfinished: set[Path] = set()  # files that are being written
 _stdout: TextIO | None = None  # the real one, while it is kept for a result
 
 
@@ -26,6 +29,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     special = target.exists() and not target.is_file()
     written = target if special else target.with_name(f"{target.stem}.{os.getpid()}.partial{target.suffix}")
     try:
+        if not special:
+            _unfinished.add(written)
         yield written
         if not special:
             with written.open("rb+") as file:
@@ -37,6 +42,15 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         if not special:
             with suppress(OSError):
                 written.unlink(missing_ok=True)
+            _unfinished.discard(written)
+
+
+@before_end
+def _remove_unfinished() -> None:
+    """Where another rank's failure ends this process in the middle of a file."""
+    for path in tuple(_unfinished):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:

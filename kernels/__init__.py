@@ -2,7 +2,8 @@
 
 A public function checks its arguments and picks the implementation (:mod:`~dsa_engine.kernels.launch`). The reference
 is plain PyTorch, is exact enough to be the definition and fast enough to be the CPU path, and never allocates in
-proportion to S²; the Triton kernel serves CUDA.
+proportion to S²; the Triton kernel serves CUDA. Where the CPU path spends its time there is a kernel for it as well, in
+C++ (:mod:`~dsa_engine.kernels.cpu`).
 
 Terms, the same in every file: a *pool* is a paged cache ``[pages, page_size, width]``; a *slot* is a row of it
 (``page * page_size + offset``), and slot −1 means nowhere; a *position* is a token's place in its sequence; a

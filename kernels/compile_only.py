@@ -51,14 +51,20 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     kernel: Any  # triton.compiler.CompiledKernel: its .asm["ptx"], .asm["cubin"] and .metadata
 
-    def resources(self) -> Resources:
-        """Read off the binary (with the cuobjdump of the Triton package) and the PTX."""
-        ptx = self.kernel.asm["ptx"]
+    def sass(self) -> str:
+        """The binary's machine code."""
+        return self._dump("-sass")
+
+    def _dump(self, option: str) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.kernel.asm["cubin"])
             file.flush()
-            report, sass = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
-        usage = dict(re.findall(r"(REG|STACK):(\d+)", report))
+            return _cuobjdump(option, file.name)
+
+    def resources(self, sass: str) -> Resources:
+        """Read off the binary (with the cuobjdump of the Triton package), its machine code and the PTX."""
+        ptx = self.kernel.asm["ptx"]
+        usage = dict(re.findall(r"(REG|STACK):(\d+)", self._dump("-res-usage")))
         return Resources(
             warps=self.kernel.metadata.num_warps,
             registers=int(usage["REG"]),

@@ -32,15 +32,18 @@ from dsa_engine.kernels.segment import Segments
 
 
 def dense_mla_block_reference(
-    q: torch.Tensor, rows: torch.Tensor, start: int, value_dim: int, scale: float
+    q: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``visible [T]``: how many of ``rows [R, width]`` each query sees."""
     count, heads, width = q.shape
     rows = rows.float()
     scores = (q.reshape(-1, width).float() @ rows.t()).view(count, heads, -1).mul_(scale)
-    future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
-    scores[..., start:].masked_fill_(future[:, None], float("-inf"))
+    unseen = torch.arange(len(rows), device=q.device) >= visible[:, None]
+    scores.masked_fill_(unseen[:, None], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
-    out = scores.sub_(lse[..., None]).exp_().view(count * heads, -1) @ rows[:, :value_dim]
+    # Of a row that sees nothing, padding, the log-sum-exp is -inf; with 0 in its place its probabilities are 0.
+    top = lse.masked_fill(lse == float("-inf"), 0.0)
+    out = scores.sub_(top[..., None]).exp_().view(count * heads, -1) @ rows[:, :value_dim]
     return out.view(count, heads, value_dim).to(q.dtype), lse
 
 
@@ -57,14 +60,16 @@ def dense_mla_reference(
     row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
+    # What rows see is the device's to say: in a padded step the segments on the host are those of the bucket.
+    ends = segments.visible.tolist()
     for segment in segments:
-        rows = row_format.unpack(read_rows(pool, block_tables[segment.sequence], 0, segment.end)).to(q.dtype)
-        block = max(1, workspace // max(1, 8 * heads * segment.end))
-        for done in range(0, segment.length, block):
-            stop = min(done + block, segment.length)
-            part = slice(segment.row + done, segment.row + stop)
-            seen = rows[: segment.start + stop]
-            out[part], lse[part] = dense_mla_block_reference(q[part], seen, segment.start + done, value_dim, scale)
+        end = max(ends[segment.row : segment.row + segment.length])
+        rows = row_format.unpack(read_rows(pool, block_tables[segment.sequence], 0, end)).to(q.dtype)
+        block = max(1, workspace // max(1, 8 * heads * end))
+        for first in range(segment.row, segment.row + segment.length, block):
+            stop = min(first + block, segment.row + segment.length)
+            part, seen = slice(first, stop), rows[: max(ends[first:stop])]
+            out[part], lse[part] = dense_mla_block_reference(q[part], seen, segments.visible[part], value_dim, scale)
     return out, lse
 
 

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.cache_format import IndexKeyFormat
 from dsa_engine.kernels.e4m3 import decode_e4m3
+from dsa_engine.kernels.indexer_arguments import check_indexer_arguments, read_index_keys
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import capability, config_for, dot_precision, multiprocessors, runs_triton
 from dsa_engine.kernels.operation import operation
@@ -71,7 +72,7 @@ def _score_segment(
     buffer = q.new_empty(rows * heads * min(_KEY_TILE, end))
     for first_key in range(0, end, _KEY_TILE):
         last_key = min(first_key + _KEY_TILE, end)
-        keys = _read_keys(pool, block_table, first_key, last_key).t()
+        keys = read_index_keys(pool, block_table, first_key, last_key).t()
         # Queries before this tile of keys see none of it.
         for row in range(max(0, first_key - start) // rows * rows, count, rows):
             tile = slice(row, min(row + rows, count))
@@ -81,15 +82,6 @@ def _score_segment(
             torch.bmm(
                 weights[tile], products.view(-1, heads, keys.shape[1]), out=scores[tile, None, first_key:last_key]
             )
-
-
-def _read_keys(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Index keys of the positions ``start … stop-1`` in float32 ``[stop-start, dim]``."""
-    page_size = pool.shape[1]
-    first, last = start // page_size, -(-stop // page_size)
-    pages = pool.index_select(0, block_table[first:last])
-    keys = IndexKeyFormat.of_pool(pool).unpack_pages(pages).flatten(0, 1)
-    return keys[start - first * page_size : stop - first * page_size].float()
 
 
 @triton.jit
@@ -301,27 +293,8 @@ def indexer_scores(
         ValueError: shapes that do not fit together, or segments outside of the block table.
         TypeError: weights that are not float32, or dtypes of q and pool that do not go together.
     """
-    _check(q, weights, pool, block_tables, segments)
+    check_indexer_arguments(q, weights, pool, block_tables, segments)
     if runs_triton(q):
         return _launch(q.contiguous(), weights.contiguous(), pool, block_tables, segments)
     tile_bytes = min(workspace, _CPU_TILE_BYTES) if q.device.type == "cpu" else workspace
     return indexer_scores_reference(q, weights, pool, block_tables, segments, tile_bytes)
-
-
-def _check(
-    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments
-) -> None:
-    """Raises what :func:`indexer_scores` says."""
-    key_format = IndexKeyFormat.of_pool(pool)
-    if q.dim() != 3 or q.shape[:2] != weights.shape or pool.dim() != 3 or q.shape[-1] != key_format.dim:
-        raise ValueError(
-            f"q {tuple(q.shape)}, weights {tuple(weights.shape)} and pool {tuple(pool.shape)} do not fit together"
-        )
-    if q.dtype != key_format.dtype or weights.dtype != torch.float32:
-        raise TypeError(
-            "q and pool must have the same dtype, or float8_e4m3fn and uint8, and weights float32; not "
-            f"{q.dtype}, {pool.dtype} and {weights.dtype}"
-        )
-    if pool.stride(2) != 1 or (pool.shape[1] > 1 and pool.stride(1) != pool.shape[2]):
-        raise ValueError(f"the rows of a page must be contiguous; the strides of the pool are {pool.stride()}")
-    segments.check(q.shape[0], block_tables, pool.shape[1])

@@ -1,8 +1,9 @@
 """What every operation asks before it launches: Triton or the reference, and for which chip.
 
 A kernel runs on CUDA tensors. Under ``TRITON_INTERPRET=1`` it also runs on CPU tensors, in Triton's interpreter, which
-is slow and proves its arithmetic; elsewhere CPU tensors take the reference. Launch configurations stand beside each
-kernel, in a table by compute capability, with the device they were measured on; nothing is tuned while serving.
+is slow and proves its arithmetic; elsewhere CPU tensors take the reference, or a kernel of the CPU's own
+(:mod:`.cpu`). Launch configurations stand beside each kernel, in a table by compute capability, with the device they
+were measured on; nothing is tuned while serving.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ Config = TypeVar("Config")
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether the operation on ``x`` launches its kernel; if not, it runs its reference."""
     return (x.is_cuda or INTERPRETED or _compiling_for is not None) and not _references_only
+
+
+def runs_native() -> bool:
+    """Whether CPU tensors may take the CPU's own kernels (:mod:`~dsa_engine.kernels.cpu`): neither Triton nor the
+    references are to run on them."""
+    return not (INTERPRETED or _references_only or _compiling_for is not None)
 
 
 def capability(x: torch.Tensor) -> int:

@@ -4,6 +4,9 @@
 
 Scores live in a workspace of fixed size: queries are taken in as many blocks as it needs, so memory does not grow
 with S².
+
+On a CPU one kernel (``native/lightning_indexer.cpp``) does all of it and keeps no scores: each is compared, when it is
+made, with the worst of its query's best so far.
 """
 
 from __future__ import annotations
@@ -12,12 +15,20 @@ from collections.abc import Iterator
 
 import torch
 
+from dsa_engine.kernels import cpu
+from dsa_engine.kernels.indexer_arguments import check_indexer_arguments
 from dsa_engine.kernels.indexer_scores import indexer_scores
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.segment import Segments
 from dsa_engine.kernels.topk import select_topk
 
+# Queries of a tile on a CPU, which share the work of transposing keys; fewer where that leaves threads without a tile.
+_MOST_QUERIES, _FEWEST_QUERIES = 128, 16
 
+
+@operation(runs=cpu.serves)
 def lightning_indexer(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -42,9 +53,15 @@ def lightning_indexer(
 
     Returns:
         positions ``[T, k]`` int32, ascending, −1 behind the last where a query sees fewer than k tokens.
+
+    Raises:
+        ValueError, TypeError: as :func:`.indexer_arguments.check_indexer_arguments` says.
     """
-    segments.check(q.shape[0], block_tables, pool.shape[1])
+    check_indexer_arguments(q, weights, pool, block_tables, segments)
     positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
+    if cpu.serves(q):
+        _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, positions, workspace)
+        return positions
     # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
     # small part of what it reads. The references take a quarter of the workspace for the scores and half for the
     # products; the selection over the scores, when the products are gone, takes twice their bytes (and more in rows
@@ -58,6 +75,33 @@ def lightning_indexer(
         positions[rows] = select_topk(scores, k, piece.visible)[0]
         del scores  # before the next piece's are made
     return positions
+
+
+def _select_natively(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    positions: torch.Tensor,
+    workspace: int,
+) -> None:
+    """Fills ``positions [T, k]``. Each thread has a tile's keys and best scores, of as many queries as fit in its part
+    of the workspace; of one query at least."""
+    (rows, heads, dim), k = q.shape, positions.shape[1]
+    library = cpu.library()
+    assert library is not None
+    threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
+    queries = min(_MOST_QUERIES, max(_FEWEST_QUERIES, cdiv(rows, 4 * threads)))
+    while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, dim, k) > workspace:
+        queries //= 2
+    tiles, tables = segments.tiles(queries), block_tables.contiguous()
+    scratch = q.new_empty(threads * library.dsa_lightning_indexer_scratch(queries, dim, k))
+    library.dsa_lightning_indexer(
+        q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
+        segments.sequences.data_ptr(), segments.visible.data_ptr(), positions.data_ptr(), scratch.data_ptr(),
+        len(tiles), queries, pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k, threads,
+    )  # fmt: skip
 
 
 def _pieces(segments: Segments, elements: int) -> Iterator[tuple[int, int]]:

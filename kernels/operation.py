@@ -48,13 +48,17 @@ _watching: Comparison | None = None
 
 
 def operation(
-    *, writes: tuple[str, ...] = (), defined: Callable[..., torch.Tensor] | None = None
+    *,
+    writes: tuple[str, ...] = (),
+    defined: Callable[..., torch.Tensor] | None = None,
+    runs: Callable[[torch.Tensor], bool] = launch.runs_triton,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Marks a public function that asks :func:`.launch.runs_triton` as an operation, named as the function is.
+    """Marks a public function that runs a kernel or its reference as an operation, named as the function is.
 
     Args:
         writes: the arguments that it writes to.
         defined: of the arguments, a mask of the result's elements that are defined; default: all are.
+        runs: whether it runs a kernel on its first tensor.
     """
 
     def mark(run: Callable[P, R]) -> Callable[P, R]:
@@ -67,7 +71,7 @@ def operation(
             if name in _replaced:
                 with launch.references():
                     return run(*args, **kwargs)
-            if _watching is not None and launch.runs_triton(_first_tensor(*args, *kwargs.values())):
+            if _watching is not None and runs(_first_tensor(*args, *kwargs.values())):
                 return _both_ways(_watching, run, writes, defined, args, kwargs)
             return run(*args, **kwargs)
 

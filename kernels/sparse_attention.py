@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import dot_precision, runs_triton
@@ -144,7 +145,28 @@ def _launch(
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
 
-@operation()
+def _run_native(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By ``native/sparse_attention.cpp``: a token at a time and thread, whose rows are all gathered."""
+    (tokens, heads, width), k = q.shape, slots.shape[1]
+    library = cpu.library()
+    assert library is not None
+    out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads)
+    rows = pool.view(-1, width)
+    threads = cpu.threads_for(tokens * heads * k * (width + value_dim))
+    scratch = q.new_empty(threads * library.dsa_sparse_attention_scratch(width, value_dim, k))
+    if counts is not None:
+        counts = counts.to(torch.int32).contiguous()
+    library.dsa_sparse_attention(
+        q.data_ptr(), rows.data_ptr(), slots.data_ptr(), None if counts is None else counts.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), scratch.data_ptr(),
+        tokens, rows.stride(0), heads, width, value_dim, k, scale, threads,
+    )  # fmt: skip
+    return out, lse
+
+
+@operation(runs=cpu.runs_kernel)
 def sparse_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
@@ -166,7 +188,8 @@ def sparse_attention(
         scale: softmax scale.
         counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); the entries
             behind them may be anything.
-        workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split).
+        workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split);
+            the CPU's kernel takes what the rows of a token for each thread need.
 
     Returns:
         out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
@@ -183,5 +206,7 @@ def sparse_attention(
         raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
     if runs_triton(q):
         return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
+    if not row_format.fp8 and cpu.serves(q):
+        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, value_dim, scale)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
     return sparse_attention_reference(q, pool, slots, counts, value_dim, scale, block_bytes)

@@ -3,31 +3,44 @@
 When a rank dies, its peers soon fail too, with an error of the transport that says nothing about the cause. The first
 rank to fail leaves its error in the store of the run before it ends; a rank that fails later finds it there, and says
 in one line whose error ended the run. Ranks that fail alike (a wrong path, say) show one traceback for the same reason.
+
+A rank whose peer has failed may wait where no error arises: NCCL's collectives are waited for inside CUDA. So each has
+a thread (:mod:`.failure_watch`) that learns of the first error from the store, gives the main thread a moment to fail
+by itself, and ends the process with the first one's exit status. On another machine it shows the traceback too. Whoever
+ends waits until the others have read why, and kills those of its own machine that do not even run a thread.
 """
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
 
+from dsa_engine.parallel.failure_watch import LEFT, FailureWatch, ends, see_off
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes
-from dsa_engine.parallel.peers import State, name_of, state_of, wake
+from dsa_engine.parallel.peers import State, machine, name_of, state_of, wake
+from dsa_engine.parallel.run_store import STORE_WAIT, connect
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_STORE_WAIT = timedelta(seconds=5)  # longest wait for the store, and for the first error to be shown
 _PEERS_S = 1.0  # how long the peers of a lost rank get to fail too, before they count as lost themselves
+_OWN_S = 0.5  # how long the main thread gets to fail by itself after another rank has failed
+_AFTER_S = 0.3  # the first rank ends before the others: torchrun's report names whose end it sees first
+_LAST_S = 30.0  # an end that is held up itself (by a full pipe, say) takes no longer
+_TRACE_LENGTH = 1 << 16  # most characters of a traceback that go to other machines
 
 _reporter: _Reporter | None = None
+_before_end: list[Callable[[], None]] = []
 
 
 def report_failures(*, connect_s: float | None = None, brief: tuple[type[Exception], ...] = ()) -> None:
@@ -58,6 +71,22 @@ def run_store() -> dist.Store | None:
     return None if _reporter is None else _reporter.store
 
 
+def before_end(call: Callable[[], None]) -> Callable[[], None]:
+    """Has this called where a failure ends the process at once, without the cleaning up that an orderly exit brings.
+
+    Perhaps in another thread than the main one, which may be anywhere.
+    """
+    _before_end.append(call)
+    return call
+
+
+def leave_run() -> None:
+    """Leaves word that this process has come to the end of its program, before others miss it in a collective."""
+    with suppress(Exception):
+        if _reporter is not None and _reporter.store is not None:
+            _reporter.store.set(ends(launched_rank()[0]), LEFT)
+
+
 class _Reporter:
     """A ``sys.excepthook``; ``show`` is the one that was there before and prints a traceback."""
 
@@ -66,17 +95,23 @@ class _Reporter:
         self.brief: tuple[type[Exception], ...] = ()
         self._show = show
         self._rank, self._world_size = launched_rank()
+        self._ending = threading.Lock()  # whose thread has it ends the process
+        self._null = open(os.devnull, "w")  # noqa: SIM115 - for faulthandler, as long as the process lives
 
     def connect(self, patience_s: float) -> None:
-        """Connects to the store, and leaves word of this process there for :meth:`_lost`."""
+        """Connects to the store, leaves word of this process there, and watches from now on whether a peer fails."""
         if self.store is None:
-            self.store = _connect(patience_s)
+            self.store = connect(patience_s)
             self.store.set(f"process {self._rank}", name_of(os.getpid()))
+            watch = FailureWatch(self._end_with)
+            watch.start()
+            atexit.register(watch.stop)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(ValueError):  # another thread than the main one may not
             # torchrun ends all ranks as soon as one has ended; this one is about to, and has something to say.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._ending.acquire()
         interrupted, lost = issubclass(kind, KeyboardInterrupt), _is_transport_error(error)
         brief = isinstance(error, self.brief) and not lost
         code = 130 if interrupted else 2 if brief else 1
@@ -90,10 +125,10 @@ class _Reporter:
         if first != mine:
             with suppress(Exception):
                 assert self.store is not None
-                self.store.wait(["shown"], _STORE_WAIT)
+                self.store.wait(["shown"], STORE_WAIT)
             if not (brief and first.partition(": ")[2] == mine.partition(": ")[2]):  # all fail alike: once is enough
                 _say(f"[rank {self._rank}] ends, because {first}")
-            _end(code)
+            self._end(code, _AFTER_S)
         if interrupted:
             _say(f"[rank {self._rank}] interrupted")
         elif brief:
@@ -106,13 +141,47 @@ class _Reporter:
             if lost:
                 _say(f"[rank {self._rank}] {self._lost(seen)}")
             assert self.store is not None
-            self.store.set("shown", "")
-        _end(code)
+            full = "" if brief or interrupted else "".join(traceback.format_exception(kind, error, trace))
+            self.store.set("traceback", _printable(full)[-_TRACE_LENGTH:])
+            self.store.set(f"told {machine()}", str(self._rank))
+            self.store.set("shown", str(code))
+        self._end(code)
+
+    def _end_with(self, store: dist.Store) -> None:
+        """Ends this process, from the thread that watches, because another rank has failed."""
+        first, code = store.get("first").decode(), 1
+        with suppress(Exception):  # the first one may have been ended before it had shown anything
+            store.wait(["shown"], STORE_WAIT)
+            code = int(store.get("shown"))
+        if not self._ending.acquire(timeout=_OWN_S):
+            return  # the main thread has failed too, and ends the process
+        faulthandler.dump_traceback_later(_LAST_S, exit=True, file=self._null)
+        said = f"[rank {self._rank}] ends, because {first}"
+        with suppress(Exception):
+            mine = str(self._rank)
+            if store.compare_set(f"told {machine()}", "", mine).decode() == mine:  # of this machine's ranks, one
+                said = f"{said}\n{store.get('traceback').decode()}".rstrip()
+        _say(said)
+        self.store = store  # that of the main thread may be in use
+        self._end(code, _AFTER_S)
+
+    def _end(self, code: int, after_s: float = 0.0) -> None:
+        for call in _before_end:
+            with suppress(Exception):
+                call()
+        with suppress(Exception):
+            assert self.store is not None
+            see_off(self.store, self._rank, self._world_size)
+            time.sleep(after_s)
+        with suppress(Exception):
+            sys.stdout.flush()
+        # An orderly exit would wait for collectives that the other ranks no longer answer.
+        os._exit(code)
 
     def _first(self, mine: str) -> str:
         """Leaves this rank's error in the store, and returns the run's first one."""
         if self.store is None and launched_store():
-            self.connect(_STORE_WAIT.total_seconds())  # torchrun's store is there from the beginning
+            self.connect(STORE_WAIT.total_seconds())  # torchrun's store is there from the beginning
         if self.store is None:
             return mine
         self.store.set(str(self._rank), mine)
@@ -125,6 +194,9 @@ class _Reporter:
             assert self.store is not None
             for rank in range(self._world_size):
                 if rank != self._rank and not self.store.check([str(rank)]):
+                    if self.store.check([ends(rank)]):
+                        states[rank] = "left"
+                        continue
                     known = self.store.check([f"process {rank}"])
                     states[rank] = state_of(self.store.get(f"process {rank}").decode()) if known else "unknown"
         return states
@@ -157,42 +229,11 @@ class _Reporter:
 _ENDED = "ended without an error of its own (killed, perhaps for want of memory, or crashed)"
 _SILENT: dict[State, str] = {  # what may have happened to a rank of which nothing is heard, by its process's state
     "ended": f"its process has {_ENDED}",
+    "left": "its program has come to its end (by sys.exit, or as it does less than the others)",
     "stopped": "its process was stopped (SIGSTOP, or Ctrl-Z); it has been woken, to end like the others",
     "running": "it hangs, though its process is alive",
     "unknown": f"it hangs, or its process has {_ENDED}",
 }
-
-
-def _connect(patience_s: float) -> dist.Store:
-    # A connection of its own: that of the process group may be in use by a thread that waits in it.
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ValueError(
-            "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"
-        )
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    found: list[dist.Store | Exception] = []
-
-    def connect() -> None:
-        wait = timedelta(seconds=patience_s)
-        try:
-            found.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait))
-        except Exception as error:
-            found.append(error)
-
-    # PyTorch's own timeout does not hold where somebody accepts the connection and then says nothing.
-    thread = threading.Thread(target=connect, daemon=True, name="dsa_engine store")
-    thread.start()
-    thread.join(patience_s + _PEERS_S)
-    if not found:
-        raise TimeoutError(
-            f"{host}:{port} (MASTER_ADDR, MASTER_PORT) accepts connections, but has not answered as the store of a run "
-            f"for {patience_s:g} seconds: something else listens there; choose another port"
-        )
-    if isinstance(found[0], Exception):
-        raise found[0]
-    found[0].set_timeout(_STORE_WAIT)
-    # torchrun keeps its store when it restarts the ranks.
-    return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found[0])
 
 
 def _is_transport_error(error: BaseException) -> bool:
@@ -217,10 +258,3 @@ def _say(text: str) -> None:
         text = _printable(text, sys.stderr.encoding or "utf-8")
         sys.stderr.write(text + "\n")  # in one piece: several processes share it
         sys.stderr.flush()
-
-
-def _end(code: int) -> None:
-    with suppress(Exception):
-        sys.stdout.flush()
-    # An orderly exit would wait for collectives that the other ranks no longer answer.
-    os._exit(code)

@@ -1,4 +1,5 @@
-"""What the launcher (``torchrun``) says in the environment of each process: its rank, and where the run's store is."""
+"""What the launcher (``torchrun``, ``deepspeed``) says in the environment of each process: its rank, how many there
+are, and whether the launcher keeps the run's store."""
 
 from __future__ import annotations
 
@@ -21,6 +22,16 @@ def several_processes() -> bool:
         return launched_rank()[1] > 1
     except ValueError:
         return False
+
+
+def local_world_size() -> int:
+    """Number of processes of the run on this machine: torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
+
+    Raises:
+        ValueError: the environment names no number.
+    """
+    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "LOCAL_SIZE"
+    return _number(name, "1", 1, "a positive integer")
 
 
 def launched_store() -> bool:

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.expert_parallel import ExpertParallel
-from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.failure import leave_run, report_failures
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.launch_environment import launched_rank, launched_store
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store, local_world_size
 from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class Mesh:
                 # A device that is bound here makes every group a split of the whole run, in which all take part.
                 device_id=chosen if cuda and ranks is None else None,
             )
-            atexit.register(_leave)
             report_failures(connect_s=config.timeout)
+            atexit.register(_leave)  # before the end of the watch for failures, as it may wait for a peer
         compare_once()
         if ranks is None:
             mesh = cls(config, global_rank, global_size, chosen)
@@ -257,7 +257,7 @@ def choose_device(device: str) -> torch.device:
         raise ValueError(f"device {device!r} is not supported; {known}")
     if not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but PyTorch sees no CUDA device; give 'cpu' or 'auto'")
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    neighbours = local_world_size()
     if chosen.index is not None and neighbours > 1:
         raise ValueError(f"device {device!r} is one device, for {neighbours} ranks on this machine; give 'cuda'")
     index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
@@ -271,5 +271,6 @@ def choose_device(device: str) -> torch.device:
 
 
 def _leave() -> None:
+    leave_run()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,18 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-State = Literal["running", "stopped", "ended", "unknown"]
+State = Literal["running", "stopped", "left", "ended", "unknown"]  # left: it has said so itself
 
 
 def name_of(pid: int) -> str:
     """What another rank needs to know about a process of this machine to call :func:`state_of` and :func:`wake`."""
-    return f"{_machine()} {pid} {_stat(pid)[1]}"
+    return f"{machine()} {pid} {_stat(pid)[1]}"
 
 
 def state_of(process: str) -> State:
     """Whether a process of this machine runs, is stopped (SIGSTOP) or has ended; of another machine, "unknown"."""
-    machine, pid, started = process.split()
-    if machine != _machine():
+    where, pid, started = process.split()
+    if where != machine():
         return "unknown"
     try:
         letter, since = _stat(int(pid))
@@ -30,18 +30,25 @@ def state_of(process: str) -> State:
     return "stopped" if letter in "Tt" else "running"
 
 
+def machine() -> str:
+    """This machine until it boots again, and the part of it in which process numbers mean the same (a container)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"unreadable-{os.getpid()}"
+
+
 def wake(process: str) -> None:
     """Lets a stopped process of this machine go on."""
     with suppress(OSError):
         os.kill(int(process.split()[1]), signal.SIGCONT)
 
 
-def _machine() -> str:
-    """This machine until it boots again, and the part of it in which process numbers mean the same (a container)."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return f"unreadable-{os.getpid()}"
+def kill(process: str) -> None:
+    """Ends a process of this machine, whatever it does."""
+    if state_of(process) in ("running", "stopped"):
+        with suppress(OSError):
+            os.kill(int(process.split()[1]), signal.SIGKILL)
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from typing import Any
 
 import torch
 
@@ -46,6 +48,13 @@ def main() -> None:
         f"{ceilings.bytes_per_s / 1e9:.4g} GB/s (copy, read plus written)"
     )
     results, left_out = [], []
+    failed: dict[str, str] = {}
+
+    def write(measured: list[dict[str, Any]]) -> None:
+        about = {**where, "ceilings": ceilings.to_json(), "left_out": left_out, "failed": failed}
+        write_json(args.json, {**about, "results": measured})
+
+    where = environment(device, dtype, 1)
     for name in names:
         if args.time_limit and time.perf_counter() - begin > args.time_limit:
             left_out.append(name)
@@ -55,14 +64,23 @@ def main() -> None:
             if device.type == "cuda" and capability(torch.empty(0, device=device)) < case.needs:
                 print(f"{case.kernel}: left out, it needs compute capability {case.needs / 10:g}")
                 continue
-            measured.append(measure(case, ceilings, device))
+            try:
+                measured.append(measure(case, ceilings, device))
+            except Exception as error:  # one kernel's failure is a finding, and must not take the others' figures along
+                reason = (str(error).splitlines() or [""])[0]
+                failed[f"{case.kernel}: {case.shape}"] = f"{type(error).__name__}: {reason:.200}"
         print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
         results += measured
+        if args.json and args.json != "-":
+            write(results)  # what there is so far, should somebody end this
     if args.json:
-        where = environment(device, dtype, 1)
-        write_json(args.json, {**where, "ceilings": ceilings.to_json(), "left_out": left_out, "results": results})
+        write(results)
     if left_out:
         print(f"left out for lack of time: {', '.join(left_out)}")
+    for what, reason in failed.items():
+        print(f"FAILED {what}: {reason}")
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Proves and measures on a CUDA device, each within 10 minutes, after `dsa-engine doctor`. Results go to the folder given (default:
-# benchmarks/results).
+# Proves and measures on a CUDA device: one command for whoever has a GPU for half an hour. What is worth most comes first,
+# every part has a limit in time, a part that fails does not end the others, and each leaves a file in the folder
+# (default: benchmarks/results).
 #
-#   scripts/gpu_check.sh kernels [FOLDER]    the kernels' tests on the device, then every kernel at production sizes
-#   scripts/gpu_check.sh latency [FOLDER]    CUDA graphs and launching ahead give the same tokens; then TTFT and TPOT of
-#                                            4 layers of DeepSeek-V3.2-Exp as one rank of 64, and what each overlap gains
+#   scripts/gpu_check.sh all [FOLDER]        doctor, kernels timed, latency timed, then all tests; within 26 minutes
+#   scripts/gpu_check.sh kernels [FOLDER]    doctor, the kernels' tests, every kernel timed; within 10 minutes
+#   scripts/gpu_check.sh latency [FOLDER]    doctor, the tests of graphs and launching ahead, then TTFT and TPOT of 4 layers
+#                                            of DeepSeek-V3.2-Exp as one rank of 64, and what each overlap gains; within 10 minutes
 #
 # PYTHON names the interpreter (default: .venv/bin/python, else python3).
 set -uo pipefail
@@ -12,14 +14,14 @@ cd "$(dirname "$0")/.."
 root=$PWD
 what=${1:-}
 case $what in
-kernels | latency) ;;
+all | kernels | latency) ;;
 *)
-	echo "usage: scripts/gpu_check.sh kernels|latency [FOLDER], not '$what'" >&2
+	echo "usage: scripts/gpu_check.sh all|kernels|latency [FOLDER], not '$what'" >&2
 	exit 2
 	;;
 esac
 out=$(realpath -m "${2:-benchmarks/results}")
-mkdir -p "$out"
+mkdir -p "$out" || exit 2
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 
 # Importable without an installation, and without putting this folder (a top-level `kernels`) on sys.path.
@@ -35,42 +37,70 @@ unset TRITON_INTERPRET
 	exit 1
 }
 
-# Whether this machine runs the engine at all; what it finds does not end the rest.
-timeout 120 "$python" -c 'import sys; sys.path.pop(0); from dsa_engine.cli import main; main(sys.argv[1:])' \
-	doctor --json "$out/doctor.json" || echo "FAILED: doctor (its findings stand above)"
+failed=()
 
+# part SECONDS NAME COMMAND…: runs it, shows and keeps what it prints (NAME.log), and goes on whatever comes of it. A part
+# that does not end by itself is interrupted, so that it can still clean up, and killed 20 seconds later.
+part() {
+	local limit=$1 name=$2 begun=$SECONDS
+	shift 2
+	echo "== $name (at most $limit s)"
+	timeout --signal=INT --kill-after=20 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+	local status=${PIPESTATUS[0]}
+	echo "== $name: exit status $status after $((SECONDS - begun)) s"
+	[ "$status" -eq 0 ] || failed+=("$name")
+}
+
+# Not -m: that would put the working folder on sys.path.
+module='import runpy, sys; sys.path.pop(0); sys.argv.pop(0); runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
 # Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is.
 processes=$("$python" -c 'import os, importlib.util as u; print(f"-n{min(16, os.cpu_count())}" if u.find_spec("xdist") else "")')
-failed=0
 
-# run_tests SECONDS TEST…; not -m pytest: that would put the working folder on sys.path.
-run_tests() {
-	local limit=$1
-	shift
-	timeout "$limit" "$python" -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' \
-		"$@" -q --maxfail=20 -o minversion=8 $processes 2>&1 | tee "$out/gpu_check_$what.log"
-	[ "${PIPESTATUS[0]}" -eq 0 ] || { failed=1 && echo "FAILED: tests"; }
-}
-
-# measure SECONDS SCRIPT ARGUMENT…
-measure() {
-	local limit=$1 script=$2
+# tests SECONDS NAME TEST…
+tests() {
+	local limit=$1 name=$2
 	shift 2
-	timeout "$limit" "$python" "scripts/$script" "$@" || { failed=1 && echo "FAILED: $script"; }
+	part "$limit" "$name" "$python" -c "$module" pytest "$@" -q --maxfail=20 -o minversion=8 --junit-xml="$out/$name.xml" $processes
 }
 
-if [ "$what" = kernels ]; then
-	run_tests 240 tests/kernels tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py
-	measure 230 bench_kernels.py --time-limit 200 --json "$out/kernels.json"
-else
-	run_tests 150 tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py tests/engine/test_steps.py
-	model=$site/model
-	mkdir "$model"
+doctor() { # whether this machine runs the engine at all
+	part 90 doctor "$python" -c "$module" dsa_engine doctor --json "$out/doctor.json"
+}
+
+kernels() {
+	part 280 kernels "$python" scripts/bench_kernels.py --time-limit 240 --json "$out/kernels.json"
+}
+
+one_rank=(--load-format dummy --emulate-world 64 --tp-size 8 --input-len 8192,32768,131072
+	--hf-overrides '{"num_hidden_layers": 4, "first_k_dense_replace": 1}')
+latency() {
+	local model=$site/model
+	mkdir -p "$model"
 	"$python" -c 'import json, sys; from dsa_engine.checkpoint import released_config
 json.dump(released_config("deepseek_v32"), open(sys.argv[1], "w"))' "$model/config.json"
-	one_rank=(--model "$model" --load-format dummy --emulate-world 64 --tp-size 8 --input-len 8192,32768,131072
-		--hf-overrides '{"num_hidden_layers": 4, "first_k_dense_replace": 1}')
-	measure 200 measure_ttft.py "${one_rank[@]}" --output-len 1 --json "$out/ttft_rank_of_64.json"
-	measure 230 compare_overlaps.py "${one_rank[@]}" --batch-size 64 --json "$out/overlaps_rank_of_64.json"
-fi
-exit "$failed"
+	part 180 ttft_rank_of_64 "$python" scripts/measure_ttft.py --model "$model" "${one_rank[@]}" --output-len 1 \
+		--json "$out/ttft_rank_of_64.json"
+	part 220 overlaps_rank_of_64 "$python" scripts/compare_overlaps.py --model "$model" "${one_rank[@]}" --batch-size 64 \
+		--json "$out/overlaps_rank_of_64.json"
+}
+
+graphs=(tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py tests/engine/test_steps.py)
+doctor
+case $what in
+all)
+	kernels
+	latency
+	tests 240 tests_graphs "${graphs[@]}"
+	tests 480 tests_kernels tests/kernels
+	;;
+kernels)
+	tests 210 tests_kernels tests/kernels
+	kernels
+	;;
+latency)
+	tests 100 tests_graphs "${graphs[@]}"
+	latency
+	;;
+esac
+[ ${#failed[@]} -eq 0 ] || echo "FAILED: ${failed[*]} (what they printed: $out/NAME.log)"
+exit $((${#failed[@]} > 0))

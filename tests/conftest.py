@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import hypothesis
 import pytest
 import torch
+
+from dsa_engine.kernels.cpu import user_cache
 
 # Time decides no test: on a busy machine an example may take any time.
 hypothesis.settings.register_profile("dsa_engine", deadline=None)
@@ -270,6 +273,11 @@ def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         base = tmp_path_factory.getbasetemp()
         folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo_cache"
+        folder.mkdir(exist_ok=True)
+        native = user_cache() / "native"  # compiled once, not for every cache folder
+        native.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (folder / "native").symlink_to(native)
         patch.setenv("DSA_ENGINE_CACHE", str(folder))
         yield folder
 
@@ -297,10 +305,14 @@ def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
         from dsa_engine.demo import demo_folder
         from dsa_engine.model.config import ModelConfig
         from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+        from dsa_engine.speculative_config import SpeculativeConfig
 
-        config = ModelConfig.from_pretrained(demo_folder(), TINY).with_mtp(int("speculative_config" in options))
+        keys = TINY | options.pop("hf_overrides", {})
+        config = ModelConfig.from_pretrained(demo_folder(), keys)
+        speculation = SpeculativeConfig(**options["speculative_config"]) if "speculative_config" in options else None
+        config = config.with_mtp(speculation.modules(config.num_nextn_predict_layers) if speculation else 0)
         token = cache_bytes_per_token(config, cache_format(config, torch.float32))
-        fixed = {"device": "cpu", "load_format": "dummy", "hf_overrides": TINY, "page_size": 2, "progress": False}
+        fixed = {"device": "cpu", "load_format": "dummy", "hf_overrides": keys, "page_size": 2, "progress": False}
         sizes = {"max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 24}
         return LLM(demo_folder(), cache_memory=tokens * token, **fixed | sizes | options)
 

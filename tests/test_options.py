@@ -84,6 +84,24 @@ def test_help_says_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "write the result here (default: none)" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_rank_that_deepspeed_gives_is_no_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its launcher puts it first; anywhere else, or with another rank's number, somebody has typed it."""
+    parser = argument_parser("A script.")
+    parser.add_argument("--json")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    assert vars(parser.parse_args(["--local_rank=1", "--json", "x"])) == {"json": "x"}
+    for words in (["--json", "x", "--local_rank=1"], ["--local_rank=2"]):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args(words)
+        assert "error: unrecognized arguments: --local_rank=" in capsys.readouterr().err
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--local_rank=1"])
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -25,14 +29,28 @@ def run_doctor(args: argparse.Namespace) -> None:
     check_outputs(args.json)
     mesh = doctor_mesh(args.device)
     found = []
-    for finding in findings(mesh):
-        found.append(finding)
-        if mesh.reports:
-            print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
-            if finding.advice:
-                print(f"  {'':<9} what to do: {finding.advice}", flush=True)
+    with _warnings_only():
+        for finding in findings(mesh):
+            found.append(finding)
+            if mesh.reports:
+                print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
+                if finding.advice:
+                    print(f"  {'':<9} what to do: {finding.advice}", flush=True)
     if args.json and mesh.reports:
         about = environment(mesh.device, torch.float32, mesh.world_size)
         write_json(args.json, {"environment": about, "findings": [asdict(finding) for finding in found]})
     if any(finding.ok is False for finding in found):
         sys.exit(1)
+
+
+@contextmanager
+def _warnings_only() -> Iterator[None]:
+    """Within, engines that are made to be looked at say nothing of their start, unless a log level was asked for."""
+    logger = logging.getLogger("dsa_engine")
+    before = logger.level
+    if not os.environ.get("DSA_ENGINE_LOG_LEVEL"):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

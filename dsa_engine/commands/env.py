@@ -31,6 +31,7 @@ _VARIABLES = (
     "HF_HOME",
     "HF_HUB_CACHE",
     "LOCAL_RANK",
+    "LOCAL_SIZE",
     "LOCAL_WORLD_SIZE",
     "NCCL_",
     "OMP_NUM_THREADS",

@@ -86,15 +86,16 @@ class DecodeGraphs:
     @property
     def captured(self) -> list[tuple[int, int]]:
         """Rows and longest context, in tokens, of the graphs captured so far."""
-        return sorted((bucket.rows, bucket.context) for bucket in self._graphs if isinstance(bucket, Bucket))
+        buckets = [name[0] if isinstance(name, tuple) else name for name in self._graphs]
+        return sorted((bucket.rows, bucket.context) for bucket in buckets if isinstance(bucket, Bucket))
 
     def pad(self, step: StepPlan, num_drafts: int = 0) -> StepPlan:
         """A decode step, with drafts made behind it, in the rows of its bucket, as :meth:`forward` runs it."""
         return step.padded(self._config, self._fewest_tokens, num_drafts)
 
-    def ready(self, step: StepPlan) -> bool:
-        """Whether :meth:`forward` has nothing to capture first; ``step`` is padded."""
-        return not self._capture or step.bucket in self._graphs
+    def ready(self, name: Hashable) -> bool:
+        """Whether :meth:`run` has nothing to capture first; the name of :meth:`forward` is the step's bucket."""
+        return not self._capture or name in self._graphs
 
     def forward(self, step: StepPlan, sampled: torch.Tensor | None) -> tuple[ForwardBatch, torch.Tensor]:
         """The bucket's batch and hidden states ``[rows of the bucket, hidden]`` of a padded step, valid until the next

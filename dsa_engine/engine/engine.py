@@ -82,9 +82,9 @@ class Engine:
             raise RuntimeError("the engine is busy with requests; finish them first")
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
         self.scheduler.least_last_chunk = num_drafts if len(self.model.mtp) > 1 else 1
-        # With drafts, which tokens the next step computes is known when this one has been read.
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
-        self.async_scheduling = ahead and not num_drafts
+        # With drafts, the host does not know which tokens the next step computes: only a padded one follows.
+        self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """Queues a request; with a tokenizer text is made of its output, and it ends at a stop string.
@@ -147,22 +147,24 @@ class Engine:
         # While stages are timed, each step is read at once: its time must be its own.
         keep = 1 if self.async_scheduling and not observed() else 0
         sampled = self._read(keep)  # one too many is in flight where an interrupt has come between
-        chunks = [chunk for chunk in self._scheduled if _is_due(chunk)]
+        chunks = self.scheduler.due(self._scheduled)
         if not chunks:
             with record_function("schedule"), uninterrupted():
                 self._scheduled = chunks = self.scheduler.schedule()
         plan = self.runner.plan(chunks)
-        if self._in_flight and not self.runner.runs_ahead(plan):
+        before = self._in_flight[-1] if self._in_flight else None
+        if before is not None and not self.runner.runs_ahead(plan, before):
             return sampled + self._read(0)
         if not chunks:
             return sampled
         with record_function("launch"), interruptible():
-            launched = self.runner.launch(plan, self._in_flight[-1].tokens if self._in_flight else None)
+            launched = self.runner.launch(plan, before)
         with uninterrupted():
             self._scheduled = []
             self.scheduler.computed(chunks)
             for request, indices in launched.indices.items():
                 request.placeholders += indices
+                request.uncertain += 0 if launched.verified is None else len(indices) - 1
             for request, states in launched.last_states.items():
                 request.last_states = states
             for request, found in launched.prompt_logprobs.items():
@@ -170,8 +172,10 @@ class Engine:
             if launched.indices:
                 self.launched_ahead += bool(self._in_flight)
                 self._in_flight.append(launched)
-        # A step that samples nothing (a part of a prompt) does not keep what was sampled before it waiting.
-        return sampled + self._read(keep if launched.indices else 0)
+        # A step that samples nothing (a part of a prompt) does not keep what was sampled before it waiting; and on one
+        # whose drafts the host has to know no other follows.
+        follows = self.runner.num_drafts == 0 or launched.outcome is not None
+        return sampled + self._read(keep if launched.indices and follows else 0)
 
     def _read(self, keep: int) -> list[Sampled]:
         """Reads the oldest steps in flight until ``keep`` are left."""
@@ -183,7 +187,11 @@ class Engine:
                 indices = self._in_flight.pop(0).indices
                 now = time.perf_counter()
                 for one in sampled:
+                    if not one.request.placeholders:
+                        continue  # it was rewound to 0, and computes these again
                     del one.request.placeholders[: len(indices[one.request])]
+                    if one.verified is not None:
+                        one.request.uncertain -= len(indices[one.request]) - 1
                     if one.request.finish_reason is None:
                         self._take(one, now)
                         read.append(one)
@@ -191,15 +199,16 @@ class Engine:
 
     def _take(self, sampled: Sampled, now: float) -> None:
         """Gives a request its new tokens, up to the one that ends it."""
-        if sampled.request.drafts:
-            sampled.request.verified.append((len(sampled.request.drafts), len(sampled.tokens) - 1))
+        found = sampled.verified
+        if found is not None and found.offered:
+            sampled.request.verified.append((found.offered, found.accepted))
         for token in sampled.tokens:
             ending = sampled.request.append(token, now, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(sampled.request, *ending)
                 return
-        if sampled.drafts is not None:
-            self.scheduler.verified(sampled.request, sampled.drafts)
+        if found is not None:
+            self.scheduler.verified(sampled.request, found.drafts)
 
     def finish(
         self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None
@@ -273,8 +282,3 @@ class Engine:
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
         check_prompt(prompt, room, self.max_model_len, self.config.vocab_size)
-
-
-def _is_due(chunk: Chunk) -> bool:
-    """Whether a chunk that was scheduled is still to be computed: its request has neither ended nor been rewound."""
-    return chunk.request.finish_reason is None and chunk.start == chunk.request.num_computed_tokens

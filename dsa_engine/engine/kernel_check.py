@@ -2,7 +2,9 @@
 
 What was found is kept in the cache folder, for the device, the driver, the versions, the kernels' sources and the
 model's sizes: the comparison, a few seconds, runs once. A kernel that leaves the device in an error takes the process
-with it; its name is in the file by then, and the next engine runs its reference.
+with it; its name is in the file by then, and the next engine runs its reference. A process that ends without an error
+of the device may have been killed, by torchrun for another rank's sake, say: the kernel that it was at is suspected,
+and replaced when that happens a second time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import triton
 from dsa_engine.demo import cache_folder
 from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels import launch, operation
+from dsa_engine.kernels import cpu, launch, operation
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.model.config import ModelConfig
@@ -41,12 +43,12 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
     """
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})
-    if options.kernels != "checked" or not (mesh.device.type == "cuda" or INTERPRETED):
+    if options.kernels != "checked" or not _has_kernels(model, mesh):
         return options.kernels == "reference"
     kept = _kept_file(config, stored, mesh.device, options)
-    wrong, finished = _read(kept)
+    wrong, suspects, finished = _read(kept)
     if max(mesh.exchange(int(not finished))):  # in step, as layers have collectives
-        wrong = _compare(model, config, mesh, stored, kept, wrong)
+        wrong = _compare(model, config, mesh, stored, kept, wrong, suspects)
     operation.replace(wrong)
     for name, reason in operation.replaced().items():
         logger.warning(
@@ -59,30 +61,61 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
     return bool(max(mesh.exchange(len(operation.replaced()))))
 
 
+def _has_kernels(model: Model, mesh: Mesh) -> bool:
+    """Whether some rank would run kernels; on a CPU these are compiled for it."""
+    if mesh.device.type == "cuda" or INTERPRETED:
+        return True
+    return bool(max(mesh.exchange(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
+
+
 def trial_tokens(config: ModelConfig) -> int:
     """Tokens of a prefill in which rows select, and rows attend in each of the other forms."""
     return min(config.index_topk + 64, config.max_position_embeddings - 1)
 
 
 def _compare(
-    model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat, kept: Path | None, known: dict[str, str]
+    model: Model,
+    config: ModelConfig,
+    mesh: Mesh,
+    stored: CacheFormat,
+    kept: Path | None,
+    known: dict[str, str],
+    suspects: dict[str, int],
 ) -> dict[str, str]:
     operation.replace(known)  # those that have taken a process with them are not run again
+    running = ""
 
     def before(name: str) -> None:
-        _write(kept, known | found.wrong | {name: "it ended the process that compared it"}, finished=False)
+        nonlocal running
+        running = name
+        _write(kept, known | found.wrong, suspects | {name: suspects.get(name, 0) + 1})
 
     found = operation.Comparison(before)
     logger.info("comparing the kernels with their references, once for this device and model")
-    with operation.compared(found):
-        for _ in try_steps(model, config, mesh, stored, trial_tokens(config)):
-            if mesh.device.type == "cuda":
-                torch.cuda.synchronize(mesh.device)
+    try:
+        with operation.compared(found):
+            for _ in try_steps(model, config, mesh, stored, trial_tokens(config)):
+                if mesh.device.type == "cuda":
+                    torch.cuda.synchronize(mesh.device)
+    except BaseException as error:
+        guilty = {running: f"it left the device in an error ({_first_line(error)})"} if _of_device(error) else {}
+        _write(kept, known | found.wrong | guilty, suspects)
+        raise
     wrong = known | found.wrong
-    _write(kept, wrong, finished=True)
+    if not _write(kept, wrong, {}, finished=True):
+        logger.warning("what the comparison found cannot be kept in the cache folder: it runs at every start")
     worst = max(found.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
     logger.info("%s kernels compared, the largest error is %.2g (%s)", len(found.errors), worst[1], worst[0])
     return wrong
+
+
+def _of_device(error: BaseException) -> bool:
+    """Whether a kernel left the device unusable; other errors, and interrupts, are not a kernel's doing."""
+    return isinstance(error, RuntimeError) and _first_line(error).startswith(("CUDA error", "Triton Error [CUDA]"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path | None:
@@ -94,6 +127,8 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
         about += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda, driver]
     about += [options.dtype, options.quantization, sorted(asdict(config).items(), key=lambda item: item[0])]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
+    if device.type == "cpu" and not INTERPRETED:
+        digest.update(cpu.digest().encode())
     for source in sorted(Path(operation.__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     try:
@@ -104,20 +139,25 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
     return folder / f"{digest.hexdigest()}.json"
 
 
-def _read(kept: Path | None) -> tuple[dict[str, str], bool]:
-    """What was found so far: the operations that run their reference, and why; and whether all were compared. A file
-    that its process did not finish names the kernel that it ended with."""
+def _read(kept: Path | None) -> tuple[dict[str, str], dict[str, int], bool]:
+    """What was found so far: the operations that run their reference, and why; at which ones processes have ended
+    without a word, and how often; and whether all were compared."""
     try:
         content = json.loads(kept.read_text(encoding="utf-8")) if kept else {}
         wrong = {str(name): str(reason) for name, reason in content["wrong"].items()}
-        return wrong, bool(content["finished"])
+        suspects = {str(name): int(times) for name, times in content["suspects"].items()}
+        twice = {name: "it ended the process that compared it, twice" for name, n in suspects.items() if n > 1}
+        return twice | wrong, suspects, bool(content["finished"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return {}, False
+        return {}, {}, False
 
 
-def _write(kept: Path | None, wrong: dict[str, str], *, finished: bool) -> None:
-    if kept is not None:
-        try:
-            write_text(kept, json.dumps({"finished": finished, "wrong": wrong}, indent=2) + "\n")
-        except OSError as error:
-            logger.warning("what the comparison of kernels found cannot be kept: %s", error)
+def _write(kept: Path | None, wrong: dict[str, str], suspects: dict[str, int], *, finished: bool = False) -> bool:
+    """Whether there is a file of it now."""
+    try:
+        if kept is not None:
+            content = {"finished": finished, "wrong": wrong, "suspects": suspects}
+            write_text(kept, json.dumps(content, indent=2) + "\n")
+        return kept is not None
+    except OSError:
+        return False

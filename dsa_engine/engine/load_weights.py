@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.checkpoint import CheckpointReader, DummyReader
+import torch
+
+from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
 from dsa_engine.checkpoint.index import locate_tensors
+from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS
 from dsa_engine.model.config import ModelConfig, read_config_json
 from dsa_engine.model.model import Model
+from dsa_engine.model.mtp import MTPModule
 from dsa_engine.options import EngineOptions
+from dsa_engine.sizes import format_bytes
 
 
 def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOptions) -> None:
@@ -74,6 +81,42 @@ def load_weights(model: Model, folder: Path, options: EngineOptions, progress: C
             reader.load(source)
             bar.update()
     if isinstance(reader, CheckpointReader):
+        _load_own_tables(model, reader)
         reader.close()
     model.weights_loaded()
     return reader.bytes_read
+
+
+def _load_own_tables(model: Model, reader: CheckpointReader) -> None:
+    """Gives MTP modules the embedding and the head that the checkpoint holds for them, where they are not the model's.
+
+    In the released checkpoints they are copies: they are read and compared, and take no memory. A checkpoint whose
+    model or modules were trained further may hold others, and drafts would be bad without them.
+    """
+    sources = {source.name: source for source in model.sources}
+    embedding = sources["model.embed_tokens.weight"]
+    head = sources.get("lm_head.weight", embedding)  # tied
+    for module in model.mtp:
+        assert isinstance(module, MTPModule)
+        for name, shared in (("embed_tokens", embedding), ("shared_head.head", head)):
+            source = replace(shared, name=f"{module.prefix}.{name}.weight")
+            if source.name not in reader.names() or _is_copy(reader, source):
+                continue
+            table = torch.empty_like(shared.into)
+            reader.load(replace(source, into=table))
+            module.set_own(name, table)
+            message = "%s is not the model's: the MTP module keeps its own, %s on this rank"
+            logging.getLogger(__name__).info(message, source.name, format_bytes(table.nbytes))
+
+
+def _is_copy(reader: CheckpointReader, source: Source) -> bool:
+    """Whether the checkpoint holds for ``source`` what ``source.into`` holds already; some rows at a time."""
+    count, width = source.into.shape
+    step = max(1, CHUNK_ELEMENTS // width)
+    for first in range(0, count, step):
+        loaded = source.into[first : first + step]
+        part = torch.empty_like(loaded)
+        reader.load(replace(source, into=part, start=(source.start[0] + first, source.start[1])))
+        if not torch.equal(part, loaded):
+            return False
+    return True

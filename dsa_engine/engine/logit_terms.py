@@ -42,8 +42,8 @@ class LogitTerms:
 
     def __init__(self, eos_token_ids: Sequence[int]):
         self._eos_token_ids = eos_token_ids
-        self._biases = _Rows(torch.float32)  # constant terms of a request; -inf forbids
-        self._counts = _Rows(torch.int32)  # 2 · occurrences in the output, + 1 where the prompt has the token
+        self._biases = RequestRows(torch.float32)  # constant terms of a request; -inf forbids
+        self._counts = RequestRows(torch.int32)  # 2 · occurrences in the output, + 1 where the prompt has the token
         self._counted: dict[Request, int] = {}  # the tokens before this position are counted
 
     def apply(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
@@ -59,7 +59,7 @@ class LogitTerms:
             self._penalise(logits, wanted, sampled)
 
     def _add_biases(self, logits: torch.Tensor, wanted: Sequence[Wanted]) -> None:
-        rows = [i for i, (request, _) in enumerate(wanted) if _is_biased(request)]
+        rows = [i for i, (request, _) in enumerate(wanted) if is_biased(request)]
         if not rows:
             return
         requests = [wanted[i].request for i in rows]
@@ -108,7 +108,8 @@ class LogitTerms:
             return
         counts = self._count([wanted[i] for i in rows], logits, sampled)
         at = _indices(rows, logits)
-        logits[at] = penalised(logits[at], counts, [wanted[i].request.params for i in rows])
+        penalties = upload(penalties_of([wanted[i].request.params for i in rows]).float(), logits.device)
+        logits[at] = penalised(logits[at], counts, penalties)
 
     def _count(self, wanted: list[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> torch.Tensor:
         """int32 ``[len(wanted), vocab]``: 2 · occurrences in the output, + 1 where the prompt has the token."""
@@ -122,7 +123,7 @@ class LogitTerms:
                 self._counts.forget(request)
                 del self._counted[request]
         vocab = logits.shape[1]
-        slots = self._counts.slots(list(certain), lambda request: _of_prompt(request, vocab), logits)
+        slots = self._counts.slots(list(certain), lambda request: of_prompt(request, vocab), logits)
         table, more = self._counts.table, []
         for request, end in certain.items():
             start = self._counted.get(request, len(request.prompt))
@@ -139,18 +140,21 @@ class LogitTerms:
         return found
 
 
-def penalised(logits: torch.Tensor, counts: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def penalties_of(params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Repetition, frequency and presence penalty of each, float64 ``[3, n]`` on the host."""
+    columns = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+    return torch.tensor(columns, dtype=torch.float64).view(-1, 3).T
+
+
+def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
     """Logits after the penalties for repetition.
 
     Args:
         logits: float32 ``[n, vocab]``.
         counts: int32 ``[n, vocab]``: 2 · occurrences in the output, + 1 where the prompt has the token.
-        params: of each row.
+        penalties: float32 ``[3, n]``, see :func:`penalties_of`.
     """
-    columns = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
-    repetition, frequency, presence = upload(torch.tensor(columns, dtype=torch.float32), logits.device)[:, None].unbind(
-        2
-    )
+    repetition, frequency, presence = penalties[..., None]
     factor = torch.where(counts > 0, repetition, torch.ones_like(repetition))
     in_output = counts >> 1
     return (
@@ -158,7 +162,7 @@ def penalised(logits: torch.Tensor, counts: torch.Tensor, params: Sequence[Sampl
     )
 
 
-class _Rows:
+class RequestRows:
     """A row ``[vocab]`` on the device for each of some requests, in one table that grows; rows of requests that have
     ended are used again."""
 
@@ -197,7 +201,8 @@ class _Rows:
         self._slots.pop(request, None)
 
 
-def _is_biased(request: Request) -> bool:
+def is_biased(request: Request) -> bool:
+    """Whether something constant is added to its logits."""
     params = request.params
     return bool(params.allowed_token_ids or params.logit_bias or any(len(word) == 1 for word in request.bad_words))
 
@@ -216,7 +221,7 @@ def _bias(request: Request, vocab: int) -> torch.Tensor:
     return bias
 
 
-def _of_prompt(request: Request, vocab: int) -> torch.Tensor:
+def of_prompt(request: Request, vocab: int) -> torch.Tensor:
     """int32 ``[vocab]``: 1 where the prompt has the token."""
     return torch.zeros(vocab, dtype=torch.int32).index_fill_(0, torch.tensor(request.prompt, dtype=torch.int64), 1)
 

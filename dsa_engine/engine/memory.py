@@ -14,6 +14,7 @@ from dsa_engine.engine.pages import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.launch_environment import local_world_size
 from dsa_engine.sizes import format_bytes, parse_bytes
 
 # A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
@@ -38,8 +39,7 @@ def default_cache_memory(device: torch.device, utilization: float, for_steps: in
         # What PyTorch keeps for the next step counts as free: it is part of for_steps, or goes to the caches.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, int(free - (1 - utilization) * total - for_steps))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_ranks)
+    return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_world_size())
 
 
 def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, token_bytes: int, for_steps: int) -> int:

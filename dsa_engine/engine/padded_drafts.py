@@ -1,22 +1,16 @@
-"""The draft passes of a padded step: static shapes, so that all of them are one CUDA graph.
-
-Where a request's drafts begin depends on how many were accepted, which the device alone knows when the passes are
-launched: so the positions, slots and angles of their rows are computed there. Every request of the bucket has one row
-in each pass. A row that has no page, or belongs to no request, is padding.
-"""
+"""The draft passes behind a padded step whose tokens the sampler has chosen, kernel by kernel: a graph of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from dsa_engine.engine.batch import Bucket, StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.draft_passes import BucketRows, DraftPasses
 from dsa_engine.engine.request import Request
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -32,9 +26,7 @@ class _Buffers:
     last: torch.Tensor  # [requests] int64: the row of each behind which tokens are drafted
     positions: torch.Tensor  # [requests] int64, of these rows
     limits: torch.Tensor  # [requests] int64: tokens for which each has pages; 0 of padding
-    numbers: torch.Tensor  # [requests] int64: 0, 1, …
-    rows: Segments  # one of every request; what they see is written anew in every pass
-    none: Segments
+    rows: BucketRows  # one of every request
 
 
 class PaddedDrafts:
@@ -42,13 +34,14 @@ class PaddedDrafts:
 
     Args:
         model, cache, mesh: of the engine.
+        passes: of the MTP module.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh):
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, passes: DraftPasses):
         self._model = model
         self._cache = cache
         self._mesh = mesh
-        self._frequencies = model.config.rope.inverse_frequencies().to(mesh.device)
+        self._passes = passes
         self._buffers: dict[Bucket, _Buffers] = {}
 
     def draft(
@@ -77,7 +70,10 @@ class PaddedDrafts:
         assert bucket is not None, "a step is padded before it is run here"
         buffers = self._buffers.get(bucket)
         if buffers is None:
-            buffers = self._buffers[bucket] = _buffers(bucket, input_ids, device)
+            none = torch.zeros(bucket.requests, dtype=torch.int64, device=device)
+            ones = BucketRows.of(bucket, 1, self._model)
+            buffers = _Buffers(torch.empty_like(input_ids), none.clone(), none.clone(), none.clone(), ones)
+            self._buffers[bucket] = buffers
         buffers.input_ids.copy_(input_ids)
         table = [[i * bucket.rows_per_request, 0, 0, 0, 0] for i in range(bucket.requests)]
         for i, chunk in enumerate(step.ranks[self._mesh.rank].chunks):
@@ -91,57 +87,8 @@ class PaddedDrafts:
         buffers.last.copy_(row + more)
         buffers.positions.copy_(position + more)
         buffers.limits.copy_(limit)
-        count = bucket.rows_per_request - 1
-        return graphs.run(("drafts", bucket), lambda: self._passes(buffers, batch, hidden, count))
+        return graphs.run(("drafts", bucket), lambda: self._run(buffers, batch, hidden, bucket.rows_per_request - 1))
 
-    def _passes(self, buffers: _Buffers, batch: ForwardBatch, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        passed_on = self._model.draft(0, hidden, replace(batch, input_ids=buffers.input_ids), self._cache)
-        state = passed_on[buffers.last]
-        drafts: list[torch.Tensor] = []
-        for number in range(count):
-            if number:
-                state = self._model.draft(0, state, self._rows_behind(buffers, batch, drafts[-1], number), self._cache)
-            drafts.append(self._model.own_logits(state, state.shape[0], 0).argmax(dim=-1))
-        return self._mesh.world.all_gather(torch.stack(drafts, dim=1))
-
-    def _rows_behind(self, buffers: _Buffers, batch: ForwardBatch, tokens: torch.Tensor, number: int) -> ForwardBatch:
-        """One row of every request, ``number`` behind the last of the step; it embeds ``tokens [requests]``."""
-        count, selects = len(tokens), self._model.config.has_indexer
-        positions = buffers.positions + number
-        live = positions < buffers.limits
-        positions = positions.where(live, -1)
-        cos, sin = self._model.config.rope.cos_sin(positions.clamp(min=0), self._frequencies)
-        buffers.rows.visible.copy_(positions + 1)
-        return ForwardBatch(
-            rows=count,
-            input_ids=self._mesh.tp.all_gather(tokens).view(-1, count),
-            cos=cos,
-            sin=sin,
-            mha=None,
-            dense_mqa=buffers.none if selects else buffers.rows,
-            sparse_mqa=buffers.rows if selects else buffers.none,
-            block_tables=batch.block_tables,
-            slot_mapping=slots_of(positions, batch.block_tables, buffers.numbers, self._cache.page_size),
-            gathers=False,
-            cp_rows=count,
-            tp_rows=count,
-            ep_rows=count,
-            decodes=True,
-            live=live,
-        )
-
-
-def _buffers(bucket: Bucket, input_ids: torch.Tensor, device: torch.device) -> _Buffers:
-    def numbers() -> torch.Tensor:
-        return torch.zeros(bucket.requests, dtype=torch.int64, device=device)
-
-    each = [Segment(i, 1, i, bucket.context - 1) for i in range(bucket.requests)]
-    return _Buffers(
-        input_ids=torch.empty_like(input_ids),
-        last=numbers(),
-        positions=numbers(),
-        limits=numbers(),
-        numbers=torch.arange(bucket.requests, device=device),
-        rows=Segments.of(each, device),
-        none=Segments.of([], device),
-    )
+    def _run(self, buffers: _Buffers, batch: ForwardBatch, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        ids, at = buffers.input_ids, (buffers.last, buffers.positions, buffers.limits)
+        return self._mesh.world.all_gather(self._passes(batch, hidden, ids, buffers.rows, *at, count))

@@ -51,6 +51,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)  # of each output token, where they are asked for
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
+    uncertain: int = 0  # of the placeholders, those that are no tokens where a draft turns out not to be accepted
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
     verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
     # On its owner, the model's states at the last computed positions, [MTP modules - 1, hidden]; None with one module.
@@ -178,6 +179,8 @@ class Request:
         self.num_computed_tokens = num_computed_tokens
         if num_computed_tokens == 0:
             self.drafts, self.last_states = [], None
+            if self.uncertain:  # how many tokens are in flight is not known: they are computed again
+                self.placeholders, self.uncertain = [], 0
             self.num_prefill_tokens = len(self)
 
     def piece(self, first: int) -> StreamPiece:
@@ -234,6 +237,7 @@ class Chunk:
     length: int
     ranks: range
     num_logits: int = -1  # of how many of its last tokens logits are wanted; -1: 1 if it reaches the last token, else 0
+    follows: bool = False  # on a step in flight that decides where it starts: at ``start`` if all drafts are accepted
 
     def __post_init__(self) -> None:
         if self.num_logits < 0:

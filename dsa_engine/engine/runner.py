@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
 from dsa_engine.engine.speculation import Drafter
+from dsa_engine.engine.speculative_step import Kind
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -55,10 +56,11 @@ class ModelRunner:
         self._config = config
         self._mesh = mesh
         self._sampler = Sampler(config, mesh, seed, relaxed)
+        self._relaxed = relaxed is not None
         self._graphs = graphs
         self._max_decode_rows = max_decode_rows
         self.num_drafts = 0
-        self.drafter = Drafter(model, cache, mesh, self._plan_of) if model.mtp else None
+        self.drafter = Drafter(model, cache, mesh, self._plan_of, seed) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
     @property
@@ -81,25 +83,51 @@ class ModelRunner:
             observer(step)
         return step
 
-    def runs_ahead(self, plan: StepPlan) -> bool:
+    def runs_ahead(self, plan: StepPlan, before: Samples) -> bool:
         """Whether launching this step waits for nothing that the device still has to do.
 
-        Without graphs that is so up to some thousand tokens: beyond, the experts' buffers are counted first.
+        Without graphs that is so up to some thousand tokens: beyond, the experts' buffers are counted first. With
+        drafts, a step follows only on one that has left an outcome, and if it is run whole.
+
+        Args:
+            before: of the step in flight.
         """
-        return self._is_static(plan) and (self._graphs is None or self._graphs.ready(plan))
+        if not self._is_static(plan):
+            return False
+        if self._graphs is None:
+            return self.num_drafts == 0
+        if self.num_drafts == 0:
+            return self._graphs.ready(plan.bucket)
+        name = self._name_with_drafts(plan)
+        return name is not None and before.outcome is not None and self._graphs.ready(name)
+
+    def _kind_with_drafts(self, plan: StepPlan) -> Kind | None:
+        """What the step depends on that is run whole, with its drafts; None where none is."""
+        if self.num_drafts == 0 or self.drafter is None or self._graphs is None or self._relaxed:
+            return None
+        return self.drafter.kind(plan, self.num_drafts)
+
+    def _name_with_drafts(self, plan: StepPlan) -> Hashable | None:
+        kind = self._kind_with_drafts(plan)
+        return None if kind is None else (plan.bucket, kind)
 
     def _is_static(self, plan: StepPlan) -> bool:
         """Whether the host knows every shape of this step: a decode step, dispatched without regard to the routing."""
         return plan.decodes and self._mesh.static_decode
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> Samples:
+    def launch(self, plan: StepPlan, before: Samples | None = None) -> Samples:
         """Computes a step and samples where a request's known tokens end: the same on every rank.
 
         Args:
             plan: of the step.
-            sampled: ``Samples.tokens`` of the step before, where they have not been read.
+            before: of the step before, where it has not been read.
         """
+        kind = self._kind_with_drafts(plan)
+        if kind is not None:
+            assert self.drafter is not None and self._graphs is not None
+            return self.drafter.steps.run(plan, kind, None if before is None else before.outcome, self._graphs)
+        sampled = None if before is None else before.tokens
         batch, hidden = self._forward(plan, sampled)
         samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
         if of_prompts := prompt_logprobs(self._model, plan, hidden):

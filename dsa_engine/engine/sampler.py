@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import RankPlan, StepPlan
 from dsa_engine.engine.logit_terms import LogitTerms, Wanted
+from dsa_engine.engine.outcome import Outcome, Verified
 from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Request, SampledToken
 from dsa_engine.engine.sample_logits import log_probabilities, ranked, sample
@@ -21,9 +22,9 @@ from dsa_engine.outputs import Logprobs
 from dsa_engine.parallel import Mesh
 
 # Codes in place of a token, where a request's sampling went wrong.
-_NOT_FINITE, _NOTHING_LEFT = -1, -2
+NOT_FINITE, _NOTHING_LEFT = -1, -2
 _ERRORS = {
-    _NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
+    NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
     _NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "
     "stop_token_ids, forbid every one",
 }
@@ -35,7 +36,7 @@ class Sampled(NamedTuple):
 
     request: Request
     tokens: list[SampledToken]
-    drafts: list[int] | None = None  # of the tokens behind these; None where nothing is drafted
+    verified: Verified | None = None  # None where nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Samples:
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
-    # Of each request, how many of its drafts were accepted, and drafts of the next tokens; None: nothing is drafted.
-    verified: Callable[[], list[tuple[int, list[int]]]] | None = None
+    verified: Callable[[], list[Verified]] | None = None  # of each request; None: nothing is drafted
+    outcome: Outcome | None = None  # from which the next step may follow
     last_states: Mapping[Request, torch.Tensor] = field(default_factory=dict)  # see ``Request.last_states``
 
     def read(self) -> list[Sampled]:
@@ -62,8 +63,8 @@ class Samples:
         if self.verified is None:
             return sampled
         return [
-            Sampled(one.request, one.tokens[: accepted + 1], drafts)
-            for one, (accepted, drafts) in zip(sampled, self.verified(), strict=True)
+            Sampled(one.request, one.tokens[: found.accepted + 1], found)
+            for one, found in zip(sampled, self.verified(), strict=True)
         ]
 
 
@@ -103,7 +104,7 @@ class Sampler:
         tokens = self._choose(wanted, logits)
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)
-        tokens = tokens.where(total.isfinite(), _NOT_FINITE)
+        tokens = tokens.where(total.isfinite(), NOT_FINITE)
         spare = most - len(tokens)
         everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
         logprobs = None
@@ -123,7 +124,7 @@ class Sampler:
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
             requests, positions = zip(*(wanted[i] for i in drawn), strict=True)
-            seeds = [_mixed(self._seed, r.id) if r.params.seed is None else r.params.seed for r in requests]
+            seeds = [seed_of(request, self._seed) for request in requests]
             tokens[rows] = sample(logits[rows], [r.params for r in requests], seeds, positions)
         return tokens.where(highest != float("-inf"), _NOTHING_LEFT)
 
@@ -154,6 +155,11 @@ def _sampled(code: int, logprobs: list[float] | None, asked: int | None) -> Samp
     if code < 0:
         return SampledToken(code, error=_ERRORS[code])
     return SampledToken(code, None if asked is None or logprobs is None else ranked(code, logprobs, asked))
+
+
+def seed_of(request: Request, seed: int) -> int:
+    """A request's own seed, or one from the engine's and its number."""
+    return _mixed(seed, request.id) if request.params.seed is None else request.params.seed
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -21,20 +21,12 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
 
+from dsa_engine.engine.capacity import Capacity
+from dsa_engine.engine.owners import Load, choose_owner
 from dsa_engine.engine.pages import PageLedger, pages_for
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.errors import CapacityError
-
-
-class _Load(NamedTuple):
-    """What the running requests mean for their owners, by rank."""
-
-    tokens: list[int]  # tokens that they attend to
-    future_pages: list[int]  # pages that they may still ask for
-    reserved_pages: list[int]  # a spare one for each that may still grow: admitting another must not preempt at once
 
 
 class Scheduler:
@@ -77,6 +69,7 @@ class Scheduler:
         self.least_last_chunk = 1
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._ledger = PageLedger(rank, world_size, pages)
+        self._capacity = Capacity(world_size, cp_size, pages, page_size)
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []
         self.preemptions = 0
@@ -96,38 +89,12 @@ class Scheduler:
         return self._ledger.own_free
 
     def check(self, prompt_len: int, max_tokens: int) -> None:
-        """Whether a request of this size can run, alone at least.
-
-        Raises:
-            CapacityError: it cannot; says what it needs and what there is.
-        """
-        self._check("this request", self._max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
+        """Whether a request of this size can run, alone at least; see :meth:`.capacity.Capacity.check`."""
+        self._capacity.check(prompt_len, max_tokens)
 
     def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
-        """Whether so many requests of this size, divided evenly over the ranks, can run at once without preemption.
-
-        Args:
-            filled: they are adopted, not prefilled.
-
-        Raises:
-            CapacityError: they cannot; says what a rank needs and what it has.
-        """
-        ranks = len(self._ledger.free)
-        each = -(-requests // ranks)
-        need = each * self._max_pages(prompt_len, max_tokens)
-        if requests > 1 and len(self._groups[0]) > 1 and not filled:
-            need += pages_for(prompt_len, self._page_size)  # of another rank's request, while it is prefilled
-        what = f"{requests} such requests at once on {ranks} rank(s), {each} on each"
-        self._check(what, need, prompt_len, max_tokens)
-
-    def _check(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
-        pages = self._ledger.pages
-        if need > pages:
-            raise CapacityError(
-                f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
-                f"({prompt_len + max_tokens} in all) need {need} pages of {self._page_size} tokens, the cache "
-                f"has {pages}; raise cache_memory by a factor of {need / pages:.2f}, or take fewer requests or tokens"
-            )
+        """Whether so many can run at once without preemption; see :meth:`.capacity.Capacity.check_batch`."""
+        self._capacity.check_batch(requests, prompt_len, max_tokens, filled)
 
     def add(self, request: Request) -> None:
         """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
@@ -141,7 +108,7 @@ class Scheduler:
             CapacityError: there is no room for it now.
         """
         self.check(len(request.prompt), request.max_tokens)
-        free, load = self._ledger.free, self._load()
+        free, load = self._ledger.free, Load.of(self._running, self._ledger, self._capacity)
         need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
         if len(self._running) >= self._max_num_seqs or not fits:
@@ -150,7 +117,7 @@ class Scheduler:
                 f"{len(self._running)} run of at most {self._max_num_seqs}, free pages are {free}; raise "
                 "cache_memory or max_num_seqs"
             )
-        owner = self._choose_owner(request, fits, load)
+        owner = choose_owner(request, fits, load, free, self._capacity)
         self._ledger.take(request, owner, need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
         request.num_computed_tokens = request.num_prefill_tokens
@@ -171,6 +138,19 @@ class Scheduler:
                 return chunks
         # An older request that is being prefilled may take the last pages of all that decode.
         return self._decode() or self._prefill()
+
+    def due(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Of chunks that were scheduled and not launched, those that are still to be computed: not those of requests
+        that have ended or been rewound. Where a step has been read on which one followed, it starts where it now does.
+        """
+        kept = []
+        for chunk in chunks:
+            request = chunk.request
+            if chunk.follows and not request.placeholders and _decodes(request):
+                chunk = self._decode_chunk(request)
+            if request.finish_reason is None and chunk.start == request.num_computed_tokens:
+                kept.append(chunk)
+        return kept
 
     def computed(self, chunks: list[Chunk]) -> None:
         """Records that a step has been launched; after its prefill, a request leaves the ranks that do not own it."""
@@ -203,6 +183,8 @@ class Scheduler:
         Rows of drafts that were not accepted are forgotten: its last token is the first to be computed again. The last
         token that it may still have is never drafted: nothing would be gained.
         """
+        if not request.prefilled:
+            return  # it has given way meanwhile
         request.rewind(len(request) - 1)
         request.drafts = drafts[: max(0, request.max_tokens - request.num_output_tokens - 1)]
 
@@ -243,12 +225,22 @@ class Scheduler:
         for request in list(self._running):
             if _decodes(request):  # a younger one may have been preempted meanwhile
                 self._allocate_pages(request)
-        return [_decode_chunk(request) for request in self._running if _decodes(request)]
+        return [self._decode_chunk(request) for request in self._running if _decodes(request)]
+
+    def _decode_chunk(self, request: Request) -> Chunk:
+        """Its tokens that are not computed, and its drafts, each of which is compared with what is sampled before it.
+
+        Where the device alone knows its last tokens, it alone knows its drafts: as many as there may be.
+        """
+        follows = self.num_drafts > 0 and bool(request.placeholders)
+        start, drafts = request.num_computed_tokens, self.num_drafts if follows else len(request.drafts)
+        owner = range(request.owner, request.owner + 1)
+        return Chunk(request, start, len(request) + drafts - start, owner, 1 + drafts, follows)
 
     def _allocate_pages(self, request: Request) -> None:
         """Gives a request the pages for all its tokens, at the cost of the youngest on its rank: itself, perhaps."""
         ledger, owner = self._ledger, request.owner
-        while request.prefilled and ledger.held(request, owner) < self._pages_with_drafts(request):
+        while request.prefilled and ledger.held(request, owner) < self._capacity.with_drafts(request, self.num_drafts):
             if ledger.free[owner]:
                 ledger.take(request, owner, 1)
             else:
@@ -268,8 +260,8 @@ class Scheduler:
         The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
-        free, load = self._ledger.free, self._load()
-        need = self._pages_with_drafts(request)
+        free, load = self._ledger.free, Load.of(self._running, self._ledger, self._capacity)
+        need = self._capacity.with_drafts(request, self.num_drafts)
         fits = [
             number
             for number, ranks in enumerate(self._groups)
@@ -278,50 +270,15 @@ class Scheduler:
         if not fits:
             return False
         group = min(fits, key=lambda number: sum(load.tokens[r] for r in self._groups[number]))
-        request.cp_group, request.owner = group, self._choose_owner(request, self._groups[group], load)
+        request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self._capacity)
         for rank in self._groups[group]:
             self._ledger.take(request, rank, need)
         return True
 
-    def _choose_owner(self, request: Request, ranks: Iterable[int], load: _Load) -> int:
-        free = self._ledger.free
-        most = self._max_pages(len(request.prompt), request.max_tokens)
-        return min(ranks, key=lambda r: (free[r] - load.future_pages[r] < most, load.tokens[r], -free[r]))
-
-    def _load(self) -> _Load:
-        ranks = len(self._ledger.free)
-        load = _Load([0] * ranks, [0] * ranks, [0] * ranks)
-        for other in self._running:
-            most = self._max_pages(len(other.prompt), other.max_tokens)
-            more = most - self._ledger.held(other, other.owner)
-            load.tokens[other.owner] += len(other)
-            load.future_pages[other.owner] += more
-            load.reserved_pages[other.owner] += min(more, 1)
-        return load
-
-    def _pages_with_drafts(self, request: Request) -> int:
-        """Pages of its tokens, of the drafts that its next step verifies, and of those that this step then makes: the
-        module's rows up to the one before the last draft."""
-        verified = self.num_drafts if request.prefilled else 0
-        more = verified + max(0, self.num_drafts - 1)
-        most = len(request.prompt) + request.max_tokens - 1
-        return pages_for(max(len(request), min(len(request) + more, most)), self._page_size)
-
-    def _max_pages(self, prompt_len: int, max_tokens: int) -> int:
-        # The last token that is sampled never enters the cache.
-        return pages_for(prompt_len + max_tokens - 1, self._page_size)
-
 
 def _decodes(request: Request) -> bool:
-    """Whether it decodes; not where its last token is sampled and only to be read."""
-    return request.prefilled and request.num_output_tokens < request.max_tokens
-
-
-def _decode_chunk(request: Request) -> Chunk:
-    """Its tokens that are not computed, and its drafts, each of which is compared with what is sampled before it."""
-    start, drafts = request.num_computed_tokens, len(request.drafts)
-    owner = range(request.owner, request.owner + 1)
-    return Chunk(request, start, len(request) + drafts - start, owner, 1 + drafts)
+    """Whether it decodes; not where its last token is sampled for certain and only to be read."""
+    return request.prefilled and request.num_output_tokens - request.uncertain < request.max_tokens
 
 
 def _arrival(request: Request) -> int:

@@ -23,7 +23,7 @@ that have the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,10 +32,15 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan, build_batch, known_ids, plans_of
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.draft_passes import DraftPasses
 from dsa_engine.engine.draft_tokens import most_likely, ranks_of
+from dsa_engine.engine.outcome import Columns, Outcome, Verified, most_wanted
 from dsa_engine.engine.padded_drafts import PaddedDrafts
+from dsa_engine.engine.padded_vanilla_drafts import PaddedVanillaDrafts
 from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.sample_logits import seed_key
+from dsa_engine.engine.sampler import Samples, seed_of
+from dsa_engine.engine.speculative_step import Assume, Kind, SpeculativeSteps
 from dsa_engine.engine.vanilla_drafts import MakePlan, VanillaDrafts
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -61,20 +66,29 @@ class Drafter:
     Args:
         model, cache, mesh: of the engine.
         plan: see :class:`.vanilla_drafts.MakePlan`.
+        seed: of requests without a seed of their own.
 
     Attributes:
-        assume: decides, in place of the tokens, how many of a request's drafts are accepted; for measuring where
-            tokens mean nothing.
+        steps: runs padded steps whole.
+        assume: decides, in place of the tokens, how many drafts are accepted; for measuring where tokens mean nothing.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, plan: MakePlan):
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, plan: MakePlan, seed: int):
         self._model = model
         self._cache = cache
         self._mesh = mesh
         self._plan = plan
-        self._static = PaddedDrafts(model, cache, mesh)
+        self._seed = seed
+        passes = DraftPasses(model, cache, mesh)
+        self._static = PaddedDrafts(model, cache, mesh, passes)
+        self.steps = SpeculativeSteps(model, cache, mesh, seed, passes)
         self._vanilla = VanillaDrafts(model, cache, mesh, plan) if len(model.mtp) > 1 else None
-        self.assume: Callable[[Request], int] | None = None
+        self._static_vanilla = PaddedVanillaDrafts(model, cache, mesh)
+        self.assume: Assume | None = None
+
+    def kind(self, step: StepPlan, count: int) -> Kind | None:
+        """Of a step that ``steps`` runs; None where :meth:`draft` is needed."""
+        return self.steps.kind(step, count, self.assume) if self._vanilla is None else None
 
     def draft(
         self,
@@ -95,7 +109,7 @@ class Drafter:
             graphs: run the passes of a padded step.
         """
         if self._vanilla is not None:
-            return self._by_a_module_each(step, batch, hidden, samples, count)
+            return self._by_a_module_each(step, batch, hidden, samples, count, graphs)
         ids = [p.next_token_ids(batch.tp_rows, samples.indices) for p in plans_of(step, self._mesh.tp)]
         shifted = known_ids(torch.tensor(ids, dtype=torch.int64), samples.tokens, self._mesh.device)
         if step.bucket is not None and graphs is not None and samples.indices:
@@ -110,13 +124,27 @@ class Drafter:
         most = max(len(p.logits_rows) for p in step.ranks)
         rows = upload(step.ranks[self._mesh.rank].rows_with_logits, hidden.device)
         last = rows[first - self._mesh.rank * most + accepted[self._indices(mine)]]
-        known = accepted.tolist()  # which rows the next pass has depends on it
+        verifies = any(request.drafts for request in samples.indices)
+        # Which rows the next pass has depends on it: the host waits, but behind a prefill.
+        known = accepted.tolist() if verifies else [0] * len(samples.indices)
         drafting = [
-            _Drafting(request, rank, len(request) + kept + 1, _wanted(count, _room(request), kept))
+            _Drafting(request, rank, len(request) + kept + 1, most_wanted(_room(request) - kept - 1, count))
             for request, rank, kept in zip(samples.indices, ranks_of(step, samples), known, strict=True)
         ]
-        drafts = self._chain(drafting, passed_on[last], count)
-        return replace(samples, verified=lambda: list(zip(known, drafts(), strict=True)))
+        table, places = self._chain(drafting, passed_on[last], count)
+        outcome = None if verifies else self._after_prefill(samples, places, table)
+        samples = replace(samples, outcome=outcome)
+        return self._verified(samples, accepted, table, [places[request] for request in samples.indices], count)
+
+    def _after_prefill(self, samples: Samples, places: dict[Request, int], drafts: torch.Tensor) -> Outcome:
+        """Of requests that have a first token, and ``drafts [rows, count]``."""
+        on_host = torch.zeros(2, len(drafts), dtype=torch.int64)
+        for request, indices in samples.indices.items():
+            on_host[:, places[request]] = torch.tensor((len(request), indices[0]))
+        positions, index = upload(on_host, drafts.device)
+        none = torch.zeros_like(positions)
+        tokens = F.pad(samples.tokens[index][:, None], (0, drafts.shape[1]))
+        return Outcome(Columns(positions, none, none, tokens, drafts).table(), places)
 
     def _padded(
         self,
@@ -133,24 +161,31 @@ class Drafter:
         accepted = self._accepted(samples)
         order = {request: i for i, request in enumerate(samples.indices)}
         drafts = self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs)
-        places = {
-            chunk.request: rank * step.bucket.requests + i
-            for rank, plan in enumerate(step.ranks)
-            for i, chunk in enumerate(plan.chunks)
-        }
+        places = _places(step)
         return self._verified(samples, accepted, drafts, [places[request] for request in samples.indices], count)
 
     def _by_a_module_each(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples, count: int
+        self,
+        step: StepPlan,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        samples: Samples,
+        count: int,
+        graphs: DecodeGraphs | None,
     ) -> Samples:
         """Vanilla mode."""
         assert self._vanilla is not None
         accepted = self._accepted(samples) if samples.indices else samples.tokens
-        drafts, last_states = self._vanilla.draft(step, batch, hidden, samples, accepted, count)
+        if graphs is not None and self._static_vanilla.runs(step, count):
+            drafts, kept = self._static_vanilla.draft(step, batch, hidden, samples, accepted, graphs)
+            places = _places(step)
+            rows = [places[request] for request in samples.indices]
+        else:
+            drafts, kept = self._vanilla.draft(step, batch, hidden, samples, accepted, count)
+            rows = list(range(len(drafts)))
         if not samples.indices:
             return samples
-        samples = replace(samples, last_states=last_states)
-        return self._verified(samples, accepted, drafts, range(len(drafts)), count)
+        return self._verified(replace(samples, last_states=kept), accepted, drafts, rows, count)
 
     def _verified(
         self, samples: Samples, accepted: torch.Tensor, drafts: torch.Tensor, places: Sequence[int], count: int
@@ -158,18 +193,24 @@ class Drafter:
         """With what was accepted, and the drafts that each request can use, which are read with the tokens; ``places``
         are the rows of ``drafts`` of the requests."""
         known, rows = download(accepted), download(drafts)
-        rooms = [_room(request) for request in samples.indices]
+        about = [(len(request.drafts), _room(request)) for request in samples.indices]
 
-        def verified() -> list[tuple[int, list[int]]]:
+        def verified() -> list[Verified]:
             table, found = rows(), []
-            for kept, room, place in zip(known(), rooms, places, strict=True):
-                found.append((kept, table[place][: _wanted(count, room, kept)]))
+            for kept, (offered, room), place in zip(known(), about, places, strict=True):
+                wanted = most_wanted(room - kept - 1, count)
+                found.append(Verified(offered, kept, table[place][:wanted]))
             return found
 
         return replace(samples, verified=verified)
 
-    def _chain(self, drafting: list[_Drafting], hidden: torch.Tensor, count: int) -> Callable[[], list[list[int]]]:
-        """Drafts for every request; ``hidden`` are the module's states of this rank's, in their order."""
+    def _chain(
+        self, drafting: list[_Drafting], hidden: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, dict[Request, int]]:
+        """Drafts for every request of all ranks, ``[rows, count]``, and the row of each.
+
+        ``hidden`` are the module's states of this rank's, in their order.
+        """
         mesh, ranks = self._mesh, [one.rank for one in drafting]
         mine = [one for one in drafting if one.rank == mesh.rank]
         tokens = most_likely(self._model, mesh, 0, hidden, ranks)
@@ -185,17 +226,12 @@ class Drafter:
             tokens = most_likely(self._model, mesh, 0, hidden, [one.rank for one in going_on])
             drafts.append(tokens.new_zeros(len(mine)).index_copy_(0, self._indices(active), tokens))
         most = max(ranks.count(rank) for rank in set(ranks))
-        table = torch.stack(drafts, dim=1)
-        everybodys = download(mesh.world.all_gather(F.pad(table, (0, 0, 0, most - len(mine)))))
-
-        def read() -> list[list[int]]:
-            table, seen, found = everybodys(), [0] * mesh.world_size, []
-            for one in drafting:
-                found.append(table[one.rank * most + seen[one.rank]][: one.wanted])
-                seen[one.rank] += 1
-            return found
-
-        return read
+        table = F.pad(torch.stack(drafts, dim=1), (0, count - len(drafts), 0, most - len(mine)))
+        places, seen = {}, [0] * mesh.world_size
+        for one in drafting:
+            places[one.request] = one.rank * most + seen[one.rank]
+            seen[one.rank] += 1
+        return mesh.world.all_gather(table), places
 
     def _next(self, drafting: list[_Drafting], hidden: torch.Tensor, tokens: torch.Tensor, number: int) -> torch.Tensor:
         """The module's row behind draft ``number``, of every request.
@@ -219,7 +255,12 @@ class Drafter:
     def _accepted(self, samples: Samples) -> torch.Tensor:
         if self.assume is None:
             return count_accepted(samples)
-        return self._indices([min(len(request.drafts), self.assume(request)) for request in samples.indices])
+        about = [
+            (seed_key(seed_of(request, self._seed)), len(request) - 1, len(request.drafts))
+            for request in samples.indices
+        ]
+        keys, positions, offered = upload(torch.tensor(about, dtype=torch.int64).T.contiguous(), self._mesh.device)
+        return self.assume(keys, positions, max(offered for *_, offered in about)).minimum(offered)
 
     def _indices(self, numbers: list[int]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self._mesh.device)
@@ -239,11 +280,16 @@ def count_accepted(samples: Samples) -> torch.Tensor:
     return (sampled[:, :-1] == guessed).long().cumprod(dim=1).sum(dim=1)
 
 
+def _places(step: StepPlan) -> dict[Request, int]:
+    """Where each request of a padded step lies among those of the buckets of all ranks."""
+    assert step.bucket is not None
+    return {
+        chunk.request: rank * step.bucket.requests + i
+        for rank, plan in enumerate(step.ranks)
+        for i, chunk in enumerate(plan.chunks)
+    }
+
+
 def _room(request: Request) -> int:
     """Tokens that it may still get."""
     return request.max_tokens - request.num_output_tokens
-
-
-def _wanted(count: int, room: int, accepted: int) -> int:
-    """Drafts that a request can use: its last token is not drafted, nothing would be gained."""
-    return max(0, min(count, room - accepted - 2))

@@ -5,10 +5,11 @@ The work of a step is real; only how far a request gets by it is assumed, from g
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
-from dsa_engine.engine.request import Request
+import torch
+
+from dsa_engine.engine.sample_logits import exponential_noise
 
 DEFAULT_RATE = 0.85
 
@@ -40,8 +41,10 @@ class AssumedAcceptance:
         """0.85 at the first position, and the same of what is left at each further one."""
         return cls(tuple(DEFAULT_RATE ** (i + 1) for i in range(num_drafts)))
 
-    def __call__(self, request: Request) -> int:
-        """Accepted drafts of a step, drawn by the request and its length: the same on every rank."""
-        drawn = random.Random(request.id * 1_000_003 + len(request)).random()
-        drafts = range(len(request.drafts))
-        return sum(drawn < self.rates[min(i, len(self.rates) - 1)] for i in drafts)
+    def __call__(self, keys: torch.Tensor, positions: torch.Tensor, most: int) -> torch.Tensor:
+        """Accepted drafts of ``most``, int64 ``[n]``, drawn by the keys of requests' seeds and the positions of their
+        last tokens, int64 ``[n]`` each: the same on every rank, and on the device."""
+        # Of other random numbers than the tokens, whose positions are none below 0.
+        drawn = exponential_noise(keys, -1 - positions, 1)[:, 0].neg().exp()
+        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(most)]
+        return torch.stack([drawn < rate for rate in rates] or [drawn < 0]).long().sum(dim=0)

@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dsa_engine.checkpoint import parameter_counts, released_config
+from dsa_engine.checkpoint import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.kernel_check import trial_tokens
 from dsa_engine.engine.memory import available_bytes
 from dsa_engine.engine.trial_steps import try_steps
-from dsa_engine.kernels import operation
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels import cpu, operation
+from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
 from dsa_engine.llm import LLM
+from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
@@ -146,10 +147,10 @@ def check_links(mesh: Mesh) -> str:
 
 
 def check_kernels(mesh: Mesh) -> str:
-    """All kernels of DeepSeek-V3.2 at its sizes, few rows and a full step, against their references; on a CPU in the
-    interpreter those of the demo model."""
-    if mesh.device.type != "cuda" and not INTERPRETED:
-        raise NotHere("CPU tensors take the PyTorch references; kernels run on CUDA devices")
+    """All kernels of DeepSeek-V3.2 at its sizes, few rows and a full step, against their references; on a CPU its own
+    kernels, or Triton's in the interpreter, at the demo model's."""
+    if not max(mesh.exchange(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
+        raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
     before = operation.replaced()
     operation.replace({})
     try:
@@ -205,17 +206,20 @@ def check_tokens(mesh: Mesh) -> str:
 
 
 def check_room(mesh: Mesh) -> str:
-    """Which of the released models fit on these ranks, and how many cached tokens beside them on a rank."""
-    memory = torch.cuda.mem_get_info(mesh.device)[1] if mesh.device.type == "cuda" else available_bytes()
+    """Which of the released models fit on these ranks, their weights kept as the engine would keep them here, and how
+    many cached tokens beside them on a rank."""
+    memory, fp8 = available_bytes(), False
+    if mesh.device.type == "cuda":
+        memory, fp8 = torch.cuda.mem_get_info(mesh.device)[1], multiplies_fp8(mesh.device)
     rooms = []
     for model in ("deepseek_v32", "deepseek_v3", "glm_moe_dsa"):
         config = ModelConfig.from_dict(released_config(model))
-        held = -(-config.n_routed_experts // mesh.world_size) if mesh.world_size <= config.n_routed_experts else 1
-        expert = 3 * config.moe_intermediate_size * config.hidden_size * config.mlp_layer_types.count("sparse")
-        weights = parameter_counts(config).bytes_bfloat16 - (config.n_routed_experts - held) * expert * 2
+        stored = config.quantization if fp8 else None
+        weights = rank_weight_bytes(config, stored, torch.bfloat16, min(mesh.world_size, config.n_routed_experts))
         tokens = int(0.9 * memory - weights) // cache_bytes_per_token(config, cache_format(config, torch.bfloat16))
         fits = f"fits, with about {tokens:,} cached tokens a rank" if tokens > 0 else "does not fit"
-        rooms.append(f"{model} in bfloat16 takes {format_bytes(weights)} a rank and {fits}")
+        form = "FP8" if stored else "bfloat16"
+        rooms.append(f"{model} in {form} takes {format_bytes(weights)} a rank and {fits}")
     return f"{mesh.world_size} rank(s) of {format_bytes(memory)}: {'; '.join(rooms)}"
 
 

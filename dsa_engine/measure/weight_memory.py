@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.model import Model
 from dsa_engine.model.quantization_config import PLAIN_IN_RELEASED, QuantizationConfig, WeightScheme
@@ -46,8 +47,7 @@ def rank_model(
     mtp_modules: int = 0,
 ) -> Model:
     """The model of the rank that holds most, on no device; see :func:`rank_weight_bytes`."""
-    mesh = EmulatedConfig(emulate_world=ranks, tp_size=tp_size).create_mesh("cpu")
-    mesh.device = _META
+    mesh = EmulatedMesh(EmulatedConfig(emulate_world=ranks, tp_size=tp_size), _META)
     with torch.inference_mode():
         made = weight_format(stored, word_for(stored), dtype, _META)
         model = Model(config, Runtime(mesh, dtype, made, workspace=0), mtp_modules)

@@ -61,7 +61,7 @@ class Model(Weighted):
 
         ``layers``: to run these only, of which the first selects for itself; for trying what they run.
         """
-        x, residual, topk_slots = self._embedded(batch), None, None
+        x, residual, topk_slots = self._embedded(batch, self.embed), None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
             x, residual, topk_slots = layer(x, residual, batch, cache, topk_slots)
         assert residual is not None
@@ -69,20 +69,28 @@ class Model(Weighted):
 
     def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Runs an MTP module, counted from 0, over the step's rows; see :meth:`.mtp.MTPModule.forward`."""
-        return self.mtp[module](hidden, self._embedded(batch), batch, cache)
+        one = self._module(module)
+        return one(hidden, self._embedded(batch, self.embed if one.embed is None else one.embed), batch, cache)
 
-    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+    def _embedded(self, batch: ForwardBatch, table: torch.Tensor) -> torch.Tensor:
         with stage("embedding"):
-            return vocab_parallel_embedding(batch.input_ids, self.embed, self.runtime.mesh.tp)[: batch.rows]
+            return vocab_parallel_embedding(batch.input_ids, table, self.runtime.mesh.tp)[: batch.rows]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold."""
+    def _module(self, number: int) -> MTPModule:
+        module = self.mtp[number]
+        assert isinstance(module, MTPModule)
+        return module
+
+    def logits(self, hidden: torch.Tensor, module: int | None = None) -> torch.Tensor:
+        """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold;
+        ``module``: of the states of this MTP module."""
+        own = None if module is None else self._module(module).head
         with stage("LM head"):
-            return vocab_parallel_logits(hidden, self.lm_head, self.runtime.mesh.tp)
+            return vocab_parallel_logits(hidden, self.lm_head if own is None else own, self.runtime.mesh.tp)
 
     def own_logits(self, hidden: torch.Tensor, most: int, module: int | None = None) -> torch.Tensor:
         """float32 ``[n, vocab]`` of this rank's rows ``hidden [n, hidden]``; ``most`` is the largest n of a rank of the
         tensor-parallel group, which takes part as a whole. ``module``: of the states of this MTP module."""
         tp, count = self.runtime.mesh.tp, hidden.shape[0]
         everybodys = tp.all_gather(F.pad(hidden, (0, 0, 0, most - count)))
-        return self.logits(everybodys)[tp.index * most : tp.index * most + count]
+        return self.logits(everybodys, module)[tp.index * most : tp.index * most + count]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from dsa_engine.model.config import ModelConfig
@@ -37,8 +38,11 @@ from dsa_engine.model.runtime import Runtime, Streams
 
 
 class MTPModule(Weighted):
-    """One module, without embedding and head: these are the main model's, and their copies in a checkpoint are not
-    read.
+    """One module. Its embedding and head are the main model's, unless the checkpoint holds others for it
+    (``engine/load_weights.py``).
+
+    Attributes:
+        embed, head: its own, ``[vocab of this rank, hidden]``; None: the main model's.
 
     Args:
         layer: its number in the checkpoint and in the caches, from ``num_hidden_layers`` on.
@@ -47,13 +51,20 @@ class MTPModule(Weighted):
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
-        prefix, hidden = f"model.layers.{layer}", config.hidden_size
+        self.prefix = prefix = f"model.layers.{layer}"
+        hidden = config.hidden_size
+        self.embed: nn.Parameter | None = None
+        self.head: nn.Parameter | None = None
         self.eps = config.rms_norm_eps
         self.embedding_norm = self.weight(f"{prefix}.enorm.weight", hidden)
         self.hidden_norm = self.weight(f"{prefix}.hnorm.weight", hidden)
         self.projection = self.weight(f"{prefix}.eh_proj.weight", hidden, 2 * hidden)
         self.layer = DecoderLayer(layer, config, runtime, streams)
         self.norm = self.weight(f"{prefix}.shared_head.norm.weight", hidden)
+
+    def set_own(self, name: str, table: torch.Tensor) -> None:
+        """Takes a table of its own, by its name in the checkpoint: "embed_tokens" or "shared_head.head"."""
+        setattr(self, "embed" if name == "embed_tokens" else "head", nn.Parameter(table, requires_grad=False))
 
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, batch: ForwardBatch, cache: KVCache

@@ -1,48 +1,73 @@
-"""How tests start several processes: ``torchrun`` on this machine, Gloo, a free port."""
+"""How tests start several processes: ``torchrun`` or ``deepspeed`` on this machine, Gloo, a free port."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
 
 
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def launch_with(launcher: list[str], script: str, *arguments: object, timeout: float = 300) -> Any:
+    """The finished launch of a script with what it printed."""
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [*launcher, str(HERE / script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=HERE.parents[1],
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 15)  # the launcher ends its ranks
+        out, err = process.communicate(timeout=60)
+        pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
+    return subprocess.CompletedProcess(launcher, process.returncode, out, err)
+
+
 @pytest.fixture(scope="session")
-def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
+def torchrun() -> Launch:
     """``torchrun(ranks, script, *arguments, timeout=300)``: the finished launch with what it printed."""
 
     def launch(ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        }
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        process = subprocess.Popen(
-            [*command, str(HERE / script), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=HERE.parents[1],
-            start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 15)  # torchrun ends its ranks
-            out, err = process.communicate(timeout=60)
-            pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
+        return launch_with(command, script, *arguments, timeout=timeout)
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def deepspeed() -> Launch:
+    """The same with DeepSpeed's launcher; skips where that is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+
+    def launch(ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]  # free again when the server is closed
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+        return launch_with([*command, "--master_port", str(port)], script, *arguments, timeout=timeout)
 
     return launch
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 Failing = Callable[[str], subprocess.CompletedProcess[str]]
 LINE_OF_TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
@@ -57,15 +61,19 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     assert "rank 1 has begun" in done.stdout, "what was printed before is not lost"
 
 
-@pytest.mark.parametrize("how", ["one_rank_is_killed", "one_rank_leaves"])
-def test_a_rank_that_vanishes_ends_the_run(how: str, failing: Failing) -> None:
+@pytest.mark.parametrize(
+    ("how", "became"),
+    [
+        ("one_rank_is_killed", "its process has ended without an error of its own .killed"),
+        ("one_rank_leaves", "its program has come to its end .by sys.exit"),
+    ],
+)
+def test_a_rank_that_vanishes_ends_the_run(how: str, became: str, failing: Failing) -> None:
     done = failing(how)
     said = said_by_ranks(done)
     assert said.count("Traceback") == 1
     # Where this machine is slow, torchrun has ended another one before.
-    assert re.search(
-        r"no word from rank (0, )?1(, 2)?: its process has ended without an error of its own .killed", said
-    )
+    assert re.search(rf"no word from rank (0, )?1(, 2)?: {became}", said)
     assert "rank      : 1 (local_rank: 1)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"
 
 
@@ -151,3 +159,34 @@ def test_a_wrong_start_is_one_traceback(how: str, message: str, failing: Failing
     said = said_by_ranks(failing(how))
     assert said.count("Traceback") == 1
     assert message in said
+
+
+def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
+    """As in CUDA: nobody but their own thread, or a neighbour, can end them. Being slow has ended nobody before."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    folder = tmp_path / "results"
+    folder.mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("stuck.py")), str(folder)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | where | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", "RANK": str(rank)},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    print(said)
+    assert [out for out, _ in said] == [f"rank {rank} is healthy\n" for rank in range(3)]
+    assert [process.returncode for process in ranks] == [1, -signal.SIGKILL, 1]
+    errors = [err for _, err in said]
+    assert errors[0].startswith("[rank 0] failed and ends the run:\nTraceback") and "no such expert" in errors[0]
+    why = "[rank 2] ends, because rank 0: LookupError: no such expert\nTraceback (most recent call last):\n"
+    assert errors[2].startswith(why) and errors[2].endswith("LookupError: no such expert\n"), (
+        "where it arose, there too"
+    )
+    assert [path.name for path in folder.iterdir()] == ["rank 1"], "nothing half-written is left"

@@ -43,13 +43,13 @@ class DraftingOracle:
     """A model and its MTP modules (DeepSeek-V3 report, equations 21 to 25), in float64, without caches.
 
     ``model`` is the main model; ``modules`` are models of one layer, each module's own decoder layer, whose final norm
-    is the module's; the head is the main model's.
+    is the module's. Embedding and head are the main model's, unless ``weights`` has others.
     """
 
     folder: Path
     model: Any
     modules: list[Any]
-    weights: list[dict[str, torch.Tensor]]  # of each module: enorm, hnorm, eh_proj
+    weights: list[dict[str, torch.Tensor]]  # of each module: enorm, hnorm, eh_proj; its own embed_tokens, head
     eps: float
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class DraftingOracle:
         logits = []
         for _ in range(count):
             out = self._run(0, rows)[-1:]
-            logits.append(self.model.lm_head(out)[0])
+            logits.append(self._logits(0, out)[0])
             rows = torch.cat((rows, self._rows(0, [int(logits[-1].argmax())], out)))
         return torch.stack(logits)
 
@@ -77,16 +77,19 @@ class DraftingOracle:
         states, tokens, logits = hidden[:-1], list(tokens), []
         for k in range(1, count + 1):
             states = self._run(k - 1, self._rows(k - 1, tokens[k : k + len(states)], states))
-            logits.append(self.model.lm_head(states[-1:])[0])
+            logits.append(self._logits(k - 1, states[-1:])[0])
             tokens.append(int(logits[-1].argmax()))
         return torch.stack(logits)
 
     def _run(self, module: int, rows: torch.Tensor) -> torch.Tensor:
         return self.modules[module].model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0]
 
+    def _logits(self, module: int, states: torch.Tensor) -> torch.Tensor:
+        return states @ self.weights[module].get("head", self.model.lm_head.weight).T
+
     def _rows(self, module: int, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
         weights = self.weights[module]
-        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+        embedded = weights.get("embed_tokens", self.model.model.embed_tokens.weight)[torch.tensor(tokens)]
         joined = (self._norm(embedded, weights["enorm"]), self._norm(hidden, weights["hnorm"]))
         return torch.cat(joined, dim=-1) @ weights["eh_proj"].T
 
@@ -96,24 +99,27 @@ class DraftingOracle:
 
 @pytest.fixture(scope="session")
 def drafting_oracle(oracle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """``drafting_oracle(model_type, layers=2, modules=1, **overrides)``: a random model of so many layers and MTP
-    modules.
+    """``drafting_oracle(model_type, layers=2, modules=1, own_tables=False, **overrides)``: a random model of so many
+    layers and MTP modules.
 
-    The modules' decoder layers are further layers of a model of ``transformers``.
+    The modules' decoder layers are further layers of a model of ``transformers``. With ``own_tables`` their embedding
+    and head are not the model's.
     """
     made: dict[str, DraftingOracle] = {}
 
-    def get(model_type: str, layers: int = 2, modules: int = 1, **overrides: Any) -> DraftingOracle:
-        key = repr((model_type, layers, modules, sorted(overrides.items())))
+    def get(
+        model_type: str, layers: int = 2, modules: int = 1, own_tables: bool = False, **overrides: Any
+    ) -> DraftingOracle:
+        key = repr((model_type, layers, modules, own_tables, sorted(overrides.items())))
         if key not in made:
             whole = oracle(model_type, num_hidden_layers=layers + modules, **overrides)
-            made[key] = split_off_modules(whole, layers, modules, tmp_path_factory.mktemp("mtp"))
+            made[key] = split_off_modules(whole, layers, modules, own_tables, tmp_path_factory.mktemp("mtp"))
         return made[key]
 
     return get
 
 
-def split_off_modules(whole: Any, layers: int, count: int, folder: Path) -> DraftingOracle:
+def split_off_modules(whole: Any, layers: int, count: int, own_tables: bool, folder: Path) -> DraftingOracle:
     """The last layers of a model become the MTP modules' decoder layers, in the file and in the oracle."""
     raw = json.loads((whole.folder / "config.json").read_text())
     hidden, eps = raw["hidden_size"], raw["rms_norm_eps"]
@@ -134,10 +140,14 @@ def split_off_modules(whole: Any, layers: int, count: int, folder: Path) -> Draf
         norm = 1 + 0.1 * torch.randn(hidden, generator=generator)
         prefix = f"model.layers.{number}."
         tensors |= {f"{prefix}{name}.weight": value for name, value in weights.items()}
+        head, embedding = tensors["lm_head.weight"].clone(), tensors["model.embed_tokens.weight"].clone()
+        if own_tables:
+            weights["head"] = head.normal_(std=hidden**-0.5, generator=generator)
+            weights["embed_tokens"] = embedding.normal_(generator=generator)
         tensors |= {
             prefix + "shared_head.norm.weight": norm,
-            prefix + "shared_head.head.weight": tensors["lm_head.weight"].clone(),
-            prefix + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+            prefix + "shared_head.head.weight": head,
+            prefix + "embed_tokens.weight": embedding,
         }
         module = only_layers(whole_model, range(number, number + 1))
         module.model.norm.weight = torch.nn.Parameter(norm.double(), requires_grad=False)

@@ -82,18 +82,20 @@ def test_only_the_index_keys_grow(demo_cache: Path) -> None:
     assert keys <= one <= 1.5 * keys
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("drafts, modules", [(1, 1), (3, 1), (7, 1), (3, 3)])
 def test_index_keys_are_read_once_for_all_drafts(
-    drafts: int, demo_cache: Path, monkeypatch: pytest.MonkeyPatch
+    drafts: int, modules: int, demo_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that verifies drafts reads the keys that one without reads, and the drafts' own: by each layer of the
-    model, and by the module once for each of its passes."""
+    model, and by a module once for each of its passes."""
     llm = LLM(
         "demo-random",
         device="cpu",
         cache_memory="40MiB",
         max_num_seqs=1,
         progress=False,
+        load_format="dummy",
+        hf_overrides={"num_nextn_predict_layers": modules},
         speculative_config={"num_speculative_tokens": drafts},
     )
     read: list[int] = []
@@ -114,7 +116,8 @@ def test_index_keys_are_read_once_for_all_drafts(
         read.clear()
         llm.engine.step()
         rows[count] = sum(read) - layers * visible
-        # The pass over the step's rows, then one row each, further by one every time.
-        chain = sum(len(request) - 1 + i for i in range(1, count))
+        # The pass over the step's rows, then one row each, further by one every time; or a pass of each module.
+        one_row = sum(len(request) - 1 + i for i in range(1, count))
+        chain = one_row if modules == 1 else (count - 1) * visible
         assert rows[count] == (visible + chain if count else 0)
         llm.engine.finish(request, "abort")

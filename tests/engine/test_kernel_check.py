@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine import kernel_check
 from dsa_engine.engine.trial_steps import layers_of_each_kind
+from dsa_engine.kernels import operation
 
 ENGINES = """
 import json, sys
@@ -48,7 +52,7 @@ llm = engine(Broken())
 found |= {"broken": operation.replaced(), "tokens": tokens(llm)}
 engine(Broken())
 found["runs"].append(len(runs))  # what was found is kept
-kept.write_text(json.dumps({"finished": False, "wrong": {"combine": "it ended the process that compared it"}}))
+kept.write_text(json.dumps({"finished": False, "wrong": {}, "suspects": {"combine": 2, "silu_mul": 1}}))
 engine(good)
 found |= {"ended": operation.replaced(), "content": content}
 found["reference"] = tokens(engine(Broken(), kernels="reference"))
@@ -72,13 +76,51 @@ def test_a_broken_kernel_answers_no_request(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["right"] == {} and found["content"] == {"finished": True, "wrong": {}}
+    assert found["right"] == {} and found["content"] == {"finished": True, "wrong": {}, "suspects": {}}
     assert list(found["broken"]) == ["silu_mul"]
     assert "its result differs from the reference by" in found["broken"]["silu_mul"]
     assert found["runs"] == [1, 2], "compared once for a device and model"
     assert found["tokens"] == found["reference"] == [out.token_ids for out in wanted]
-    assert list(found["ended"]) == ["combine"], "the kernel that ended a process is not run again"
+    assert list(found["ended"]) == ["combine"], "the kernel that ended two processes is not run again"
     assert done.stderr.count("the kernel of silu_mul is NOT used on this device") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "guilty"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), False),
+        (KeyboardInterrupt(), False),
+        (RuntimeError("[rank 3] connection closed by peer"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nand advice"), True),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_an_error_of_the_device_convicts_a_kernel(
+    error: BaseException, guilty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while kernels compile for the first time must not cost the kernel that was next."""
+    kept = tmp_path / "kept.json"
+
+    def steps(*args: Any) -> Iterator[str]:
+        watched = operation._watching
+        assert watched is not None
+        watched.before("silu_mul")
+        assert kernel_check._read(kept) == ({}, {"silu_mul": 1}, False), "should the process end without a word"
+        raise error
+        yield
+
+    monkeypatch.setattr(kernel_check, "try_steps", steps)
+    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
+    here: Any = SimpleNamespace(device=torch.device("cpu"))
+    nothing: Any = None
+    with pytest.raises(type(error)):
+        kernel_check._compare(nothing, nothing, here, nothing, kept, {}, {})
+    wrong, suspects, finished = kernel_check._read(kept)
+    assert (list(wrong), suspects, finished) == (["silu_mul"] * guilty, {}, False)
+    kernel_check._write(kept, {}, {"silu_mul": 2, "topk": 1})
+    assert list(kernel_check._read(kept)[0]) == ["silu_mul"]
+    assert not kernel_check._write(tmp_path / "nowhere" / "kept.json", {}, {}), "said once, at the end"
 
 
 def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:

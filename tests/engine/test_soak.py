@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
-from dsa_engine.engine.request import Request
 
 ROOM = 64  # tokens in the cache
 HALF = 250  # requests, where steps are launched ahead: there the host knows least
@@ -180,15 +180,22 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
 
 
 @pytest.mark.slow
-def test_soak_with_drafts(tiny_llm: Callable[..., LLM]) -> None:
-    """Steps bring one to four tokens, whatever the module says: how many is decided here."""
-    llm = tiny_llm(ROOM, speculative_config={"num_speculative_tokens": 3})
+@pytest.mark.parametrize("modules", [1, 3])
+def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int) -> None:
+    """Steps bring one to four tokens, whatever the modules say: how many is decided here."""
+    llm = tiny_llm(
+        ROOM,
+        speculative_config={"num_speculative_tokens": 3},
+        hf_overrides={"num_nextn_predict_layers": modules},
+    )
+    assert len(llm.engine.model.mtp) == modules
     engine, rng = llm.engine, random.Random(1)
     accepted: Counter[int] = Counter()
 
-    def decide(request: Request) -> int:
-        accepted[count := (len(request) * 7 + request.id) % (len(request.drafts) + 1)] += 1
-        return count
+    def decide(keys: torch.Tensor, positions: torch.Tensor, most: int) -> torch.Tensor:
+        counts = (positions * 7 + keys) % (most + 1)
+        accepted.update(counts.tolist())
+        return counts
 
     assert engine.runner.drafter is not None
     engine.runner.drafter.assume = decide

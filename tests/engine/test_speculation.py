@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
 }
 GLM = ("full", "shared")  # its layers
+OWN_TABLES = (("deepseek_v3", 1), ("glm_moe_dsa", 3))  # whose modules have embedding and head of their own
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -41,11 +42,14 @@ def engine_of(folder: Path, drafts: int, **options: Any) -> LLM:
     )
 
 
-@pytest.mark.parametrize("modules", [1, 3])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    "model_type, modules, own_tables",
+    [(name, modules, (name, modules) in OWN_TABLES) for name in MODELS for modules in (1, 3)],
+)
 def test_drafts_are_those_of_the_equations(
     model_type: str,
     modules: int,
+    own_tables: bool,
     drafting_oracle: Callable[..., Any],
     assert_same_logits: Callable[..., None],
     random_ids: Callable[..., list[int]],
@@ -54,9 +58,11 @@ def test_drafts_are_those_of_the_equations(
     float64."""
     count = 4 if modules == 1 else modules
     keys = MODELS[model_type] | ({"indexer_types": [*GLM, *["full"] * modules]} if model_type == "glm_moe_dsa" else {})
-    oracle = drafting_oracle(model_type, modules=modules, **keys)
+    oracle = drafting_oracle(model_type, modules=modules, own_tables=own_tables, **keys)
     llm = engine_of(oracle.folder, count, max_num_batched_tokens=24)
     engine, prompt = llm.engine, random_ids(74)
+    for module in engine.model.mtp:  # copies take no memory
+        assert (module.embed is not None) == (module.head is not None) == own_tables
     rows: list[torch.Tensor] = []
     original = engine.model.own_logits
 
@@ -89,7 +95,8 @@ def write_predictable(folder: Path, source: Path) -> None:
         elif name.endswith("norm.weight") and "layernorm" not in name:
             tensor.fill_(1.0)
     hidden = tensors["model.embed_tokens.weight"].shape[1]
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, dims=0).contiguous()
+    for name in [name for name in tensors if name.endswith("head.weight")]:
+        tensors[name] = tensors["model.embed_tokens.weight"].roll(1, dims=0).contiguous()
     for name in [name for name in tensors if name.endswith("eh_proj.weight")]:
         tensors[name] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
     folder.mkdir()

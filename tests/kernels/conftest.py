@@ -1,16 +1,18 @@
 """The same tests prove an operation three ways: the reference on a CPU (plain ``pytest``), the kernel's arithmetic in
-Triton's interpreter (``TRITON_INTERPRET=1 pytest tests/kernels``), and the kernel on a GPU where there is one.
+Triton's interpreter (``TRITON_INTERPRET=1 pytest tests/kernels``), and the kernel on a GPU where there is one. Those of
+operations with a kernel of the CPU's own (:func:`on_a_cpu`) run twice on a CPU: with it, and with the reference.
 
 The expected values are worked out in each test, in float64 and in the plainest way, never with the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from dsa_engine.kernels import cpu, launch
 from dsa_engine.kernels.launch import INTERPRETED
 
 # ‖got − wanted‖ / ‖wanted‖ that the rounding of inputs and results of each type allows.
@@ -20,6 +22,20 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def on_a_cpu(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
+    """For ``pytest.mark.usefixtures``: what runs on CPU tensors, in turn."""
+    if request.param == "kernel":
+        if device == "cpu" and not INTERPRETED and cpu.library() is None:
+            pytest.skip("no C++ compiler, or DSA_ENGINE_NATIVE=0")
+        yield
+        return
+    if device != "cpu" or INTERPRETED:
+        pytest.skip("the reference is tested on a CPU")
+    with launch.references():
+        yield
 
 
 @pytest.fixture(params=list(BOUNDS), ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -16,6 +16,8 @@ from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.online_softmax import load_queries, store_results
 from dsa_engine.kernels.sparse_attention import sparse_attention
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 SCALE = 0.37
 

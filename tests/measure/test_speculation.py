@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dsa_engine import SamplingParams, SpeculationMetrics
-from dsa_engine.engine.request import Request
+from dsa_engine import SpeculationMetrics
+from dsa_engine.engine.sample_logits import seed_key
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.generation_benchmark import measure_latency
 
@@ -28,11 +29,14 @@ def test_counts_of_drafts() -> None:
 
 def test_assumed_rates_are_kept() -> None:
     assume, count = AssumedAcceptance((0.9, 0.5, 0.2)), 4000
-    requests = [Request(i % 40, [0] * (1 + i // 40), SamplingParams(), drafts=[0] * 4) for i in range(count)]
-    accepted = [assume(request) for request in requests]
-    found = [sum(n > i for n in accepted) / count for i in range(4)]
+    keys = torch.tensor([seed_key(i % 40) for i in range(count)])
+    positions = torch.arange(count) // 40
+    accepted = assume(keys, positions, 4)
+    found = [float((accepted > i).float().mean()) for i in range(4)]
     assert found == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.03)
-    assert accepted == [assume(request) for request in requests], "the same on every rank"
+    assert torch.equal(accepted, assume(keys, positions, 4)), "the same on every rank"
+    assert torch.equal(assume(keys, positions, 0), torch.zeros_like(keys))
+    assert torch.equal(assume(keys, positions, 1), accepted.clamp(max=1))
     assert AssumedAcceptance.default(3).rates == pytest.approx((0.85, 0.7225, 0.614125))
 
 

@@ -14,10 +14,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dsa_engine.parallel import Mesh, ParallelConfig, failure
+from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.agreement import differences
-from dsa_engine.parallel.launch_environment import launched_rank, several_processes
+from dsa_engine.parallel.launch_environment import launched_rank, local_world_size, several_processes
 from dsa_engine.parallel.peers import name_of, state_of, wake
 
 
@@ -46,6 +46,20 @@ def test_an_environment_without_sense(
     assert not several_processes()
     with pytest.raises(ValueError, match=message):
         Mesh.create(ParallelConfig(), "cpu")
+
+
+def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's name for their number goes before deepspeed's."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert local_world_size() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert local_world_size() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert local_world_size() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE in the environment must be a positive integer, not '0'"):
+        local_world_size()
 
 
 @pytest.fixture
@@ -151,9 +165,50 @@ def test_only_ranks_that_may_be_the_cause_are_named(
         "no word from rank 1: its process has ended without an error of its own (killed"
     )
     assert reporter._lost(before).startswith("no word from rank 1: its process has ended")
+    store.set("ends 1", "")
+    assert reporter._lost(before).startswith("no word from rank 1: its program has come to its end (by sys.exit")
     three.kill()
     os.waitid(os.P_PID, three.pid, os.WEXITED | os.WNOWAIT)
     assert reporter._lost(after).startswith("no word from rank 1: "), "torchrun has ended the other one since"
+
+
+def test_the_watch_for_failures_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(failure_watch, "connect", lambda seconds: store)
+    heard: list[dist.Store] = []
+    watches = [failure_watch.FailureWatch(heard.append) for _ in range(2)]
+    for watch in watches:
+        watch.start()
+    watches[0].stop()
+    assert not watches[0]._thread.is_alive() and heard == []
+    store.set("first", "rank 0: a failure")
+    watches[1]._thread.join()
+    assert heard == [store]
+    watches[1].stop()
+
+    def gone(seconds: float) -> dist.Store:
+        raise TimeoutError("no store")
+
+    monkeypatch.setattr(failure_watch, "connect", gone)
+    alone = failure_watch.FailureWatch(heard.append)
+    alone.start()
+    alone._thread.join()
+    assert heard == [store], "a store that is gone ends nothing"
+
+
+def test_who_does_not_react_is_killed(
+    sleeper: Callable[[], tuple[subprocess.Popen[bytes], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_watch, "_OTHERS_S", 0.0)
+    store = dist.HashStore()
+    (stuck, stuck_name), (fails, fails_name), (ends, ends_name) = sleeper(), sleeper(), sleeper()
+    for rank, name in ((1, stuck_name), (2, fails_name), (3, ends_name), (4, "elsewhere 1 1")):
+        store.set(f"process {rank}", name)
+    store.set("2", "has an error of its own")
+    store.set("ends 3", "")
+    failure_watch.see_off(store, 0, 6)  # rank 5 has not begun
+    assert stuck.wait() == -signal.SIGKILL and fails.poll() is None and ends.poll() is None
+    assert store.check(["ends 0"])
 
 
 def test_differences_are_named() -> None:

@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.kernels.compile_only import compile_only
+from dsa_engine.kernels.compile_only import Launch, compile_only
 from dsa_engine.measure.kernel_cases.cases import CASES
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
+from dsa_engine.measure.kernel_cases.loop_bound import loop_bound
 
 # Most shared memory that a program may use, in bytes, by compute capability (CUDA programming guide, table of
 # technical specifications).
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
-def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> list[dict[str, Any]]:
-    """Compiles the kernels of the named cases for ``sm_<capability>``.
+class Inspection(NamedTuple):
+    """Of a chip.
 
-    Returns:
-        for every compiled kernel, once: the case and shape that first launched it, its grid there, and the fields of
-        :class:`~dsa_engine.kernels.compile_only.Resources`. Cases that need a later chip are left out.
+    Attributes:
+        kernels: every compiled kernel once: the case and shape that first launched it, its grid there, the fields of
+            :class:`~dsa_engine.kernels.compile_only.Resources`, and as "bound" what :func:`.loop_bound` says.
+        missing: a sentence for each operation that cannot be compiled.
     """
+
+    kernels: list[dict[str, Any]]
+    missing: list[str]
+
+
+def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
+    """Compiles the kernels of the named cases for ``sm_<capability>``."""
     make = Inputs(torch.device("cpu"), torch.bfloat16, untouched=True)
     found: dict[str, dict[str, Any]] = {}
+    missing: dict[str, None] = {}
     with compile_only(capability) as launches:
         for name in names:
             for case in CASES[name](make, Sizes()):
                 if capability < case.needs:
+                    missing[f"{case.kernel}: needs instructions of sm_{case.needs}"] = None
                     continue
                 launches.clear()
-                case.run()
+                try:
+                    case.run()
+                except Exception as error:  # a compiler's own, of whatever type
+                    reason = (str(error).splitlines() or [""])[0]
+                    missing[f"{case.kernel}: {case.shape}: {type(error).__name__}: {reason:.200}"] = None
+                about = {"case": name, "operation": case.kernel, "shape": case.shape, "product": case.product}
                 for launch in launches:
                     if launch.kernel.hash not in found:
-                        found[launch.kernel.hash] = {
-                            "case": name,
-                            "operation": case.kernel,
-                            "shape": case.shape,
-                            "product": case.product,
-                            "kernel": launch.name,
-                            "grid": list(launch.grid),
-                            **launch.resources()._asdict(),
-                        }
-    return list(found.values())
+                        found[launch.kernel.hash] = about | _of(launch, capability)
+    return Inspection(list(found.values()), list(missing))
+
+
+def _of(launch: Launch, capability: int) -> dict[str, Any]:
+    sass = launch.sass()
+    resources = launch.resources(sass)
+    return {
+        "kernel": launch.name,
+        "grid": list(launch.grid),
+        **resources._asdict(),
+        "bound": loop_bound(sass, resources.warps, capability),
+    }
 
 
 def faults(kernel: dict[str, Any], capability: int) -> list[str]:

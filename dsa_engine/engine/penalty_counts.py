@@ -1,0 +1,112 @@
+"""How often requests have their tokens, counted on the device while the host does not know them yet.
+
+For steps that are run whole (``speculative_step.py``). Of each request that penalises, a row of a table holds what
+:class:`.logit_terms.LogitTerms` holds for other steps, and up to which position its tokens are counted. Before a step
+the tokens up to its first row are added: those of the outcome that it follows from, or those that the host knows; none
+is counted twice, whatever has been launched before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsa_engine.engine.logit_terms import RequestRows, of_prompt
+from dsa_engine.engine.outcome import Columns
+from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.interrupts import uninterrupted
+from dsa_engine.kernels.transfer import upload
+
+
+class PenaltyCounts:
+    """The table of all requests of this rank that penalise.
+
+    Args:
+        vocab: tokens of the model.
+    """
+
+    def __init__(self, vocab: int):
+        self._vocab = vocab
+        self._rows = RequestRows(torch.int32)  # [vocab + 1]: counts, and the first position that is not counted
+        self._least: dict[Request, int] = {}  # up to where, at least, the tokens of each are counted
+
+    def update(self, chunks: Sequence[Chunk], before: torch.Tensor, out: torch.Tensor) -> None:
+        """Counts the tokens up to each chunk's first row; nothing waits for the device.
+
+        Args:
+            chunks: of this rank's requests in a step.
+            before: ``[requests, …]``, the table of the outcome from which each follows that does.
+            out: int32 ``[requests, vocab + 1]``, gets the counts: 2 · occurrences in the output, + 1 where the prompt
+                has the token. Those of requests that do not penalise are void.
+        """
+        penalising = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.request.params.penalises]
+        if not penalising:
+            return
+        with uninterrupted():  # what the table holds and what is known of it change together
+            width = (before.shape[1] - 2) // 2  # rows of a request: its last token and the drafts
+            slots = self._slots([chunk for _, chunk in penalising], 2 * width, before.device)
+            table, everybodys = [], [0] * len(out)
+            for i, chunk in penalising:
+                request = chunk.request
+                everybodys[i] = slots[request]
+                known = len(request.prompt) + len(request.output)
+                first = max(len(request.prompt), known - 2 * width)
+                tokens = request.tokens(first, known - first) + [0] * (2 * width - known + first)
+                table.append([i, slots[request], int(chunk.follows), first, known, *tokens])
+            flat = upload(torch.tensor([*everybodys, *(x for row in table for x in row)]), before.device)
+            columns = flat[len(out) :].view(len(table), -1).T
+            self._add(columns[:5], columns[5:].T, Columns.of(before[columns[0]]))
+            torch.index_select(self._rows.table, 0, flat[: len(out)], out=out)
+
+    def _slots(self, chunks: Sequence[Chunk], window: int, device: torch.device) -> dict[Request, int]:
+        """The row of each request, with all counts that the host knows where it is new or has missed too many."""
+        for request in [r for r in self._least if r.finish_reason is not None]:
+            del self._least[request]
+        requests = [chunk.request for chunk in chunks]
+        for request in requests:
+            if len(request.prompt) + len(request.output) - self._least.get(request, 0) > window:
+                self._rows.forget(request)
+        slots = self._rows.slots(requests, self._counted, torch.empty(0, self._vocab + 1, device=device))
+        for chunk in chunks:
+            known = len(chunk.request.prompt) + len(chunk.request.output)
+            self._least[chunk.request] = known + chunk.follows  # the step in flight brings one at least
+        return slots
+
+    def _counted(self, request: Request) -> torch.Tensor:
+        """int32 ``[vocab + 1]`` on the host."""
+        counts = of_prompt(request, self._vocab)
+        output = torch.tensor(request.output, dtype=torch.int64)
+        counts.scatter_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
+        return torch.cat((counts, counts.new_tensor([len(request.prompt) + len(request.output)])))
+
+    def _add(self, about: torch.Tensor, known_ids: torch.Tensor, before: Columns) -> None:
+        """Adds the tokens of each request that its row does not count yet: the last ones that the host knows, and those
+        of the outcome that it follows from."""
+        _, slots, follows, first, known = about
+        window, width = known_ids.shape[1], before.tokens.shape[1]
+        number, followed = torch.arange(window + width, device=slots.device), follows[:, None] > 0
+        of_host, of_outcome = first[:, None] + number[:window], number[:width]
+        positions = torch.cat((of_host, (before.position - before.accepted)[:, None] + of_outcome), dim=1)
+        exist = (of_host < known[:, None], followed & (of_outcome <= before.accepted[:, None]))
+        counted = self._rows.table[:, self._vocab]
+        new = torch.cat(exist, dim=1) & (positions >= counted[slots][:, None])
+        at = slots[:, None] * (self._vocab + 1) + torch.cat((known_ids, before.tokens.clamp(min=0)), dim=1)
+        self._rows.table.view(-1).scatter_add_(0, at.flatten(), (2 * new).int().flatten())
+        counted.index_copy_(0, slots, (before.position + 1).where(followed[:, 0], known).int())
+
+
+def with_drafts(counts: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What each row of a step sees: int32 ``[requests · rows, vocab]``.
+
+    Args:
+        counts: int32 ``[requests, vocab]``, up to the first row of each.
+        ids: int64 ``[requests, rows]``; a row sees the drafts before it and its own.
+    """
+    requests, rows = ids.shape
+    seen = counts[:, None].repeat(1, rows, 1)
+    drafts = ids[:, None, 1:].expand(-1, rows, -1)
+    number = torch.arange(rows, device=ids.device)
+    up_to_own = (number[None, 1:] <= number[:, None]).int() * 2
+    seen.scatter_add_(2, drafts, up_to_own.expand(requests, -1, -1).contiguous())
+    return seen.flatten(0, 1)

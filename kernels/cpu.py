@@ -1,0 +1,167 @@
+"""The CPU's kernels: C++ sources in ``kernels/native``, compiled for this machine when they are first needed.
+
+They do in float32 what the references do, which stay their definition, and take the references' place on CPU tensors
+(:func:`serves`). A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
+waits for another.
+
+The library lies in the user's cache folder (:func:`user_cache`), under the digest of its sources, its compiler and the
+processor's features. Where there is no compiler, or ``DSA_ENGINE_NATIVE=0`` says so, the references run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from dsa_engine.kernels import launch
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "native"
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+_COMPILER_SECONDS = 300
+# Multiply-adds that a thread of its own is worth: it takes some 30 µs to start, in which a core does a few million.
+_WORTH_A_THREAD = 8 << 20
+
+_FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
+    "dsa_lightning_indexer_scratch": ([c_int64] * 3, c_int64),
+    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 9, None),
+    "dsa_sparse_attention_scratch": ([c_int64] * 3, c_int64),
+    "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 6 + [c_float, c_int64], None),
+}
+
+
+def serves(x: torch.Tensor) -> bool:
+    """Whether operations on ``x`` run the CPU's kernels, which are compiled if they have not been: on a float32 CPU
+    tensor without a gradient, where neither Triton nor the references are to run."""
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and launch.runs_native()
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and library() is not None
+    )
+
+
+def runs_kernel(x: torch.Tensor) -> bool:
+    """Whether an operation that has both kinds of kernels runs one of them on ``x``, or its reference."""
+    return launch.runs_triton(x) or serves(x)
+
+
+def threads_for(multiply_adds: int) -> int:
+    """How many threads so much work is given: those that PyTorch may use, and fewer where it is not worth them."""
+    return max(1, min(torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, loaded once; None, and a line in the log, where there are none."""
+    if os.environ.get("DSA_ENGINE_NATIVE") == "0":
+        return None
+    try:
+        loaded = _load()
+        for name, (arguments, result) in _FUNCTIONS.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, result
+        return loaded
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as problem:
+        logger.warning(
+            "the CPU kernels are NOT used, the PyTorch references run instead, slower: %s; DSA_ENGINE_NATIVE=0 does "
+            "without them and without this line",
+            problem,
+        )
+        return None
+
+
+def user_cache() -> Path:
+    """Where files that can be made again are kept: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
+
+    Raises:
+        RuntimeError: the user has no home folder, and none was named.
+    """
+    if os.environ.get("DSA_ENGINE_CACHE"):
+        return Path(os.environ["DSA_ENGINE_CACHE"])
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "dsa_engine"
+    return Path.home() / ".cache" / "dsa_engine"
+
+
+@functools.cache
+def digest() -> str:
+    """Of what the kernels are compiled from and with: the same for the same machine code.
+
+    Raises:
+        RuntimeError: there is no compiler.
+    """
+    command = _compiler()
+    version = subprocess.run([*command, "--version"], capture_output=True, timeout=_COMPILER_SECONDS, check=True)
+    about = hashlib.blake2b(repr((command, _FLAGS, platform.machine(), _features())).encode(), digest_size=10)
+    about.update(version.stdout)
+    for source in sorted(_SOURCES.iterdir()):
+        about.update(source.read_bytes())
+    return about.hexdigest()
+
+
+def _load() -> ctypes.CDLL:
+    """Compiles the library unless it is there. Of several processes one compiles, the others wait for it."""
+    built = user_cache() / "native" / f"kernels-{digest()}.so"
+    built.parent.mkdir(parents=True, exist_ok=True)
+    if built.exists():
+        try:
+            return ctypes.CDLL(str(built))
+        except OSError:  # damaged: it is made again
+            built.unlink(missing_ok=True)
+    with open(built.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # is let go with the process
+        if not built.exists():
+            _compile(built)
+    return ctypes.CDLL(str(built))
+
+
+def _compile(built: Path) -> None:
+    """Writes the library whole or not at all."""
+    unfinished = built.with_suffix(f".{os.getpid()}")
+    sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
+    logger.info("compiling the CPU kernels, once for this machine: some seconds")
+    try:
+        done = subprocess.run(
+            [*_compiler(), *_FLAGS, "-o", str(unfinished), *sources],
+            capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS,
+        )  # fmt: skip
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+            raise RuntimeError(f"they do not compile: {lines[0]:.300}")
+        unfinished.replace(built)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _compiler() -> list[str]:
+    """The command of ``$CXX``, else g++, c++ or clang++; the first that there is."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+        words = shlex.split(name)
+        if words and (found := shutil.which(words[0])):
+            return [found, *words[1:]]
+    raise RuntimeError("there is no C++ compiler; install g++, or set CXX")
+
+
+def _features() -> str:
+    """The processor's, as far as Linux tells: what ``-march=native`` compiles for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = ("flags", "Features", "model", "CPU part", "vendor_id")
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in named}))

@@ -1,0 +1,220 @@
+// The lightning indexer in float32: kernels/lightning_indexer.py, whose references define it.
+//
+// A tile is some queries of one segment. Keys are taken a panel at a time, transposed, so that lanes are keys; the
+// products of a few heads stay in registers until they are weighed and summed, and a score is compared with the worst of
+// its query's best so far when it is made. So neither products nor scores are ever written, and memory does not grow
+// with the context.
+
+#include <climits>
+
+#include "tiles.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int HEADS_AT_ONCE = 4;
+constexpr int PANEL_VECTORS = MANY_REGISTERS ? 6 : 2;
+constexpr int PANEL = PANEL_VECTORS * LANES;  // keys
+constexpr int MOST_QUERIES = 128;  // of a tile
+
+struct Problem {
+    const float* q;  // [rows, heads, dim]
+    const float* weights;  // [rows, heads]
+    const float* pool;
+    const int32_t* tables;
+    int64_t page_stride, table_stride, page_size, heads, dim, k;
+    int32_t* positions;  // [rows, k]
+};
+
+struct Tile {
+    int64_t row, count, sequence, start;  // the query at row + i sees start + i + 1 keys
+};
+
+// A score as an integer of the same order: NaN above everything, -0 as +0.
+inline Ints order_of(Floats score) {
+    score += 0.0f;
+    Ints bits;
+    std::memcpy(&bits, &score, sizeof bits);
+    bits ^= (bits >> 31) & INT_MAX;
+    return (score == score) ? bits : Ints{} + INT_MAX;
+}
+
+constexpr int32_t ORDER_OF_MINUS_INFINITY = (int32_t)0xff800000u ^ INT_MAX;  // is never selected
+
+#if defined(__AVX512F__)
+constexpr int32_t COUNTING[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#endif
+
+// The best of one query's scores so far, by position: two arrays of `capacity` entries.
+struct Best {
+    int32_t *orders, *positions;
+    int64_t count;
+    int32_t worst;  // only what is above it counts
+
+    // Adds those of the scores at `position` ... that count, of which `lanes` exist.
+    void add(Ints order, int32_t position, int64_t lanes) {
+#if defined(__AVX512F__)
+        __mmask16 above = _mm512_cmpgt_epi32_mask((__m512i)order, _mm512_set1_epi32(worst));
+        if (lanes < LANES) above &= (1u << lanes) - 1;
+        if (!above) return;
+        const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(position), _mm512_loadu_si512(COUNTING));
+        _mm512_storeu_si512(orders + count, _mm512_maskz_compress_epi32(above, (__m512i)order));
+        _mm512_storeu_si512(positions + count, _mm512_maskz_compress_epi32(above, places));
+        count += __builtin_popcount(above);
+#else
+        const Ints above = order > worst;
+        int32_t any = 0;
+        for (int lane = 0; lane < LANES; lane++) any |= above[lane];
+        if (!any) return;
+        for (int lane = 0; lane < LANES; lane++) {
+            orders[count] = order[lane];
+            positions[count] = position + lane;
+            count += (above[lane] != 0) & (lane < lanes);
+        }
+#endif
+    }
+
+    int64_t count_from(int32_t bound) const {
+        int32_t found = 0;
+        for (int64_t i = 0; i < count; i++) found += orders[i] >= bound;
+        return found;
+    }
+
+    // Leaves k entries: the highest, and of equal ones those of the lowest positions.
+    void keep(int64_t k) {
+        if (count <= k) return;
+        // The greatest bound that at least k reach.
+        int32_t least = INT_MAX, most = INT_MIN;
+        for (int64_t i = 0; i < count; i++) {
+            least = orders[i] < least ? orders[i] : least;
+            most = orders[i] > most ? orders[i] : most;
+        }
+        int64_t low = least, high = most;
+        int64_t reach = count;
+        while (low < high && reach != k) {
+            int64_t middle = low + (high - low + 1) / 2;
+            int64_t found = count_from((int32_t)middle);
+            if (found >= k) {
+                low = middle;
+                reach = found;
+            } else {
+                high = middle - 1;
+            }
+        }
+        const int32_t bound = (int32_t)low;
+        // Where more reach it than are wanted, these equal it, and the last of them are left out.
+        int64_t surplus = reach - k, equal = 0;
+        if (surplus > 0) {
+            for (int64_t i = 0; i < count; i++) equal += orders[i] == bound;
+        }
+        int64_t allowed = surplus > 0 ? equal - surplus : INT_MAX, kept = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const int32_t order = orders[i], position = positions[i];
+            const bool tie = order == bound;
+            orders[kept] = order;
+            positions[kept] = position;
+            kept += (order > bound) | (tie & (allowed > 0));
+            allowed -= tie;
+        }
+        count = kept;
+        worst = bound;
+    }
+};
+
+// panel[d][lane] of the keys first ... first + PANEL - 1, of which `count` exist.
+void pack(const Problem& p, const int32_t* table, int64_t first, int64_t count, float* panel) {
+    const float* rows[PANEL];
+    for (int64_t i = 0; i < PANEL; i++) {
+        const int64_t position = first + (i < count ? i : count - 1);
+        rows[i] = p.pool + table[position / p.page_size] * p.page_stride + position % p.page_size * p.dim;
+    }
+    for (int64_t d = 0; d < p.dim; d++) {
+        for (int i = 0; i < PANEL; i++) panel[d * PANEL + i] = rows[i][d];
+    }
+}
+
+// sums += sum over H heads of weight * relu(q * key), for the keys of a panel.
+template <int H>
+inline void add_heads(const float* q, const float* weights, int64_t dim, const float* panel, Floats* sums) {
+    Floats products[H][PANEL_VECTORS] = {};
+    for (int64_t d = 0; d < dim; d++) {
+        const float* line = panel + d * PANEL;
+        Floats keys[PANEL_VECTORS];
+        for (int n = 0; n < PANEL_VECTORS; n++) keys[n] = load(line + n * LANES);
+        for (int h = 0; h < H; h++) {
+            const Floats query = q[h * dim + d] - Floats{};
+            for (int n = 0; n < PANEL_VECTORS; n++) products[h][n] += query * keys[n];
+        }
+    }
+    for (int h = 0; h < H; h++) {
+        for (int n = 0; n < PANEL_VECTORS; n++) {
+            const Floats product = products[h][n];
+            sums[n] += weights[h] * (product < 0.0f ? Floats{} : product);  // NaN stays NaN
+        }
+    }
+}
+
+void score(const Problem& p, int64_t row, const float* panel, Floats* sums) {
+    const float *q = p.q + row * p.heads * p.dim, *weights = p.weights + row * p.heads;
+    for (int n = 0; n < PANEL_VECTORS; n++) sums[n] = Floats{};
+    int64_t h = 0;
+    for (; h + HEADS_AT_ONCE <= p.heads; h += HEADS_AT_ONCE)
+        add_heads<HEADS_AT_ONCE>(q + h * p.dim, weights + h, p.dim, panel, sums);
+    for (; h < p.heads; h++) add_heads<1>(q + h * p.dim, weights + h, p.dim, panel, sums);
+}
+
+int64_t capacity_for(int64_t k) { return 2 * k + PANEL + LANES; }
+
+void select(const Problem& p, const Tile& tile, float* scratch) {
+    const int64_t capacity = capacity_for(p.k);
+    float* panel = scratch;
+    int32_t* entries = reinterpret_cast<int32_t*>(panel + p.dim * PANEL);
+    Best best[MOST_QUERIES];
+    for (int64_t i = 0; i < tile.count; i++)
+        best[i] = {entries + 2 * i * capacity, entries + (2 * i + 1) * capacity, 0, ORDER_OF_MINUS_INFINITY};
+    const int32_t* table = p.tables + tile.sequence * p.table_stride;
+    const int64_t end = tile.start + tile.count;
+    for (int64_t first = 0; first < end; first += PANEL) {
+        pack(p, table, first, end - first < PANEL ? end - first : PANEL, panel);
+        for (int64_t i = first > tile.start ? first - tile.start : 0; i < tile.count; i++) {
+            Floats sums[PANEL_VECTORS];
+            score(p, tile.row + i, panel, sums);
+            Best& mine = best[i];
+            const int64_t seen = tile.start + i + 1 - first;  // keys of the panel
+            for (int n = 0; n < PANEL_VECTORS && n * LANES < seen; n++) {
+                mine.add(order_of(sums[n]), (int32_t)(first + n * LANES), seen - n * LANES);
+            }
+            if (mine.count > capacity - PANEL - LANES) mine.keep(p.k);
+        }
+    }
+    for (int64_t i = 0; i < tile.count; i++) {
+        best[i].keep(p.k);
+        int32_t* out = p.positions + (tile.row + i) * p.k;
+        for (int64_t j = 0; j < p.k; j++) out[j] = j < best[i].count ? best[i].positions[j] : -1;
+    }
+}
+
+}  // namespace
+
+// Floats of scratch that a thread needs for tiles of so many queries.
+extern "C" int64_t dsa_lightning_indexer_scratch(int64_t queries, int64_t dim, int64_t k) {
+    return dim * PANEL + queries * 2 * capacity_for(k);
+}
+
+// tiles: [tile_count, 2] first row and rows, `largest` at most; sequences, visible: of each row. See kernels/segment.py.
+extern "C" void dsa_lightning_indexer(
+    const float* q, const float* weights, const float* pool, const int32_t* tables, const int32_t* tiles,
+    const int32_t* sequences, const int32_t* visible, int32_t* positions, float* scratch, int64_t tile_count,
+    int64_t largest, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads, int64_t dim,
+    int64_t k, int64_t threads) {
+    const Problem p{q, weights, pool, tables, page_stride, table_stride, page_size, heads, dim, k, positions};
+    const int64_t size = dsa_lightning_indexer_scratch(largest, dim, k);
+    // Last tiles first: in a causal batch they tend to see the most.
+    for_tiles(tile_count, (int)threads, scratch, size, [&](int64_t i, float* mine) {
+        const int32_t* tile = tiles + 2 * (tile_count - 1 - i);
+        select(p, Tile{tile[0], tile[1], sequences[tile[0]], visible[tile[0]] - 1}, mine);
+    });
+}

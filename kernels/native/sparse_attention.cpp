@@ -1,0 +1,178 @@
+// Sparse attention in float32: kernels/sparse_attention.py, whose reference defines it.
+//
+// A tile is one token. Its rows are gathered once. For the scores lanes are heads, so that the softmax is lane by lane;
+// for the values lanes are columns of the rows.
+
+#include <cmath>
+
+#include "tiles.h"
+
+namespace {
+
+constexpr int ROWS_AT_ONCE = 8;
+constexpr int HEADS_AT_ONCE = 4;
+constexpr int COLUMN_VECTORS = MANY_REGISTERS ? 4 : 2;
+
+struct Problem {
+    const float* q;  // [tokens, heads, width]
+    const float* pool;  // [rows, width]
+    const int32_t* slots;  // [tokens, k]
+    const int32_t* counts;  // [tokens], or none
+    float *out, *lse;  // [tokens, heads, value_dim], [tokens, heads]
+    int64_t row_stride, heads, width, value_dim, k;
+    float scale;
+};
+
+// exp(x) for x <= 0, to 1 or 2 units of the last place; at least 4e-38; NaN stays NaN.
+template <int L>
+inline typename Vectors<L>::Float exp_of(typename Vectors<L>::Float x) {
+    typedef typename Vectors<L>::Float V;
+    typedef typename Vectors<L>::Int I;
+    x = x < -86.0f ? V{} - 86.0f : x;
+    const V shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the fraction is rounded away
+    const V n = shifted - 12582912.0f;
+    V r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    V y = V{} + 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    I bits, exponent;
+    std::memcpy(&bits, &y, sizeof bits);
+    std::memcpy(&exponent, &shifted, sizeof exponent);
+    bits += exponent << 23;
+    V result;
+    std::memcpy(&result, &bits, sizeof result);
+    return y == y ? result : y;
+}
+
+// p[row][lane] of `count` rows, a multiple of ROWS_AT_ONCE: the product with head `lane` of queries [width][L].
+template <int L>
+void score(const float* rows, int64_t count, int64_t stride, int64_t width, const float* queries, float* p) {
+    typedef typename Vectors<L>::Float V;
+    for (int64_t row = 0; row < count; row += ROWS_AT_ONCE) {
+        const float* some = rows + row * stride;
+        V sums[ROWS_AT_ONCE] = {};
+        for (int64_t d = 0; d < width; d++) {
+            const V query = load<V>(queries + d * L);
+            for (int r = 0; r < ROWS_AT_ONCE; r++) sums[r] += some[r * stride + d] * query;
+        }
+        for (int r = 0; r < ROWS_AT_ONCE; r++) store(p + (row + r) * L, sums[r]);
+    }
+}
+
+// out[head][column] of H heads and N vectors of columns; `share` is 1 / total of each head.
+template <int H, int N>
+void weigh(const float* rows, int64_t count, int64_t stride, const float* p, int64_t lanes, const float* share,
+           int64_t columns, float* out, int64_t out_stride) {
+    Floats sums[H][N] = {};
+    for (int64_t row = 0; row < count; row++) {
+        Floats values[N];
+        for (int n = 0; n < N; n++) values[n] = load(rows + row * stride + n * LANES);
+        for (int h = 0; h < H; h++) {
+            const Floats weight = p[row * lanes + h] - Floats{};
+            for (int n = 0; n < N; n++) sums[h][n] += weight * values[n];
+        }
+    }
+    for (int h = 0; h < H; h++) {
+        float line[N * LANES];
+        for (int n = 0; n < N; n++) store(line + n * LANES, sums[h][n] * share[h]);
+        std::memcpy(out + h * out_stride, line, 4 * (columns < N * LANES ? columns : N * LANES));
+    }
+}
+
+template <int H>
+void weigh_columns(const float* rows, int64_t count, int64_t stride, const float* p, int64_t lanes, const float* share,
+                   int64_t columns, float* out) {
+    int64_t c = 0;
+    for (; c + COLUMN_VECTORS * LANES <= columns; c += COLUMN_VECTORS * LANES)
+        weigh<H, COLUMN_VECTORS>(rows + c, count, stride, p, lanes, share, columns - c, out + c, columns);
+    for (; c < columns; c += LANES) weigh<H, 1>(rows + c, count, stride, p, lanes, share, columns - c, out + c, columns);
+}
+
+int64_t stride_of(int64_t width, int64_t value_dim) {
+    const int64_t values = round_up(value_dim, LANES);
+    return values > width ? values : width;
+}
+
+// The gathered rows of the token, one behind the other; returns how many.
+int64_t gather(const Problem& p, int64_t token, int64_t stride, float* rows) {
+    const int32_t* slots = p.slots + token * p.k;
+    const int64_t most = p.counts && p.counts[token] < p.k ? p.counts[token] : p.k;
+    int64_t count = 0;
+    for (int64_t i = 0; i < most; i++) {
+        if (i + 8 < most && slots[i + 8] >= 0) __builtin_prefetch(p.pool + slots[i + 8] * p.row_stride);
+        if (slots[i] >= 0) std::memcpy(rows + count++ * stride, p.pool + slots[i] * p.row_stride, 4 * p.width);
+    }
+    return count;
+}
+
+// Heads `first` ... of a token, as many as there are lanes.
+template <int L>
+void attend(const Problem& p, int64_t token, int64_t first, const float* rows, int64_t count, int64_t stride,
+            float* weights, float* queries) {
+    typedef typename Vectors<L>::Float V;
+    const int64_t heads = p.heads - first < L ? p.heads - first : L;
+    const float* q = p.q + (token * p.heads + first) * p.width;
+    for (int64_t d = 0; d < p.width; d++) {
+        for (int64_t h = 0; h < L; h++) queries[d * L + h] = h < heads ? q[h * p.width + d] * p.scale : 0.0f;
+    }
+    score<L>(rows, round_up(count, ROWS_AT_ONCE), stride, p.width, queries, weights);
+    V top = load<V>(weights), total = V{};
+    for (int64_t row = 1; row < count; row++) {
+        const V next = load<V>(weights + row * L);
+        top = top > next ? top : next;
+    }
+    for (int64_t row = 0; row < count; row++) {
+        const V weight = exp_of<L>(load<V>(weights + row * L) - top);
+        store(weights + row * L, weight);
+        total += weight;
+    }
+    float share[L];
+    for (int64_t h = 0; h < L; h++) share[h] = 1.0f / total[h];
+    float* out = p.out + (token * p.heads + first) * p.value_dim;
+    for (int64_t h = 0; h < heads; h++) p.lse[token * p.heads + first + h] = top[h] + std::log(total[h]);
+    int64_t h = 0;
+    for (; h + HEADS_AT_ONCE <= heads; h += HEADS_AT_ONCE)
+        weigh_columns<HEADS_AT_ONCE>(rows, count, stride, weights + h, L, share + h, p.value_dim, out + h * p.value_dim);
+    for (; h < heads; h++) weigh_columns<1>(rows, count, stride, weights + h, L, share + h, p.value_dim, out + h * p.value_dim);
+}
+
+void attend_token(const Problem& p, int64_t token, float* scratch) {
+    const int64_t stride = stride_of(p.width, p.value_dim);
+    float* rows = scratch;
+    float* weights = rows + (p.k + ROWS_AT_ONCE) * stride;
+    float* queries = weights + (p.k + ROWS_AT_ONCE) * LANES;
+    const int64_t count = gather(p, token, stride, rows);
+    if (count == 0) {
+        std::memset(p.out + token * p.heads * p.value_dim, 0, 4 * p.heads * p.value_dim);
+        for (int64_t h = 0; h < p.heads; h++) p.lse[token * p.heads + h] = -INFINITY;
+        return;
+    }
+    if (p.heads <= LANES / 2 && LANES > 4) {
+        attend<LANES / 2>(p, token, 0, rows, count, stride, weights, queries);
+        return;
+    }
+    for (int64_t first = 0; first < p.heads; first += LANES)
+        attend<LANES>(p, token, first, rows, count, stride, weights, queries);
+}
+
+}  // namespace
+
+// Floats of scratch that a thread needs.
+extern "C" int64_t dsa_sparse_attention_scratch(int64_t width, int64_t value_dim, int64_t k) {
+    return (k + ROWS_AT_ONCE) * (stride_of(width, value_dim) + LANES) + width * LANES;
+}
+
+extern "C" void dsa_sparse_attention(
+    const float* q, const float* pool, const int32_t* slots, const int32_t* counts, float* out, float* lse,
+    float* scratch, int64_t tokens, int64_t row_stride, int64_t heads, int64_t width, int64_t value_dim, int64_t k,
+    float scale, int64_t threads) {
+    const Problem p{q, pool, slots, counts, out, lse, row_stride, heads, width, value_dim, k, scale};
+    const int64_t size = dsa_sparse_attention_scratch(width, value_dim, k);
+    for_tiles(tokens, (int)threads, scratch, size,
+              [&](int64_t token, float* mine) { attend_token(p, token, mine); });
+}

@@ -1,0 +1,224 @@
+"""Padded steps with drafts as one function of device tensors, launched one after the other and ahead: the tokens, and
+the module's own drafts, are those of an engine that decodes token by token.
+
+On a GPU such a step is a CUDA graph; here it runs kernel by kernel. Drafts are scripted, so that every count is
+accepted at some time; the module's own are kept, as its caches have to be right too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.outcome import Columns, Outcome, Verified
+from dsa_engine.engine.request import Request
+from dsa_engine.engine.sampler import Samples
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=1.0, seed=3)
+PENALISED = replace(GREEDY, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3)
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 96,
+    "page_size": 4,
+    "cache_memory": "2MiB",
+    "progress": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"index_topk": 16},
+    "glm_moe_dsa": {"index_topk": 16, "indexer_types": ["full", "shared", "full"]},
+    "deepseek_v3": {},
+}
+
+
+class Script:
+    """Puts other drafts in the place of those that the module makes, on the device's side: of each the first few are
+    right, as many as its position says.
+
+    Attributes:
+        outputs: the right tokens, by request.
+        made: the module's own drafts, by request and the position of the last token.
+    """
+
+    def __init__(self, llm: LLM):
+        self.outputs: dict[int, list[int]] = {}
+        self.made: dict[tuple[int, int], list[int]] = {}
+        self._vocab = llm.engine.config.vocab_size
+        self._steps = llm.engine.runner.drafter.steps  # type: ignore[union-attr]
+        self._run, self._passes = self._steps.run, self._steps._passes
+        self._requests: list[Request] = []
+        self._steps.run = self.run  # type: ignore[method-assign]
+        self._steps._passes = self.passes  # type: ignore[assignment]
+
+    def run(self, step: Any, *args: Any) -> Samples:
+        self._requests = [chunk.request for chunk in step.ranks[0].chunks]
+        return self._run(step, *args)
+
+    def passes(self, *args: Any) -> torch.Tensor:
+        drafts = self._passes(*args)
+        positions, limits, count = args[-3:]
+        for i, request in enumerate(self._requests):
+            last = int(positions[i]) + 1
+            if (left := min(count, int(limits[i]) - 1 - last)) > 0:  # its last token is never drafted
+                self.made[request.id, last] = drafts[i, :left].tolist()
+            done = last + 1 - len(request.prompt)
+            right = self.outputs.get(request.id, [])[done : done + count]
+            kept = random.Random(last * 1000 + request.id).randrange(count + 2)
+            scripted = [token if j < kept else (token + 1) % self._vocab for j, token in enumerate(right)]
+            drafts[i, : len(scripted)] = torch.tensor(scripted, dtype=torch.int64)
+        return drafts
+
+
+def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
+    llm = LLM(folder, **OPTIONS | options | {"speculative_config": {"num_speculative_tokens": drafts}})
+    engine = llm.engine
+    parts = engine.model, engine.cache, engine.config, engine.mesh
+    engine.runner._graphs = DecodeGraphs(*parts, capture=False, fewest_tokens=32)
+    return llm
+
+
+@pytest.fixture(
+    scope="module", params=["deepseek_v32", "deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)]
+)
+def shared(request: Any, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> Any:
+    """An engine with drafts, its script, and what requests get without drafts."""
+    oracle = drafting_oracle(request.param, **MODELS[request.param])
+    llm, plain = padded_llm(oracle.folder, 3), LLM(oracle.folder, **OPTIONS)
+    prompts = [random_ids(length, seed=length) for length in (3, 14, 17, 40)]
+    return llm, Script(llm), plain, prompts, oracle
+
+
+@pytest.fixture(params=[False, True], ids=["one after the other", "ahead"])
+def engines(request: Any, shared: Any) -> Iterator[Any]:
+    llm, script, *_ = shared
+    engine, before = llm.engine, llm.engine.launched_ahead
+    engine.async_scheduling = request.param
+    script.outputs, script.made = {}, {}
+    yield shared
+    assert (engine.launched_ahead > before) == request.param
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.free_pages == [engine.cache.pages]
+
+
+def same(engines: Any, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    """Runs requests with scripted drafts and without; returns the outputs of the former."""
+    llm, script, plain, *_ = engines
+    for one in (llm, plain):
+        one.engine._next_id = 100  # seeds that are not given follow from it
+    unended = [replace(p, max_tokens=30, ignore_eos=True, stop=None, stop_token_ids=None) for p in params]
+    endless = plain.generate(prompts, unended)
+    script.outputs = {100 + i: output.token_ids for i, output in enumerate(endless)}
+    for one in (llm, plain):
+        one.engine._next_id = 100
+    found, expected = (one.generate(prompts, params) for one in (llm, plain))
+    for one, other in zip(found, expected, strict=True):
+        for name in ("token_ids", "text", "finish_reason", "error"):
+            assert getattr(one, name) == getattr(other, name)
+    return found
+
+
+def test_the_same_tokens_and_drafts(engines: Any) -> None:
+    """Greedy and drawn, with every limit, of requests that select, come to it, and do not; of lengths that end within
+    a run of accepted drafts."""
+    _, script, _, prompts, oracle = engines
+    params = [
+        GREEDY,
+        replace(DRAWN, top_p=0.9),
+        replace(DRAWN, temperature=0.7, top_k=20, min_p=0.02, seed=None),
+        replace(PENALISED, temperature=0.9, seed=8),
+    ]
+    short = [replace(GREEDY, max_tokens=count) for count in (1, 2, 3, 4)]
+    outputs = same(engines, [*prompts, *prompts], [*params, *short])
+    accepted = Counter[int]()
+    for output in outputs[:3]:
+        for position, count in enumerate(output.metrics.speculation.num_accepted_tokens_per_pos):
+            accepted[position] += count
+    assert set(accepted) == {0, 1, 2} and min(accepted.values()) > 0
+    for (number, last), drafts in [*script.made.items()][::4]:
+        output = outputs[number - 100]
+        tokens = [*output.prompt_token_ids, *output.token_ids][: last + 1]
+        assert drafts == oracle.drafts(tokens, 3).argmax(dim=-1).tolist()[: len(drafts)]
+
+
+def test_what_ends_a_request_within_a_run(engines: Any) -> None:
+    """Stop tokens, a stop string, an end of text; what a request asks of the host, beside others that ask nothing."""
+    *_, plain, prompts, _ = engines
+    outputs = plain.generate(prompts, [GREEDY, replace(DRAWN, seed=5), GREEDY, GREEDY])
+    stops = [output.token_ids[5 + i] for i, output in enumerate(outputs)]
+    params = [
+        replace(GREEDY, stop_token_ids=stops[:1]),
+        replace(DRAWN, seed=5, stop_token_ids=stops[1:2], logprobs=1, max_tokens=12),
+        replace(GREEDY, stop_token_ids=stops[2:3], min_tokens=7),
+        replace(PENALISED, logit_bias={7: 1.0}, max_tokens=9),
+    ]
+    found = same(engines, [*prompts, prompts[0]], [*params, GREEDY])
+    assert [output.finish_reason for output in found] == ["stop"] * 3 + ["length"] * 2
+
+
+def test_requests_that_come_and_go(engines: Any) -> None:
+    """Some are prefilled while others decode, one is cancelled, one gives way: nothing else changes."""
+    llm, script, plain, prompts, _ = engines
+    engine = llm.engine
+    params = [GREEDY, PENALISED, PENALISED, GREEDY, GREEDY, PENALISED, DRAWN, GREEDY]
+    expected = [output.token_ids for output in plain.generate([*prompts, *prompts], params)]
+    script.outputs = {200 + i: tokens for i, tokens in enumerate(expected)}
+    engine._next_id = 200
+    requests, steps = [], 0
+    while len(requests) < 8 or engine.scheduler.has_work:
+        if steps % 2 == 0 and len(requests) < 8:
+            number = len(requests)
+            requests.append(engine.add([*prompts, *prompts][number], params[number]))
+        engine.step()
+        steps += 1
+        if steps == 7:
+            engine.finish(requests[1], "abort")
+        if steps in (9, 12):
+            engine.scheduler._preempt(requests[2])
+    assert requests[1].output == expected[1][: len(requests[1].output)] and requests[1].finish_reason == "abort"
+    assert [request.output for request in requests if request is not requests[1]] == [*expected[:1], *expected[2:]]
+    assert requests[2].preemptions == 2
+
+
+def test_the_caches_are_full(engines: Any) -> None:
+    """Pages are taken for the case that every draft is accepted; who finds none gives way."""
+    llm, script, plain, prompts, _ = engines
+    scheduler = llm.engine.scheduler
+    before, taken = scheduler.preemptions, scheduler._ledger
+    hog = Request(-1, [0], GREEDY)
+    taken.take(hog, 0, taken.free[0] - 22)  # of pages of 4 tokens
+    try:
+        expected = [output.token_ids for output in plain.generate(prompts[:3], PENALISED)]
+        llm.engine._next_id = 300
+        script.outputs = {300 + i: tokens for i, tokens in enumerate(expected)}
+        assert [output.token_ids for output in llm.generate(prompts[:3], PENALISED)] == expected
+        assert scheduler.preemptions > before
+    finally:
+        taken.release_all(hog)
+
+
+def test_an_outcome() -> None:
+    """What is packed is what is read; a draft that the request cannot use is left out."""
+    requests = [Request(i, [1, 2], SamplingParams(max_tokens=5), output=[3] * i) for i in range(4)]
+    columns = Columns(
+        torch.tensor([3, 5]),
+        torch.tensor([2, 1]),
+        torch.tensor([1, 0]),
+        torch.arange(6).view(2, 3),
+        torch.ones(2, 2).long(),
+    )
+    table = columns.table()
+    assert table.shape == (2, Columns.width(2))
+    for one, other in zip(Columns.of(table), columns, strict=True):
+        assert torch.equal(one, other)
+    assert columns.last_token.tolist() == [[1], [3]]
+    places = {requests[1]: 0, requests[3]: 1}
+    assert Outcome(table, places).read(table.tolist) == [Verified(2, 1, [1]), Verified(1, 0, [])]

@@ -28,11 +28,10 @@ def prefill_steps(mesh: Mesh, page_size: int, tokens: int, max_model_len: int, m
 
 
 def _prefill(mesh: Mesh, page_size: int, start: int, length: int, tokens: int, most: int) -> list[Chunk]:
-    chunks = []
+    chunks, made_up = [], _MadeUp(start + length, page_size, _SAMPLED)
     for group in range(mesh.world_size // mesh.cp_size):
-        for i in range(max(1, min(most, tokens // length))):
-            request = _request(-1 - group - i, start + length, page_size, _SAMPLED)
-            chunks.append(Chunk(request, start, length, mesh.cp_ranks(group)))
+        for _ in range(max(1, min(most, tokens // length))):
+            chunks.append(Chunk(made_up.request(), start, length, mesh.cp_ranks(group)))
     return chunks
 
 
@@ -41,18 +40,24 @@ def decode_step(
 ) -> list[Chunk]:
     """``requests`` on every rank, each with ``num_drafts`` drafts to verify and as many to be made, up to ``context``
     tokens in all."""
-    chunks = []
+    chunks, rows = [], 1 + num_drafts
+    made_up = _MadeUp(max(1, context - 2 * num_drafts), page_size, _GREEDY if greedy else _SAMPLED, num_drafts)
     for rank in range(mesh.world_size):
-        for i in range(requests):
-            length = max(1, context - 2 * num_drafts)
-            request = _request(-1 - rank * requests - i, length, page_size, _GREEDY if greedy else _SAMPLED, num_drafts)
-            rows = 1 + num_drafts
-            chunks.append(Chunk(request, length - 1, rows, range(rank, rank + 1), num_logits=rows))
+        for _ in range(requests):
+            request = made_up.request()
+            chunks.append(Chunk(request, len(request) - 1, rows, range(rank, rank + 1), num_logits=rows))
     return chunks
 
 
-def _request(number: int, length: int, page_size: int, params: SamplingParams, num_drafts: int = 0) -> Request:
-    pages = [0] * pages_for(length + 2 * num_drafts, page_size)
-    request = Request(number, [0] * length, params, pages=pages)
-    request.owner, request.num_computed_tokens, request.drafts = 0, length - 1, [0] * num_drafts
-    return request
+class _MadeUp:
+    """Requests of the same length, which share their tokens and pages: there may be thousands of long ones."""
+
+    def __init__(self, length: int, page_size: int, params: SamplingParams, num_drafts: int = 0):
+        self._prompt, self._pages = [0] * length, [0] * pages_for(length + 2 * num_drafts, page_size)
+        self._params, self._drafts, self._made = params, [0] * num_drafts, 0
+
+    def request(self) -> Request:
+        self._made += 1
+        request = Request(-self._made, self._prompt, self._params, pages=self._pages)
+        request.num_computed_tokens, request.drafts = len(self._prompt) - 1, self._drafts
+        return request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsa_engine.arguments import Parser, run
-from dsa_engine.commands import bench, chat, doctor, env, generate, info
+from dsa_engine.commands import bench, chat, doctor, env, generate, info, plan
 from dsa_engine.version import __version__
 
 
@@ -25,6 +25,7 @@ def _parser() -> Parser:
         ("generate", "generate from a prompt and print the text as it comes", generate, generate.run_generate),
         ("chat", "a conversation on the terminal", chat, chat.run_chat),
         ("info", "parameters, bytes per dtype, cache bytes per token, and what fits", info, info.run_info),
+        ("plan", "which cut over which devices, and what to expect: TTFT, TPOT, rates, limits", plan, plan.run_plan),
         ("env", "versions, devices and paths, as a report of a fault needs them", env, env.run_env),
         ("doctor", "whether this machine runs the engine, and runs it right", doctor, doctor.run_doctor),
         ("bench", "measure prefill, time to first token, time per output token", bench, None),

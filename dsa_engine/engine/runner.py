@@ -70,15 +70,20 @@ class ModelRunner:
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
-        step = self._plan_of(chunks)
+        step = self._unpadded(chunks)
         if self._graphs is not None and self._is_static(step):
-            return self._graphs.pad(step, self.num_drafts)
-        return step
+            step = self._graphs.pad(step, self.num_drafts)
+        return self._observed(step)
 
     def _plan_of(self, chunks: list[Chunk], max_decode_rows: int = 0) -> StepPlan:
+        return self._observed(self._unpadded(chunks, max_decode_rows))
+
+    def _unpadded(self, chunks: list[Chunk], max_decode_rows: int = 0) -> StepPlan:
         layout = self._mesh.config.cp_layout
         rows = max(self._max_decode_rows, 1 + self.num_drafts, max_decode_rows)
-        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
+        return StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
+
+    def _observed(self, step: StepPlan) -> StepPlan:
         for observer in self.observers:
             observer(step)
         return step

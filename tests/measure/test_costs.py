@@ -107,13 +107,13 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
 
 
 def test_a_prefill(demo_cache: Path) -> None:
-    llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_batched_tokens=512, progress=False)
-    prompt = [(7 * i) % 300 for i in range(1200)]
+    llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_batched_tokens=300, progress=False)
+    prompt = [(7 * i) % 300 for i in range(640)]
     with watched(llm.engine), Touched(llm) as touched:
         llm.engine.prefill(prompt)
     costs = ModelCosts.of(llm.engine)
     plans = llm.engine.prefill_plans(len(prompt))
-    again = prefill_plans(costs.config, len(prompt), 1, 512)
+    again = prefill_plans(costs.config, len(prompt), 1, 300)
     assert [Shape.of(p.ranks[0]) for p in plans] == [Shape.of(p.ranks[0]) for p in again]
     stages = costs.prefill(plans, 0)
     c, mha = costs.config, Shape.of(plans[0].ranks[0]).mha

@@ -11,12 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsa_engine.demo import demo_folder
+from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.routing import balanced_choices, check_loads, weighted_choices
+from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.config import MoeDispatch
 from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -130,6 +136,34 @@ def test_padding_of_a_step_has_no_experts() -> None:
     wrong = torch.zeros(8, 2, dtype=torch.int32)
     here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8).arrive(0)
     assert int((here.experts >= 0).sum()) == sum(counts(step.physical, 9)[3:6])
+
+
+def test_rows_between_which_there_is_padding() -> None:
+    """A padded step in which requests have unequal numbers of rows, as drafts leave them: what is a token has experts,
+    what is padding has none, in the dispatch too; and so in the draft passes behind it."""
+    requests = [Request(i, list(range(9)), SamplingParams(), pages=[2 * i, 2 * i + 1]) for i in range(4)]
+    parts = [(5, 1, range(1)), (4, 3, range(1)), (7, 2, range(1, 2)), (3, 1, range(1, 2))]
+    chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
+    config = ModelConfig.from_pretrained(demo_folder())
+    step = StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3).padded(config, fewest_tokens=8)
+    assert step.bucket is not None and (step.bucket.rows, step.bucket.requests) == (6, 2)
+    live = [[0, 3, 4, 5], [0, 1, 3], []]
+    for rank, rows in enumerate(live):
+        mesh = EmulatedConfig(emulate_world=3, emulate_rank=rank).create_mesh("cpu")
+        parallel = mesh.expert_parallel(9)
+        mesh.begin_step(step)
+        for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []])):
+            given = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
+            own = mesh.assigned[0].own(count, 2, CPU)
+            assert (own >= 0).all(dim=1).nonzero()[:, 0].tolist() == wanted[rank]
+            here = parallel.dispatch(torch.randn(count, 5), given, torch.rand(count, 2), "all_gather", count)
+            served = (here.experts >= 0).any(dim=1).nonzero()[:, 0].tolist()
+            assert set(served) <= {first * count + row for first, of in enumerate(wanted) for row in of}
+            mine = mesh.assigned[0].choices(count, 2, CPU).placement.local(own, rank)
+            assert torch.equal(here.experts[rank * count : (rank + 1) * count], mine)
+        assert len(rows) == step.ranks[rank].num_tokens
+    mesh.begin_step(StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3))
+    assert mesh.assigned[0].choices(6, 2, CPU).tokens == (4, 3, 0), "of a step without padding they come first"
 
 
 @pytest.mark.parametrize("loads", [None, tuple(float(1 + e % 3) for e in range(9))])

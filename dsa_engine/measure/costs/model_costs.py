@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.engine.batch import StepPlan
@@ -74,23 +76,24 @@ class ModelCosts:
         kinds = list(zip(c.mlp_layer_types, c.indexer_types, strict=True))[: c.num_hidden_layers]
         for kind in dict.fromkeys(kinds):
             parts.append(times(self.layer(*kind, shape, served), kinds.count(kind)))
-        embedding = Work(weights=a * shape.rows * c.hidden_size, activations=a * shape.rows * c.hidden_size)
-        return add({"embedding": embedding}, *parts, self.head(shape.logits))
+        row = a * shape.rows * c.hidden_size
+        # Outside of stages: the last norm, and what the host prepares for each row.
+        ends = {"embedding": Work(weights=row, activations=row, passes=1), "other": Work(activations=4 * row, passes=1)}
+        return add(ends, *parts, self.head(shape.logits))
 
     def layer(self, mlp: str, indexer: str, shape: Shape, served: Served) -> Stages:
         weights = self.weights.layers[(mlp, indexer)]
         if not shape.rows:  # the rank only serves others
             weights = {"MoE experts": weights.get("MoE experts", 0.0)}
-        return add(
-            attention_work(self.config, indexer, shape, weights, self.formats),
-            feed_forward_work(self.config, mlp, shape.rows, served, weights, self.formats),
-        )
+        stages = attention_work(self.config, indexer, shape, weights, self.formats)
+        stages |= feed_forward_work(self.config, mlp, shape.rows, served, weights, self.formats)
+        return {name: replace(work, passes=1.0) for name, work in stages.items()}
 
     def head(self, rows: int) -> Stages:
         c = self.config
         moved = rows * (self.formats.itemsize * c.hidden_size + 8 * c.vocab_size)
         flops = 2 * rows * c.hidden_size * c.vocab_size
-        return {"LM head": Work(flops, weights=self.weights.head if rows else 0.0, activations=moved)}
+        return {"LM head": Work(flops, weights=self.weights.head, activations=moved, passes=1)} if rows else {}
 
     def module(self, shape: Shape, served: Served) -> Stages:
         """A pass of the MTP module, and the logits of its drafts."""
@@ -100,7 +103,7 @@ class ModelCosts:
             weights=self.weights.module,
             activations=6 * a * shape.rows * c.hidden_size,
         )
-        embedding = Work(weights=a * shape.rows * c.hidden_size)
+        embedding = Work(weights=a * shape.rows * c.hidden_size, passes=1)
         layer = self.layer("sparse", "full" if c.has_indexer else "none", shape, served)
         return add({"embedding": embedding, "MLA prolog": joined}, layer, self.head(shape.logits))
 
@@ -120,15 +123,25 @@ class ModelCosts:
             times(self.module(alone, self.served(step.everybodys)), step.drafts - 1),
         )
 
-    def prefill(self, steps: Sequence[StepPlan], rank: int, drafts: int = 0) -> Stages:
-        """The steps of a prefill, on one rank; with an MTP module also its passes over the same rows."""
-        parts: list[Stages] = []
-        for step in steps:
-            shape, served = Shape.of(step.ranks[rank]), self.served(sum(plan.rows for plan in step.ranks))
-            parts.append(self.forward(shape, served))
-            if drafts:
-                parts.append(self.module(shape, served))
-        return add(*parts)
+    def prefill(self, steps: Sequence[StepPlan], rank: int, drafts: int = 0, groups: int = 1) -> Stages:
+        """The steps of a prefill, on one rank; with an MTP module also its passes over the same rows.
+
+        ``groups`` context-parallel groups are taken to do the same at the same time.
+        """
+        shapes = [Shape.of(step.ranks[rank]) for step in steps]
+        served = [self.served(groups * sum(plan.rows for plan in step.ranks)) for step in steps]
+        # All but the weights grows with the rows: one pass over all of them, whose weights are read in every step.
+        whole = (sum(shapes[1:], shapes[0]), Served(sum(s.pairs for s in served), sum(s.experts for s in served)))
+        once = self.forward(*whole) if not drafts else add(self.forward(*whole), self.module(*whole))
+        return {name: _in_steps(name, work, len(steps)) for name, work in once.items()}
+
+
+def _in_steps(name: str, work: Work, steps: int) -> Work:
+    """Experts and embedding are counted by what is chosen of them already, and the last step alone has logits."""
+    if name == "LM head":
+        return work
+    weights = work.weights if name in ("MoE experts", "embedding") else work.weights * steps
+    return replace(work, weights=weights, passes=work.passes * steps)
 
 
 def formats_of(config: ModelConfig, cache: CacheFormat, itemsize: int, stored: QuantizationConfig | None) -> Formats:
@@ -153,8 +166,13 @@ def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) ->
 
 def _decode_shape(config: ModelConfig, requests: int, context: int, rows: int, logits: int | None = None) -> Shape:
     """``requests`` of one length, each with so many rows at its end."""
-    one = Chunk(Request(-1, [0] * context, SamplingParams()), context - rows, rows, range(1), rows)
-    (plan,) = StepPlan.of([one], 1, config, "head_tail").ranks
-    alone = Shape.of(plan)
+    alone = _one_request(config, context, rows)
     mha, dense, sparse = (Attended(*(n * requests for n in form)) for form in (alone.mha, alone.dense, alone.sparse))
     return Shape(mha, dense, sparse, requests * rows if logits is None else logits)
+
+
+@lru_cache(maxsize=256)
+def _one_request(config: ModelConfig, context: int, rows: int) -> Shape:
+    one = Chunk(Request(-1, [0] * context, SamplingParams()), context - rows, rows, range(1), rows)
+    (plan,) = StepPlan.of([one], 1, config, "head_tail").ranks
+    return Shape.of(plan)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts
-from dsa_engine.measure.costs.work import Stages, Work
+from dsa_engine.measure.costs.work import Stages, Work, times
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.generation_benchmark import LatencyResult
 from dsa_engine.measure.report import format_table
@@ -36,7 +37,8 @@ class Shares:
         drafts, ranks = result.num_speculative_tokens, self._engine.mesh.world_size
         context = result.input_len + max(1, result.output_len // 2) + drafts
         step = Decode(-(-result.batch_size // ranks), result.batch_size, context, drafts)
-        work, seconds = total(self._costs.decode(step)), result.itl.median
+        stages, seconds = self._costs.decode(step), result.itl.median
+        work = total(stages)
         read = {"weights": work.weights, "index_keys": work.index_keys, "latent_rows": work.latent_rows}
         rate = work.bytes_read / seconds
         return {
@@ -45,6 +47,7 @@ class Shares:
                 "flops": round(work.flops),
                 "gb_per_s": rate / 1e9,
                 "share_of_copy": rate / self.ceilings.bytes_per_s,
+                "stages": {name: asdict(one) for name, one in stages.items()},
             }
         }
 
@@ -52,14 +55,17 @@ class Shares:
         """Of prefills of ``batch_size`` prompts, which take ``seconds`` together."""
         mesh, plans = self._engine.mesh, self._engine.prefill_plans(input_len)
         ranks = [mesh.rank] if isinstance(mesh, EmulatedMesh) else mesh.cp_ranks(0)
-        each = max(total(self._costs.prefill(plans, rank, drafts)).flops for rank in ranks)
-        flops = each * -(-batch_size // (mesh.world_size // mesh.cp_size))
+        each = [self._costs.prefill(plans, rank, drafts) for rank in ranks]
+        prompts = -(-batch_size // (mesh.world_size // mesh.cp_size))
+        busiest = times(max(each, key=lambda stages: total(stages).flops), prompts)
+        flops = total(busiest).flops
         rate = flops / seconds
         return {
             "prefill_work": {
                 "flops": round(flops),
                 "tflops_per_s": rate / 1e12,
                 "share_of_matmul": rate / self.ceilings.flops_per_s,
+                "stages": {name: asdict(one) for name, one in busiest.items()},
             }
         }
 

@@ -9,7 +9,7 @@ Activations, what products and kernels take and leave, are counted apart: small 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsa_engine.engine.batch import RankPlan
@@ -28,12 +28,17 @@ class Work:
     index_keys: float = 0.0  # bytes read
     latent_rows: float = 0.0  # bytes read
     activations: float = 0.0  # bytes read and written
+    passes: float = 0.0  # how often a stage is gone through: once a layer and forward pass
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Work(*map(float.__add__, self._figures(), other._figures()))
 
     def __mul__(self, times: float) -> Work:
-        return Work(*(getattr(self, f.name) * times for f in fields(self)))
+        return Work(*(figure * times for figure in self._figures()))
+
+    def _figures(self) -> tuple[float, ...]:
+        found = (self.flops, self.narrow_flops, self.weights, self.index_keys, self.latent_rows, self.activations)
+        return (*map(float, found), self.passes)
 
     @property
     def bytes_read(self) -> float:
@@ -89,6 +94,11 @@ class Shape:
         """Of a rank's plan; ``logits`` where they are those of other rows too."""
         mha, dense, sparse = (Attended.of(form) for form in (plan.mha, plan.dense_mqa, plan.sparse_mqa))
         return cls(mha, dense, sparse, len(plan.logits_rows) if logits is None else logits)
+
+    def __add__(self, other: Shape) -> Shape:
+        forms = ((self.mha, other.mha), (self.dense, other.dense), (self.sparse, other.sparse))
+        mha, dense, sparse = (Attended(*map(int.__add__, mine, theirs)) for mine, theirs in forms)
+        return Shape(mha, dense, sparse, self.logits + other.logits)
 
     @property
     def rows(self) -> int:

@@ -6,15 +6,18 @@ arbitrary. So the choices of all ranks' tokens are assigned, from the number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.transfer import upload
 from dsa_engine.measure.emulation.routing import balanced_choices, weighted_choices
 from dsa_engine.parallel.placement import ExpertPlacement
+
+Rows = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,24 @@ class StepChoices:
     tokens: tuple[int, ...]  # of every rank
     rank: int
     placement: ExpertPlacement
+    rows: tuple[Rows, ...] | None = None  # of every rank, where they lie; None: from row 0 on
 
     def own(self, padded: int) -> torch.Tensor:
-        """Physical experts ``[padded, k]`` of this rank's tokens, then −1."""
-        mine = self.physical.split(self.tokens)[self.rank]
-        return F.pad(mine, (0, 0, 0, padded - len(mine)), value=-1)
+        """Physical experts ``[padded, k]`` of this rank's rows, −1 of padding."""
+        return self._among(padded)[self.rank]
 
     def gathered(self, most: int) -> torch.Tensor:
-        """``[ranks · most, k]``: every rank's choices, then −1 up to ``most``, counted within this rank's experts."""
-        parts = [F.pad(part, (0, 0, 0, most - len(part)), value=-1) for part in self.physical.split(self.tokens)]
-        return self.placement.local(torch.cat(parts), self.rank)
+        """``[ranks · most, k]``: of every rank's rows, −1 of padding, counted within this rank's experts."""
+        return self.placement.local(torch.cat(self._among(most)), self.rank)
+
+    def _among(self, rows: int) -> list[torch.Tensor]:
+        """Of every rank ``[rows, k]``: its choices where its tokens lie, −1 elsewhere."""
+        parts = self.physical.split(self.tokens)
+        if self.rows is None:
+            return [F.pad(part, (0, 0, 0, rows - len(part)), value=-1) for part in parts]
+        places = [upload(torch.tensor(of, dtype=torch.int64), self.physical.device) for of in self.rows]
+        nobody = self.physical.new_full((rows, self.physical.shape[1]), -1)
+        return [nobody.index_copy(0, at, part) for at, part in zip(places, parts, strict=True)]
 
     @cached_property
     def arriving(self) -> tuple[torch.Tensor, list[int]]:
@@ -72,6 +83,7 @@ class AssignedExperts:
         self._loads = loads
         self._limits = (1, 1)
         self._tokens: tuple[int, ...] = ()
+        self._padded: dict[int, tuple[Rows, ...]] = {}
         self._step: StepChoices | None = None
         self._buffers: dict[tuple[str, int, int, int, torch.device], _Buffer] = {}
 
@@ -81,22 +93,28 @@ class AssignedExperts:
         self._limits = (groups, top_groups)
         self._step = None
 
-    def begin_step(self, tokens: Sequence[int]) -> None:
+    def begin_step(self, tokens: Sequence[int], padded: Mapping[int, Sequence[Rows]] | None = None) -> None:
         """Says how many tokens each rank has in the step that runs next.
 
         Where nobody has said it, or this rank turns out to have fewer than that, all ranks are taken to have as many
         tokens as this one; where it has more, the rest is padding without experts.
+
+        Args:
+            padded: of padded passes, by their rows: which of every rank's are tokens. In others these come first.
         """
-        if tuple(tokens) == self._tokens:
+        now = tuple(tokens), {rows: tuple(of) for rows, of in (padded or {}).items()}
+        if now == (self._tokens, self._padded):
             return
-        self._tokens = tuple(tokens)
+        self._tokens, self._padded = now
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if buffer.captured}
-        for what, padded, most, top_k, device in self._buffers:
-            if tokens[self._rank] <= padded and max(tokens) <= most:  # the others belong to graphs of smaller steps
+        for what, rows, most, top_k, device in self._buffers:
+            if rows in self._padded or (
+                tokens[self._rank] <= rows and max(tokens) <= most
+            ):  # the others belong to graphs of smaller steps
                 if what == "own":
-                    self.own(padded, top_k, device)
+                    self.own(rows, top_k, device)
                 else:
-                    self.gathered(padded, most, top_k, device)
+                    self.gathered(rows, most, top_k, device)
 
     def own(self, padded: int, top_k: int, device: torch.device) -> torch.Tensor:
         """Physical experts, int32 ``[padded, top_k]``, of this rank's tokens, then −1.
@@ -121,17 +139,20 @@ class AssignedExperts:
 
     def choices(self, padded: int, top_k: int, device: torch.device) -> StepChoices:
         """Of a step in which this rank has ``padded`` rows, padding counted."""
-        tokens, ranks = self._tokens, self._placement.ranks
-        if len(tokens) != ranks or tokens[self._rank] > padded:
+        tokens, ranks, rows = self._tokens, self._placement.ranks, self._padded.get(padded)
+        if rows is not None:
+            tokens = tuple(map(len, rows))
+        elif len(tokens) != ranks or tokens[self._rank] > padded:
             tokens = (padded,) * ranks
         last = self._step
-        if last is None or (last.tokens, last.physical.shape[1], last.physical.device) != (tokens, top_k, device):
+        wanted = (tokens, rows, top_k, device)
+        if last is None or (last.tokens, last.rows, last.physical.shape[1], last.physical.device) != wanted:
             total, experts = sum(tokens), self._placement.experts
             if self._loads is None:
                 logical = balanced_choices(total, top_k, experts, *self._limits, device)
             else:
                 logical = weighted_choices(total, top_k, experts, self._loads, device)
-            self._step = StepChoices(self._placement.to_physical(logical), tokens, self._rank, self._placement)
+            self._step = StepChoices(self._placement.to_physical(logical), tokens, self._rank, self._placement, rows)
         assert self._step is not None
         return self._step
 

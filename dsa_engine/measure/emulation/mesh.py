@@ -54,7 +54,18 @@ class EmulatedMesh(Mesh):
     def begin_step(self, step: StepPlan) -> None:
         """Says how many tokens each rank has in the step that runs next."""
         for assigned in self.assigned:
-            assigned.begin_step([rank.rows for rank in step.ranks])
+            assigned.begin_step([rank.num_tokens for rank in step.ranks], _padded_rows(step))
+
+
+def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
+    """Of the passes of a padded step, which rows of every rank are tokens: of the step's own, where requests may have
+    unequal numbers of rows, and of draft passes, which have one of every request."""
+    bucket = step.bucket
+    if bucket is None:
+        return {}
+    ones = {bucket.requests: [tuple(range(len(rank.chunks))) for rank in step.ranks]}
+    own = [tuple((rank.positions >= 0).nonzero()[:, 0].tolist()) for rank in step.ranks]
+    return {**ones, bucket.rows: own}
 
 
 def follow_steps(engine: Engine) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from dsa_engine.engine.pages import pages_for
 from dsa_engine.errors import CapacityError
+from dsa_engine.model.config import ModelConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.launch_environment import local_world_size
@@ -40,6 +41,19 @@ def default_cache_memory(device: torch.device, utilization: float, for_steps: in
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, int(free - (1 - utilization) * total - for_steps))
     return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_world_size())
+
+
+def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
+    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once:
+    on paper, for devices that are not at hand. An engine runs the step and counts (`step_memory.py`).
+
+    ``gathered`` tokens meet for this rank's experts: their rows arrive, and their sums are float32. What the experts
+    make of them is counted for ``tokens``: so many fall to a rank when routing is balanced.
+    """
+    attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
+    experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
+    meeting = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
+    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + meeting
 
 
 def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, token_bytes: int, for_steps: int) -> int:

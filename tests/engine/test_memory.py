@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsa_engine.checkpoint import released_config
 from dsa_engine.engine import memory
 from dsa_engine.engine.memory import default_cache_memory, enough_memory
 from dsa_engine.errors import CapacityError
 from dsa_engine.measure.peak_memory import peak_bytes
+from dsa_engine.model.config import ModelConfig
 
 
 def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +34,23 @@ def test_caches_of_a_gpu_take_what_the_utilization_leaves(monkeypatch: pytest.Mo
         got = default_cache_memory(cuda, utilization, 5 * gib)
         assert got == pytest.approx(utilization * 100 * gib - 37 * gib - 5 * gib, abs=2)
     assert default_cache_memory(cuda, 0.3, 5 * gib) == 0
+
+
+def _any_released() -> dict[str, object]:
+    from dsa_engine.checkpoint import RELEASED_CONFIGS
+
+    return released_config(sorted(RELEASED_CONFIGS)[0])
+
+
+def test_activations_grow_with_tokens_and_width() -> None:
+    config = ModelConfig.from_dict(_any_released())
+    one = memory.activation_bytes(config, 1, 1, torch.bfloat16)
+    assert memory.activation_bytes(config, 1000, 1000, torch.bfloat16) == 1000 * one
+    # What is gathered from other ranks counts: rows twice, in and out, and their float32 sums.
+    more = memory.activation_bytes(config, 1, 64, torch.bfloat16)
+    assert more - one == 63 * config.hidden_size * (2 * 2 + 4)
+    # The widest sets of a DeepSeek layer: absorbed queries and results of 128 heads, or 8 experts' inputs and outputs.
+    assert one >= 2 * 128 * (576 + 512)
 
 
 def test_host_memory() -> None:

@@ -157,7 +157,7 @@ def test_rows_between_which_there_is_padding() -> None:
             own = mesh.assigned[0].own(count, 2, CPU)
             assert (own >= 0).all(dim=1).nonzero()[:, 0].tolist() == wanted[rank]
             dispatch = parallel.dispatch(torch.randn(count, 5), given, torch.rand(count, 2), "all_gather", count)
-                here = dispatch.arrive(0)
+            here = dispatch.arrive(0)
             served = (here.experts >= 0).any(dim=1).nonzero()[:, 0].tolist()
             assert set(served) <= {first * count + row for first, of in enumerate(wanted) for row in of}
             mine = mesh.assigned[0].choices(count, 2, CPU).placement.local(own, rank)

@@ -84,7 +84,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("deepseek_v32", 2, "preempted", divided(2, 1, "all_to_all"), **SHARED),
         case("deepseek_v32", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
         case("deepseek_v32", 2, "padded, preempted", divided(2, 2, "all_gather"), **SHARED),
-        case("deepseek_v3", 3, "padded, groups", divided(1, 1, "all_gather")),
         # The module's own drafts, which are seldom right: nobody scripts what the host learns too late.
         case("deepseek_v32", 3, "padded, ahead, preempted", divided(2, 1, "all_gather"), **SHARED),
         case("glm_moe_dsa", 3, "chunked", divided(2, 2, "all_to_all"), **CHUNKED),

@@ -87,7 +87,7 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
 
 
 @pytest.fixture(
-    scope="module", params=["deepseek_v32", "deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)]
+    scope="module", params=["deepseek_v32", *(pytest.param(m, marks=pytest.mark.slow) for m in [*MODELS][1:])]
 )
 def shared(request: Any, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> Any:
     """An engine with drafts, its script, and what requests get without drafts."""

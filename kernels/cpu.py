@@ -36,7 +36,9 @@ _COMPILER_SECONDS = 300
 _WORTH_A_THREAD = 8 << 20
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
-    "dsa_lightning_indexer_scratch": ([c_int64] * 3, c_int64),
+    "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),
+    "dsa_expert_mlp": ([c_void_p] * 7 + [c_int64] * 6, None),
+    "dsa_lightning_indexer_scratch": ([c_int64] * 4, c_int64),
     "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 9, None),
     "dsa_sparse_attention_scratch": ([c_int64] * 3, c_int64),
     "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 6 + [c_float, c_int64], None),

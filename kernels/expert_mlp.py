@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.grouped_matmul import (
     grouped_matmul_reference,
     grouped_matmul_torch,
@@ -27,6 +28,9 @@ UNCOUNTED_BYTES = 1 << 29
 
 # Most rows of an expert, on average, for which the products are bound by the weights' way from memory.
 FEW_ROWS = 64
+
+# The same for the CPU's kernel, which reads weights once and multiplies rows less well than PyTorch's products.
+_FEW_ROWS_ON_A_CPU = 8
 
 
 def sum_experts_reference(
@@ -116,7 +120,24 @@ def check_choices(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor)
         )
 
 
-@operation()
+def _run_native(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """By ``native/expert_mlp.cpp``: an expert at a time and thread."""
+    (tokens, choices), (count, hidden, intermediate) = experts.shape, down.shape
+    library = cpu.library()
+    assert library is not None
+    out = torch.empty_like(x)
+    threads = min(count, cpu.threads_for(3 * experts.numel() * hidden * intermediate))
+    scratch = x.new_empty(library.dsa_expert_mlp_scratch(experts.numel(), count, hidden, intermediate))
+    library.dsa_expert_mlp(
+        x.data_ptr(), experts.data_ptr(), weights.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
+        scratch.data_ptr(), tokens, choices, count, hidden, intermediate, threads,
+    )  # fmt: skip
+    return out
+
+
+@operation(runs=cpu.runs_kernel)
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -132,7 +153,7 @@ def expert_mlp(
 
     On CUDA, experts with few rows each (64, on average) take the fused kernel: rows are gathered and gated within the
     products. With more rows PyTorch's ``grouped_mm`` is taken where it applies. Sums add in the order of a token's
-    choices, so that a result is the same bits each time.
+    choices, so that a result is the same bits each time. On a CPU few rows (8, on average) take its own kernel.
 
     Args:
         x: ``[T, hidden]``.
@@ -152,6 +173,9 @@ def expert_mlp(
     if gate_up.shape != (down.shape[0], 2 * down.shape[2], x.shape[1]) or down.shape[1] != x.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit")
     if not runs_triton(x):
+        few = experts.numel() <= _FEW_ROWS_ON_A_CPU * gate_up.shape[0]
+        if few and gate_up.is_contiguous() and down.is_contiguous() and cpu.serves(x):
+            return _run_native(x.contiguous(), experts.int().contiguous(), weights.contiguous(), gate_up, down)
         return expert_mlp_reference(x, experts, weights, gate_up, down)
     between = row_bytes(gate_up, down)
     order, expected = served_order(experts, gate_up.shape[0], between, served_fraction, uncounted_bytes, served)

@@ -93,10 +93,10 @@ def _select_natively(
     assert library is not None
     threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
     queries = min(_MOST_QUERIES, max(_FEWEST_QUERIES, cdiv(rows, 4 * threads)))
-    while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, dim, k) > workspace:
+    while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k) > workspace:
         queries //= 2
     tiles, tables = segments.tiles(queries), block_tables.contiguous()
-    scratch = q.new_empty(threads * library.dsa_lightning_indexer_scratch(queries, dim, k))
+    scratch = q.new_empty(threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k))
     library.dsa_lightning_indexer(
         q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
         segments.sequences.data_ptr(), segments.visible.data_ptr(), positions.data_ptr(), scratch.data_ptr(),

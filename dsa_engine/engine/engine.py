@@ -230,8 +230,8 @@ class Engine:
             for request, indices in launched.indices.items():
                 request.placeholders += indices
                 request.uncertain += 0 if launched.verified is None else len(indices) - 1
-            for request, states in launched.last_states.items():
-                request.last_states = states
+            for request, rows in launched.last_rows.items():
+                request.last_rows = rows
             for request, found in launched.prompt_logprobs.items():
                 request.add_prompt_logprobs(found)
             if launched.indices:

@@ -3,15 +3,12 @@
 // A tile is some queries of one segment. Keys are taken a panel at a time, transposed, so that lanes are keys; the
 // products of a few heads stay in registers until they are weighed and summed, and a score is compared with the worst of
 // its query's best so far when it is made. So neither products nor scores are ever written, and memory does not grow
-// with the context.
+// with the context. For few queries (decode) transposing the keys would cost more than the products: there the queries
+// are transposed, and lanes are heads.
 
 #include <climits>
 
 #include "tiles.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -19,6 +16,10 @@ constexpr int HEADS_AT_ONCE = 4;
 constexpr int PANEL_VECTORS = MANY_REGISTERS ? 6 : 2;
 constexpr int PANEL = PANEL_VECTORS * LANES;  // keys
 constexpr int MOST_QUERIES = 128;  // of a tile
+constexpr int FEW_QUERIES = 4;
+constexpr int ROWS_AT_ONCE = 8;  // keys, for few queries
+constexpr int ROWS = 16;  // keys whose scores are compared together, for few queries; LANES divides it
+constexpr int MARGIN = (PANEL > ROWS ? PANEL : ROWS) + LANES;  // of entries that may be added before the best are kept
 
 struct Problem {
     const float* q;  // [rows, heads, dim]
@@ -51,7 +52,7 @@ constexpr int32_t COUNTING[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 // The best of one query's scores so far, by position: two arrays of `capacity` entries.
 struct Best {
     int32_t *orders, *positions;
-    int64_t count;
+    int64_t count, capacity;
     int32_t worst;  // only what is above it counts
 
     // Adds those of the scores at `position` ... that count, of which `lanes` exist.
@@ -75,6 +76,10 @@ struct Best {
             count += (above[lane] != 0) & (lane < lanes);
         }
 #endif
+    }
+
+    void keep_if_full(int64_t k) {
+        if (count > capacity - MARGIN) keep(k);
     }
 
     int64_t count_from(int32_t bound) const {
@@ -124,12 +129,16 @@ struct Best {
     }
 };
 
+inline const float* key_of(const Problem& p, const int32_t* table, int64_t position) {
+    return p.pool + table[position / p.page_size] * p.page_stride + position % p.page_size * p.dim;
+}
+
 // panel[d][lane] of the keys first ... first + PANEL - 1, of which `count` exist.
 void pack(const Problem& p, const int32_t* table, int64_t first, int64_t count, float* panel) {
     const float* rows[PANEL];
     for (int64_t i = 0; i < PANEL; i++) {
         const int64_t position = first + (i < count ? i : count - 1);
-        rows[i] = p.pool + table[position / p.page_size] * p.page_stride + position % p.page_size * p.dim;
+        rows[i] = key_of(p, table, position);
     }
     for (int64_t d = 0; d < p.dim; d++) {
         for (int i = 0; i < PANEL; i++) panel[d * PANEL + i] = rows[i][d];
@@ -166,15 +175,9 @@ void score(const Problem& p, int64_t row, const float* panel, Floats* sums) {
     for (; h < p.heads; h++) add_heads<1>(q + h * p.dim, weights + h, p.dim, panel, sums);
 }
 
-int64_t capacity_for(int64_t k) { return 2 * k + PANEL + LANES; }
+int64_t capacity_for(int64_t k) { return 2 * k + MARGIN; }
 
-void select(const Problem& p, const Tile& tile, float* scratch) {
-    const int64_t capacity = capacity_for(p.k);
-    float* panel = scratch;
-    int32_t* entries = reinterpret_cast<int32_t*>(panel + p.dim * PANEL);
-    Best best[MOST_QUERIES];
-    for (int64_t i = 0; i < tile.count; i++)
-        best[i] = {entries + 2 * i * capacity, entries + (2 * i + 1) * capacity, 0, ORDER_OF_MINUS_INFINITY};
+void select_by_panels(const Problem& p, const Tile& tile, Best* best, float* panel) {
     const int32_t* table = p.tables + tile.sequence * p.table_stride;
     const int64_t end = tile.start + tile.count;
     for (int64_t first = 0; first < end; first += PANEL) {
@@ -182,14 +185,66 @@ void select(const Problem& p, const Tile& tile, float* scratch) {
         for (int64_t i = first > tile.start ? first - tile.start : 0; i < tile.count; i++) {
             Floats sums[PANEL_VECTORS];
             score(p, tile.row + i, panel, sums);
-            Best& mine = best[i];
             const int64_t seen = tile.start + i + 1 - first;  // keys of the panel
-            for (int n = 0; n < PANEL_VECTORS && n * LANES < seen; n++) {
-                mine.add(order_of(sums[n]), (int32_t)(first + n * LANES), seen - n * LANES);
-            }
-            if (mine.count > capacity - PANEL - LANES) mine.keep(p.k);
+            for (int n = 0; n < PANEL_VECTORS && n * LANES < seen; n++)
+                best[i].add(order_of(sums[n]), (int32_t)(first + n * LANES), seen - n * LANES);
+            best[i].keep_if_full(p.k);
         }
     }
+}
+
+// Adds to scores[row] what LANES heads of a query make of ROWS keys; queries [dim][LANES].
+void score_rows(const float* const* rows, int64_t dim, const float* queries, Floats weights, float* scores) {
+    for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
+        const float* const* some = rows + first;
+        Floats products[ROWS_AT_ONCE] = {};
+        for (int64_t d = 0; d < dim; d++) {
+            const Floats query = load(queries + d * LANES);
+            for (int r = 0; r < ROWS_AT_ONCE; r++) products[r] += some[r][d] * query;
+        }
+        for (int r = 0; r < ROWS_AT_ONCE; r++) {
+            const Floats product = products[r];
+            scores[first + r] += sum_of(weights * (product < 0.0f ? Floats{} : product));
+        }
+    }
+}
+
+void select_by_rows(const Problem& p, const Tile& tile, Best* best, float* scratch) {
+    const int32_t* table = p.tables + tile.sequence * p.table_stride;
+    const int64_t padded = round_up(p.heads, LANES);
+    float *queries = scratch, *weights = scratch + padded * p.dim;
+    for (int64_t i = 0; i < tile.count; i++) {
+        const int64_t row = tile.row + i, end = tile.start + i + 1;
+        for (int64_t h = 0; h < padded; h++) {
+            float* lane = queries + h / LANES * p.dim * LANES + h % LANES;
+            const float* query = p.q + (row * p.heads + h) * p.dim;
+            for (int64_t d = 0; d < p.dim; d++) lane[d * LANES] = h < p.heads ? query[d] : 0.0f;
+            weights[h] = h < p.heads ? p.weights[row * p.heads + h] : 0.0f;
+        }
+        for (int64_t first = 0; first < end; first += ROWS) {
+            const float* rows[ROWS];
+            for (int64_t r = 0; r < ROWS; r++) rows[r] = key_of(p, table, first + r < end ? first + r : end - 1);
+            float scores[ROWS] = {};
+            for (int64_t h = 0; h < padded; h += LANES)
+                score_rows(rows, p.dim, queries + h * p.dim, load(weights + h), scores);
+            for (int n = 0; n < ROWS && first + n < end; n += LANES)
+                best[i].add(order_of(load(scores + n)), (int32_t)(first + n), end - first - n);
+            best[i].keep_if_full(p.k);
+        }
+    }
+}
+
+void select(const Problem& p, const Tile& tile, float* scratch) {
+    const int64_t capacity = capacity_for(p.k);
+    int32_t* entries = reinterpret_cast<int32_t*>(scratch);
+    float* rest = scratch + tile.count * 2 * capacity;
+    Best best[MOST_QUERIES];
+    for (int64_t i = 0; i < tile.count; i++)
+        best[i] = {entries + 2 * i * capacity, entries + (2 * i + 1) * capacity, 0, capacity, ORDER_OF_MINUS_INFINITY};
+    if (tile.count <= FEW_QUERIES)
+        select_by_rows(p, tile, best, rest);
+    else
+        select_by_panels(p, tile, best, rest);
     for (int64_t i = 0; i < tile.count; i++) {
         best[i].keep(p.k);
         int32_t* out = p.positions + (tile.row + i) * p.k;
@@ -200,8 +255,9 @@ void select(const Problem& p, const Tile& tile, float* scratch) {
 }  // namespace
 
 // Floats of scratch that a thread needs for tiles of so many queries.
-extern "C" int64_t dsa_lightning_indexer_scratch(int64_t queries, int64_t dim, int64_t k) {
-    return dim * PANEL + queries * 2 * capacity_for(k);
+extern "C" int64_t dsa_lightning_indexer_scratch(int64_t queries, int64_t heads, int64_t dim, int64_t k) {
+    const int64_t padded = round_up(heads, LANES), transposed = padded * (dim + 1);
+    return queries * 2 * capacity_for(k) + (dim * PANEL > transposed ? dim * PANEL : transposed);
 }
 
 // tiles: [tile_count, 2] first row and rows, `largest` at most; sequences, visible: of each row. See kernels/segment.py.
@@ -211,7 +267,7 @@ extern "C" void dsa_lightning_indexer(
     int64_t largest, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads, int64_t dim,
     int64_t k, int64_t threads) {
     const Problem p{q, weights, pool, tables, page_stride, table_stride, page_size, heads, dim, k, positions};
-    const int64_t size = dsa_lightning_indexer_scratch(largest, dim, k);
+    const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k);
     // Last tiles first: in a causal batch they tend to see the most.
     for_tiles(tile_count, (int)threads, scratch, size, [&](int64_t i, float* mine) {
         const int32_t* tile = tiles + 2 * (tile_count - 1 - i);

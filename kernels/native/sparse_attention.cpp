@@ -11,6 +11,7 @@ namespace {
 
 constexpr int ROWS_AT_ONCE = 8;
 constexpr int HEADS_AT_ONCE = 4;
+constexpr int FEW_HEADS = LANES > 4 ? LANES / 2 : LANES;  // fill half a vector; two halves take no longer than a whole
 constexpr int COLUMN_VECTORS = MANY_REGISTERS ? 4 : 2;
 
 struct Problem {
@@ -152,8 +153,8 @@ void attend_token(const Problem& p, int64_t token, float* scratch) {
         for (int64_t h = 0; h < p.heads; h++) p.lse[token * p.heads + h] = -INFINITY;
         return;
     }
-    if (p.heads <= LANES / 2 && LANES > 4) {
-        attend<LANES / 2>(p, token, 0, rows, count, stride, weights, queries);
+    if (p.heads <= FEW_HEADS) {
+        attend<FEW_HEADS>(p, token, 0, rows, count, stride, weights, queries);
         return;
     }
     for (int64_t first = 0; first < p.heads; first += LANES)

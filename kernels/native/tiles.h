@@ -9,6 +9,7 @@
 #include <vector>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 constexpr int LANES = 16;
 constexpr bool MANY_REGISTERS = true;
 #elif defined(__AVX__)
@@ -50,6 +51,16 @@ static inline V load(const float* from) {
 template <class V>
 static inline void store(void* to, V values) {
     std::memcpy(to, &values, sizeof values);
+}
+
+static inline float sum_of(Floats values) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)values);
+#else
+    float sum = 0.0f;
+    for (int lane = 0; lane < LANES; lane++) sum += values[lane];
+    return sum;
+#endif
 }
 
 static inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }

@@ -11,6 +11,8 @@ from dsa_engine.kernels.expert_mlp import expert_mlp
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 EXPERTS, HIDDEN, WIDTH = 5, 12, 7
 
 

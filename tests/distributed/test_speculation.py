@@ -69,11 +69,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
             ("deepseek_v32 x3", 3),
         )
     ]
-    + [
-        case("deepseek_v32 x3", 2, "whole"),
-        case("glm_moe_dsa x3", 3, "chunked", **CHUNKED),
-        case("deepseek_v3 x3", 3, "preempted", **SHARED),
-    ],
+    + [case("deepseek_v3 x3", 3, "preempted", **SHARED)],
     2: [
         *(
             case("deepseek_v32", 1 + tp, f"tp{tp} {dispatch}", divided(2, tp, dispatch))
@@ -90,7 +86,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("deepseek_v3", 3, "groups", divided(1, 1, "all_to_all")),
         case("deepseek_v32 x3", 3, "tp2", divided(2, 2, "all_to_all")),
         case("deepseek_v32 x3", 3, "chunked, preempted", divided(2, 1, "all_gather"), **CHUNKED),
-        case("glm_moe_dsa x3", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
         case("deepseek_v3 x3", 2, "tp2, chunked", divided(2, 2, "all_to_all"), **CHUNKED),
     ],
     4: [

@@ -152,7 +152,8 @@ def test_rows_between_which_there_is_padding() -> None:
         mesh = EmulatedConfig(emulate_world=3, emulate_rank=rank).create_mesh("cpu")
         parallel = mesh.expert_parallel(9)
         mesh.begin_step(step)
-        for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []])):
+        several_modules = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5], []]  # with one row before each request's own
+        for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []]), (8, several_modules)):
             given = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
             own = mesh.assigned[0].own(count, 2, CPU)
             assert (own >= 0).all(dim=1).nonzero()[:, 0].tolist() == wanted[rank]

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import released_config
+from dsa_engine.kernels.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans
 from dsa_engine.measure.costs.shares import Shares, total
@@ -90,7 +91,7 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     running = [llm.engine.add_filled(context, params) for _ in range(requests)]
     llm.engine.step()  # what is made once
-    with watched(llm.engine), Touched(llm) as touched:
+    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
         llm.engine.step()
     visible = len(running[0]) - 1
     assert visible % llm.engine.cache.page_size == 0
@@ -109,7 +110,7 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
 def test_a_prefill(demo_cache: Path) -> None:
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_batched_tokens=300, progress=False)
     prompt = [(7 * i) % 300 for i in range(640)]
-    with watched(llm.engine), Touched(llm) as touched:
+    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
         llm.engine.prefill(prompt)
     costs = ModelCosts.of(llm.engine)
     plans = llm.engine.prefill_plans(len(prompt))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,6 @@ from dsa_engine.measure.emulation.stand_ins import stand_in
 from dsa_engine.parallel.placement import ExpertPlacement
 
 Rows = tuple[int, ...]
-
-
-class Arriving(NamedTuple):
-    """What comes to a rank's experts in an all-to-all."""
-
-    choices: torch.Tensor  # [R, k] of the tokens that come, counted within the rank's experts
-    tokens: list[int]  # how many come from each rank
-    served: int  # choices that the rank's experts serve
 
 
 @dataclass(frozen=True)
@@ -56,11 +48,18 @@ class StepChoices:
         nobody = self.physical.new_full((rows, self.physical.shape[1]), -1)
         return [nobody.index_copy(0, at, part) for at, part in zip(places, parts, strict=True)]
 
-    def arriving(self) -> Arriving:
+    @cached_property
+    def arriving(self) -> tuple[torch.Tensor, list[int]]:
+        """The choices ``[R, k]`` of the tokens that come to this rank's experts, counted within these, and how many
+        tokens come from each rank."""
         mine = (self.placement.owners(self.physical) == self.rank).any(dim=1)
         counts = [int(part.sum()) for part in mine.split(self.tokens)]
-        choices = self.placement.local(self.physical[mine], self.rank)
-        return Arriving(choices, counts, int((choices >= 0).sum()))
+        return self.placement.local(self.physical[mine], self.rank), counts
+
+    @cached_property
+    def most_served(self) -> int:
+        """Choices that the most loaded rank serves."""
+        return int(self.placement.owners(self.physical).flatten().bincount(minlength=self.placement.ranks).max())
 
 
 @dataclass
@@ -87,7 +86,6 @@ class AssignedExperts:
         self._tokens: tuple[int, ...] = ()
         self._padded: dict[int, tuple[Rows, ...]] = {}
         self._step: StepChoices | None = None
-        self._arriving: tuple[StepChoices, Arriving] | None = None  # in which step
         self._buffers: dict[tuple[str, int, int, int, torch.device], _Buffer] = {}
 
     def limit(self, groups: int, top_groups: int) -> None:
@@ -134,13 +132,11 @@ class AssignedExperts:
         step = self.choices(padded, top_k, device)
         return self._kept(("gathered", padded, most, top_k, device), step, lambda: step.gathered(most))
 
-    def arriving(self) -> Arriving:
-        """What comes to this rank's experts, of the choices that :meth:`own` was last asked for."""
-        step = self._step
-        assert step is not None
-        if self._arriving is None or self._arriving[0] is not step:
-            self._arriving = step, stand_in(("arriving", step.tokens), step.arriving)
-        return self._arriving[1]
+    @property
+    def step(self) -> StepChoices:
+        """The choices that :meth:`own` was last asked for."""
+        assert self._step is not None
+        return self._step
 
     def choices(self, padded: int, top_k: int, device: torch.device) -> StepChoices:
         """Of a step in which this rank has ``padded`` rows, padding counted."""

@@ -121,6 +121,7 @@ _CONFIGS = {
     80: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 64, 0, 4, 3, 2), Tiles(128, 64, 0, 8, 3, 1)),
     90: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 128, 0, 8, 3, 1), Tiles(128, 128, 0, 8, 3, 1)),
 }
+_CONFIGS[120] = _CONFIGS[80]  # products by single warps, and 99 KB of shared memory
 # For INT8 codes, which Triton multiplies on sm_100 as on sm_80.
 _CODES = _CONFIGS | {100: _CONFIGS[80]}
 # For float32, which has no tensor cores.

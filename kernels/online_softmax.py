@@ -62,6 +62,7 @@ TILINGS = {
     80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(32, 16, 8, 2), full=Tiles(16, 16, 8, 1)),
     90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 32, 8, 7), full=Tiles(16, 16, 8, 1)),
     100: Tilings(half=Tiles(64, 32, 8, 3), fp8=Tiles(32, 32, 8, 3), full=Tiles(16, 16, 8, 1)),
+    120: Tilings(half=Tiles(64, 16, 8, 2), fp8=Tiles(32, 32, 8, 3), full=Tiles(16, 16, 8, 1)),
 }
 
 

@@ -69,10 +69,13 @@ def run_info(args: argparse.Namespace) -> None:
         row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
         row |= {"tokens_that_fit": left // per_token, "tokens_that_fit_in_fp8_caches": left // fp8 if fp8 else None}
         rows.append(row)
+    module = _module_bytes(config, *forms[0][1:], args.ranks, args.tp_size, rows[0]) if counts.mtp else None
     if args.json:
         result = {"model_type": config.model_type, "parameters": counts.total, "active_parameters": counts.active}
         result |= {
             "mtp_parameters": counts.mtp,
+            "mtp_modules": config.num_nextn_predict_layers,
+            "bytes_of_an_mtp_module": module and {"weights": module[0], "cache_per_token": module[1]},
             "ranks": args.ranks,
             "tp_size": args.tp_size,
             "memory_bytes": memory,
@@ -82,7 +85,7 @@ def run_info(args: argparse.Namespace) -> None:
     print(
         f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counts.total:,} parameters, "
         f"{counts.active:,} active per token"
-        + (f", and {counts.mtp:,} in the MTP module" if counts.mtp else "")
+        + (f", and {counts.mtp:,} in {config.num_nextn_predict_layers} MTP module(s)" if counts.mtp else "")
         + f"\non each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
     )
     table = []
@@ -95,7 +98,24 @@ def run_info(args: argparse.Namespace) -> None:
     print(format_table(columns, table))
     what = "as the checkpoint stores them" if config.quantization else "if scripts/convert_checkpoint.py made it so"
     print(f"\n{rows[0]['weights']}: {what}; what is never quantised, W_UK and W_UV count in bfloat16")
+    if module is not None:
+        each = f"{format_bytes(module[0])} of weights and {module[1]:,} B a cached token more"
+        print(f"each MTP module that drafts (speculative_config) takes {each}, {rows[0]['weights']}")
     print("int8, int4-experts: what scripts/convert_checkpoint.py --quantize makes of it")
+
+
+def _module_bytes(
+    config: ModelConfig,
+    stored: QuantizationConfig | None,
+    dtype: torch.dtype,
+    ranks: int,
+    tp_size: int,
+    without: dict[str, Any],
+) -> tuple[int, int]:
+    """What an MTP module takes beside ``without``, a row of the table: of weights, and of the cache of a token."""
+    weights = rank_weight_bytes(config, stored, dtype, ranks, tp_size, modules=1)
+    cached = cache_bytes_per_token(config.with_mtp(1), cache_format(config, dtype))
+    return weights - without["weight_bytes"], cached - without["cache_bytes_per_token"]
 
 
 def _fp8_cache_bytes(config: ModelConfig) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from dsa_engine.arguments import json_object
 from dsa_engine.checkpoint import released_config
 from dsa_engine.checkpoint.released import RELEASED_CONFIGS
+from dsa_engine.measure.planner.check import Check
 from dsa_engine.measure.planner.deployment import CACHES, WEIGHTS
 from dsa_engine.measure.planner.devices import DEVICES, Device, device_named
 from dsa_engine.measure.planner.efficiency import Efficiencies, read_measured
@@ -59,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what-if", choices=AXES, help="change this, and plan for every value")
     parser.add_argument("--plot", metavar="PATH", help="draw --what-if here (.png)")
     parser.add_argument("--published", action="store_true", help="predict deployments that others have reported")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="measure small and larger runs of the demo model here, and predict the larger from the small; also under "
+        "torchrun",
+    )
     parser.add_argument("--json", metavar="PATH", help="write the plans here too; '-': to standard output")
 
 
@@ -72,6 +79,9 @@ def run_plan(args: argparse.Namespace) -> None:
     check_plot(args.plot)
     if args.plot and not args.what_if:
         raise ValueError("--plot draws a sweep; say which with --what-if")
+    if args.check:
+        _check(args)
+        return
     if args.published:
         if args.json:
             write_json(args.json, {"published": [point.to_json() for point in POINTS]})
@@ -116,6 +126,18 @@ def _plan(args: argparse.Namespace, planner: Planner, load: Load, about: dict[st
     for show in shown:
         show()
     print_what_is_not_known(planner, planner.reached)
+
+
+def _check(args: argparse.Namespace) -> None:
+    check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
+    found = check.run()
+    if not check.reports:
+        return
+    if args.json:
+        write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in found]})
+    print(f"{check.title[0].upper()}{check.title[1:]}; each stage counts by its fastest turn")
+    for one in found:
+        print("\n" + one.table())
 
 
 def _sweep(args: argparse.Namespace, planner: Planner, load: Load, about: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.request import Request
 from dsa_engine.engine.sampler import Samples
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.model import Model
@@ -18,6 +19,16 @@ def ranks_of(step: StepPlan, samples: Samples) -> list[int]:
     """The rank that has the rows of logits, of every request that is sampled."""
     of = {request: rank for rank, plan in enumerate(step.ranks) for _, request in plan.logits_rows}
     return [of[request] for request in samples.indices]
+
+
+def places_of(step: StepPlan) -> dict[Request, int]:
+    """Where each request of a padded step lies among the rows of all ranks, one for each request of a bucket."""
+    assert step.bucket is not None
+    return {
+        chunk.request: rank * step.bucket.requests + i
+        for rank, plan in enumerate(step.ranks)
+        for i, chunk in enumerate(plan.chunks)
+    }
 
 
 def most_likely(model: Model, mesh: Mesh, module: int, hidden: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:

@@ -46,6 +46,13 @@ def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> in
             f"max_num_batched_tokens {options.max_num_batched_tokens} is too small: {modules} MTP modules take as many "
             "tokens of a prompt in a step; raise it, or lower num_speculative_tokens"
         )
+    # A prompt of one token, the token behind it, drafts, and a last token, which is never drafted.
+    most = (options.max_model_len or config.max_position_embeddings) - 3
+    if speculation.num_speculative_tokens > most:
+        raise ValueError(
+            f"speculative_config: {speculation.num_speculative_tokens} drafts do not fit in a context of {most + 3} "
+            f"tokens (max_model_len); ask for at most {max(0, most)} num_speculative_tokens"
+        )
     if options.load_format == "dummy":
         return modules
     stored = read_config_json(folder).get("num_hidden_layers")

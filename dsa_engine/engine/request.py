@@ -34,6 +34,13 @@ class Ending(NamedTuple):
     stop_reason: int | str | None = None  # the stop token or stop string, with "stop"
 
 
+class LastRows(NamedTuple):
+    """What is kept of a request's last computed positions, one less than there are MTP modules: on the device."""
+
+    states: torch.Tensor  # [modules - 1, hidden], of the model
+    tokens: torch.Tensor  # [modules - 1] int64
+
+
 @dataclass(eq=False)
 class Request:
     """One request.
@@ -54,8 +61,7 @@ class Request:
     uncertain: int = 0  # of the placeholders, those that are no tokens where a draft turns out not to be accepted
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
     verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
-    # On its owner, the model's states at the last computed positions, [MTP modules - 1, hidden]; None with one module.
-    last_states: torch.Tensor | None = None
+    last_rows: LastRows | None = None  # of its last computed positions, on its owner; with several MTP modules
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
     preemptions: int = 0  # times that it has lost its pages
@@ -178,7 +184,7 @@ class Request:
             )
         self.num_computed_tokens = num_computed_tokens
         if num_computed_tokens == 0:
-            self.drafts, self.last_states = [], None
+            self.drafts, self.last_rows = [], None
             if self.uncertain:  # how many tokens are in flight is not known: they are computed again
                 self.placeholders, self.uncertain = [], 0
             self.num_prefill_tokens = len(self)

@@ -14,7 +14,7 @@ from dsa_engine.engine.batch import RankPlan, StepPlan
 from dsa_engine.engine.logit_terms import LogitTerms, Wanted
 from dsa_engine.engine.outcome import Outcome, Verified
 from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
-from dsa_engine.engine.request import Request, SampledToken
+from dsa_engine.engine.request import LastRows, Request, SampledToken
 from dsa_engine.engine.sample_logits import log_probabilities, ranked, sample
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
@@ -50,7 +50,7 @@ class Samples:
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
     verified: Callable[[], list[Verified]] | None = None  # of each request; None: nothing is drafted
     outcome: Outcome | None = None  # from which the next step may follow
-    last_states: Mapping[Request, torch.Tensor] = field(default_factory=dict)  # see ``Request.last_states``
+    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # that this rank's requests are to keep
 
     def read(self) -> list[Sampled]:
         """Waits until the device has sampled."""

@@ -33,15 +33,15 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import StepPlan, build_batch, known_ids, plans_of
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import DraftPasses
-from dsa_engine.engine.draft_tokens import most_likely, ranks_of
+from dsa_engine.engine.draft_tokens import most_likely, places_of, ranks_of
 from dsa_engine.engine.outcome import Columns, Outcome, Verified, most_wanted
 from dsa_engine.engine.padded_drafts import PaddedDrafts
-from dsa_engine.engine.padded_vanilla_drafts import PaddedVanillaDrafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import seed_key
 from dsa_engine.engine.sampler import Samples, seed_of
 from dsa_engine.engine.speculative_step import Assume, Kind, SpeculativeSteps
 from dsa_engine.engine.vanilla_drafts import MakePlan, VanillaDrafts
+from dsa_engine.engine.vanilla_passes import PaddedVanillaDrafts, VanillaPasses
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -81,14 +81,15 @@ class Drafter:
         self._seed = seed
         passes = DraftPasses(model, cache, mesh)
         self._static = PaddedDrafts(model, cache, mesh, passes)
-        self.steps = SpeculativeSteps(model, cache, mesh, seed, passes)
-        self._vanilla = VanillaDrafts(model, cache, mesh, plan) if len(model.mtp) > 1 else None
-        self._static_vanilla = PaddedVanillaDrafts(model, cache, mesh)
+        vanilla = VanillaPasses(model, cache, mesh) if len(model.mtp) > 1 else None
+        self.steps = SpeculativeSteps(model, cache, mesh, seed, passes, vanilla)
+        self._vanilla = VanillaDrafts(model, cache, mesh, plan) if vanilla else None
+        self._static_vanilla = PaddedVanillaDrafts(model, cache, mesh, vanilla) if vanilla else None
         self.assume: Assume | None = None
 
     def kind(self, step: StepPlan, count: int) -> Kind | None:
         """Of a step that ``steps`` runs; None where :meth:`draft` is needed."""
-        return self.steps.kind(step, count, self.assume) if self._vanilla is None else None
+        return self.steps.kind(step, count, self.assume)
 
     def draft(
         self,
@@ -161,7 +162,7 @@ class Drafter:
         accepted = self._accepted(samples)
         order = {request: i for i, request in enumerate(samples.indices)}
         drafts = self._static.draft(step, batch, hidden, input_ids, accepted, order, graphs)
-        places = _places(step)
+        places = places_of(step)
         return self._verified(samples, accepted, drafts, [places[request] for request in samples.indices], count)
 
     def _by_a_module_each(
@@ -174,18 +175,23 @@ class Drafter:
         graphs: DecodeGraphs | None,
     ) -> Samples:
         """Vanilla mode."""
-        assert self._vanilla is not None
+        assert self._vanilla is not None and self._static_vanilla is not None
         accepted = self._accepted(samples) if samples.indices else samples.tokens
         if graphs is not None and self._static_vanilla.runs(step, count):
             drafts, kept = self._static_vanilla.draft(step, batch, hidden, samples, accepted, graphs)
-            places = _places(step)
+            places = places_of(step)
             rows = [places[request] for request in samples.indices]
         else:
             drafts, kept = self._vanilla.draft(step, batch, hidden, samples, accepted, count)
             rows = list(range(len(drafts)))
         if not samples.indices:
             return samples
-        return self._verified(replace(samples, last_states=kept), accepted, drafts, rows, count)
+        samples = replace(samples, last_rows=kept)
+        if not any(request.drafts for request in samples.indices):
+            samples = replace(
+                samples, outcome=self._after_prefill(samples, dict(zip(samples.indices, rows, strict=True)), drafts)
+            )
+        return self._verified(samples, accepted, drafts, rows, count)
 
     def _verified(
         self, samples: Samples, accepted: torch.Tensor, drafts: torch.Tensor, places: Sequence[int], count: int
@@ -278,16 +284,6 @@ def count_accepted(samples: Samples) -> torch.Tensor:
     sampled = samples.tokens[upload(torch.tensor(rows), device)]
     guessed = upload(torch.tensor(drafts, dtype=torch.int64).view(len(rows), width - 1), device)
     return (sampled[:, :-1] == guessed).long().cumprod(dim=1).sum(dim=1)
-
-
-def _places(step: StepPlan) -> dict[Request, int]:
-    """Where each request of a padded step lies among those of the buckets of all ranks."""
-    assert step.bucket is not None
-    return {
-        chunk.request: rank * step.bucket.requests + i
-        for rank, plan in enumerate(step.ranks)
-        for i, chunk in enumerate(plan.chunks)
-    }
 
 
 def _room(request: Request) -> int:

@@ -15,7 +15,7 @@ graph, the sampler, the graph of the draft passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import Bucket, StepPlan, block_tables
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import BucketRows, DraftPasses
+from dsa_engine.engine.draft_tokens import places_of
 from dsa_engine.engine.logit_terms import is_biased, penalised, penalties_of
 from dsa_engine.engine.outcome import Columns, Outcome
 from dsa_engine.engine.pages import pages_for
@@ -32,6 +33,7 @@ from dsa_engine.engine.penalty_counts import PenaltyCounts, with_drafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
+from dsa_engine.engine.vanilla_passes import KeptRows, VanillaPasses
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -62,6 +64,7 @@ class _Buffers:
     counts: torch.Tensor  # [requests, vocab + 1] int32, see PenaltyCounts; empty until a request penalises
     offsets: torch.Tensor  # [rows of a request] int64: 0, 1, …
     first_rows: torch.Tensor  # [requests] int64
+    keeps: KeptRows | None  # in vanilla mode
 
 
 class SpeculativeSteps:
@@ -71,14 +74,24 @@ class SpeculativeSteps:
         model, cache, mesh: of the engine.
         seed: of requests without a seed of their own.
         passes: of the MTP module.
+        vanilla: instead of these, the passes of several modules.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, seed: int, passes: DraftPasses):
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        mesh: Mesh,
+        seed: int,
+        passes: DraftPasses,
+        vanilla: VanillaPasses | None = None,
+    ):
         self._model = model
         self._cache = cache
         self._mesh = mesh
         self._seed = seed
         self._passes = passes
+        self._vanilla = vanilla
         self._counts = PenaltyCounts(model.config.vocab_size)
         self._buffers: dict[Bucket, _Buffers] = {}
 
@@ -118,8 +131,10 @@ class SpeculativeSteps:
             if not buffers.counts.numel():
                 buffers.counts = buffers.counts.new_zeros(requests, self._model.config.vocab_size + 1)
             self._counts.update(chunks, buffers.before, buffers.counts)
-        table = graphs.run((bucket, kind), lambda: self._step(buffers, kind))
-        return _samples(step, table)
+        if buffers.keeps is not None:
+            buffers.keeps.load(chunks)
+        samples = _samples(step, graphs.run((bucket, kind), lambda: self._step(buffers, kind)))
+        return samples if buffers.keeps is None else replace(samples, last_rows=buffers.keeps.kept(chunks))
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], places: Mapping[Request, int]) -> torch.Tensor:
         """int64 ``[fields, requests]``: place in the outcome before, -1 where the host knows its tokens; position of
@@ -169,9 +184,12 @@ class SpeculativeSteps:
             accepted = ((tokens[:, :-1] == ids[:, 1:]) & live[:, 1:]).long().cumprod(dim=1).sum(dim=1)
         else:
             accepted = kind.assume(draws.keys, first, count).minimum(offered)
-        behind = self._mesh.tp.all_gather(tokens.clamp(min=0).flatten()).view(-1, batch.rows)
-        last = buffers.first_rows + accepted
-        drafts = self._passes(batch, hidden, behind, buffers.ones, last, first + accepted, limit, count)
+        if buffers.keeps is not None and self._vanilla is not None:
+            drafts = self._vanilla(batch, hidden, tokens.clamp(min=0), accepted, buffers.keeps)
+        else:
+            behind = self._mesh.tp.all_gather(tokens.clamp(min=0).flatten()).view(-1, batch.rows)
+            last = buffers.first_rows + accepted
+            drafts = self._passes(batch, hidden, behind, buffers.ones, last, first + accepted, limit, count)
         outcome = Columns(first + accepted + 1, offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())
 
@@ -187,6 +205,7 @@ class SpeculativeSteps:
             counts=torch.empty(0, dtype=torch.int32, device=device),
             offsets=torch.arange(width, device=device),
             first_rows=torch.arange(requests, device=device) * width,
+            keeps=None if self._vanilla is None else KeptRows.of(bucket, width - 1, self._model),
         )
 
 
@@ -215,11 +234,7 @@ def _samples(step: StepPlan, table: torch.Tensor) -> Samples:
     """What the host comes to know of an outcome."""
     bucket = step.bucket
     assert bucket is not None
-    places = {
-        chunk.request: rank * bucket.requests + i
-        for rank, plan in enumerate(step.ranks)
-        for i, chunk in enumerate(plan.chunks)
-    }
+    places = places_of(step)
     width = bucket.rows_per_request
     lengths = [chunk.length for plan in step.ranks for chunk in plan.chunks]
     indices = {

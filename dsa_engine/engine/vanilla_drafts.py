@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from dsa_engine.engine.batch import RankPlan, StepPlan, build_batch, known_ids, plans_of
 from dsa_engine.engine.draft_tokens import most_likely, of_all_ranks, ranks_of
-from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.request import Chunk, LastRows, Request
 from dsa_engine.engine.sampler import Samples
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -59,7 +59,7 @@ class VanillaDrafts:
         samples: Samples,
         accepted: torch.Tensor,
         count: int,
-    ) -> tuple[torch.Tensor, Mapping[Request, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
         """Drafts ``count`` tokens for every request that is sampled; every rank takes part.
 
         Args:
@@ -68,18 +68,18 @@ class VanillaDrafts:
             accepted: int64 ``[requests that are sampled]``, how many drafts each of them keeps.
 
         Returns:
-            drafts, int64 ``[requests, count]``, and the states that its requests are to keep, on their owner.
+            drafts, int64 ``[requests, count]``, and what this rank's requests are to keep.
         """
-        kept: Mapping[Request, torch.Tensor] = {}
+        kept: Mapping[Request, LastRows] = {}
         if count > 1 and _decodes(step):
             wider = self._plan(_with_rows_before(step, count - 1), 2 * count)
-            hidden, kept = self._states_before(step, wider, hidden, samples, accepted, count - 1)
+            hidden, kept = self._with_states_before(step, wider, hidden, samples, accepted, count - 1)
             step = wider
             batch = build_batch(
                 step, self._model.config, self._mesh, self._cache.page_size, None, input_ids=batch.input_ids
             )
         elif count > 1:
-            kept = self._states_of_prompts(step, hidden, samples, count - 1)
+            kept = self._kept_of_prompts(step, hidden, samples, count - 1)
         tail, codes = _tail(samples, count)
         ranks, drafts = ranks_of(step, samples), []
         last = self._last_rows(step, samples, ranks, accepted)
@@ -94,7 +94,7 @@ class VanillaDrafts:
                 tail[numbers, accepted + number] = drafts[-1]
         return torch.stack(drafts, dim=1) if drafts else tail, kept
 
-    def _states_before(
+    def _with_states_before(
         self,
         step: StepPlan,
         wider: StepPlan,
@@ -102,14 +102,14 @@ class VanillaDrafts:
         samples: Samples,
         accepted: torch.Tensor,
         more: int,
-    ) -> tuple[torch.Tensor, Mapping[Request, torch.Tensor]]:
-        """The model's states in the rows of ``wider``, of which ``more`` come before each chunk; and those that this
-        rank's requests are to keep."""
+    ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
+        """The model's states in the rows of ``wider``, of which ``more`` come before each chunk; and what this rank's
+        requests are to keep."""
         plan, wide = step.ranks[self._mesh.rank], wider.ranks[self._mesh.rank]
         if not plan.chunks:
             return hidden, {}
         none = hidden.new_zeros(more, hidden.shape[1])  # of a prompt that was never computed (``Scheduler.adopt``)
-        before = [none if (found := chunk.request.last_states) is None else found for chunk in plan.chunks]
+        before = [none if (kept := chunk.request.last_rows) is None else kept.states for chunk in plan.chunks]
         states = torch.cat([hidden, *before])
         # Of each chunk, where the states from ``more`` positions before it on lie.
         index = [list(range(first := len(hidden) + i * more, first + more)) for i in range(len(plan.chunks))]
@@ -119,21 +119,33 @@ class VanillaDrafts:
         for s in wide.segments:
             skipped = s.start - (plan.chunks[s.sequence].start - more)
             rows[s.row : s.row + s.length] = index[s.sequence][skipped : skipped + s.length]
+        # Kept are those that end with the last accepted draft, or with the token before the first draft.
         width = max(map(len, index))
         table = self._indices([of + [0] * (width - len(of)) for of in index])
-        # The last of them is that of the last accepted draft, or of the token before the first draft.
-        first_drafts = [chunk.length - chunk.num_logits + 1 for chunk in plan.chunks]
         order = {request: i for i, request in enumerate(samples.indices)}
         counts = accepted[self._indices([order[chunk.request] for chunk in plan.chunks])]
-        columns = (self._indices(first_drafts) + counts)[:, None] + torch.arange(more, device=hidden.device)
-        kept = states[table.gather(1, columns)]
-        return states[self._indices(rows)], {chunk.request: kept[i] for i, chunk in enumerate(plan.chunks)}
+        first_drafts = self._indices([chunk.length - chunk.num_logits + 1 for chunk in plan.chunks])
+        columns = (first_drafts + counts)[:, None] + torch.arange(more, device=hidden.device)
+        last, tokens = states[table.gather(1, columns)], self._tokens_of(plan.chunks, samples, more).gather(1, columns)
+        kept_rows = {chunk.request: LastRows(last[i], tokens[i]) for i, chunk in enumerate(plan.chunks)}
+        return states[self._indices(rows)], kept_rows
 
-    def _states_of_prompts(
+    def _tokens_of(self, chunks: list[Chunk], samples: Samples, more: int) -> torch.Tensor:
+        """int64 ``[chunks, …]``: the tokens from ``more`` positions before each chunk on, then those sampled in it."""
+        width = max(more + chunk.length for chunk in chunks)
+        rows = []
+        for chunk in chunks:
+            first, end = chunk.start - more, chunk.end - chunk.num_logits + 1
+            known = [0] * max(0, -first) + chunk.request.tokens(max(0, first), end - max(0, first))
+            sampled = [-1 - index for index in samples.indices[chunk.request]]
+            rows.append([*known, *sampled, *[0] * width][: width + 1])
+        return known_ids(torch.tensor(rows, dtype=torch.int64), samples.tokens, self._mesh.device)
+
+    def _kept_of_prompts(
         self, step: StepPlan, hidden: torch.Tensor, samples: Samples, more: int
-    ) -> Mapping[Request, torch.Tensor]:
-        """Those that this rank's requests are to keep whose prompt ends here: the ranks that have prefilled it together
-        have ``more`` of its last positions."""
+    ) -> Mapping[Request, LastRows]:
+        """What this rank's requests are to keep whose prompt ends here, of ``more`` positions: the ranks that have
+        prefilled it together have the states."""
         wanted = [list(_last_rows_of_prompts(p, samples, more)) for p in plans_of(step, self._mesh.cp)]
         most = max(map(len, wanted))
         if most == 0:
@@ -142,13 +154,14 @@ class VanillaDrafts:
         for rank, rows in enumerate(wanted):
             for i, (request, place, _) in enumerate(rows):
                 found.setdefault(request, [0] * more)[place] = rank * most + i
-        mine = hidden[self._indices([row for _, _, row in wanted[self._mesh.cp.index]])]
-        states = self._mesh.cp.all_gather(F.pad(mine, (0, 0, 0, most - len(mine))))
-        return {
-            request: states[self._indices(index)]
-            for request, index in found.items()
-            if request.owner == self._mesh.rank
-        }
+        own = hidden[self._indices([row for _, _, row in wanted[self._mesh.cp.index]])]
+        states = self._mesh.cp.all_gather(F.pad(own, (0, 0, 0, most - len(own))))
+        mine = [request for request in found if request.owner == self._mesh.rank]
+        if not mine:
+            return {}
+        ids = [[0] * max(0, more - len(r)) + r.tokens(max(0, len(r) - more), min(more, len(r))) for r in mine]
+        last, tokens = states[self._indices([found[request] for request in mine])], self._indices(ids)
+        return {request: LastRows(last[i], tokens[i]) for i, request in enumerate(mine)}
 
     def _last_rows(self, step: StepPlan, samples: Samples, ranks: list[int], accepted: torch.Tensor) -> torch.Tensor:
         """int64: the row of each of this rank's requests behind which tokens are drafted, that of its last accepted

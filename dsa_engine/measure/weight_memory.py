@@ -21,9 +21,14 @@ RELEASED_FP8 = QuantizationConfig(
 
 
 def rank_weight_bytes(
-    config: ModelConfig, stored: QuantizationConfig | None, dtype: torch.dtype, ranks: int, tp_size: int = 1
+    config: ModelConfig,
+    stored: QuantizationConfig | None,
+    dtype: torch.dtype,
+    ranks: int,
+    tp_size: int = 1,
+    modules: int = 0,
 ) -> int:
-    """Bytes of the weights on the rank that holds most, the MTP module not counted.
+    """Bytes of the weights on the rank that holds most.
 
     Args:
         config: the model.
@@ -31,11 +36,14 @@ def rank_weight_bytes(
         dtype: of activations, and of what is not quantised.
         ranks: over which the experts are divided.
         tp_size: neighbours that share embedding, output projections and LM head.
+        modules: MTP modules that draft; their copies of embedding and head are not kept.
 
     Raises:
         ValueError: sizes that do not divide, or a format that has no class.
     """
-    return sum(parameter.nbytes for parameter in rank_model(config, stored, dtype, ranks, tp_size).parameters())
+    return sum(
+        parameter.nbytes for parameter in rank_model(config, stored, dtype, ranks, tp_size, modules).parameters()
+    )
 
 
 def rank_model(

@@ -42,7 +42,7 @@ FORMATS: dict[str, tuple[str | None, dict[str, str]]] = {
 OPTIONS = {"device": "cpu", "max_model_len": 128, "page_size": 4, "cache_memory": "4MiB", "progress": False}
 LENGTHS = (3, 16, 45, 29)  # of prompts: shorter than index_topk, around it, beyond it
 DRAFTS, COUNT = 3, 16
-PARALLEL: dict[int, dict[str, Any]] = {1: {}, 2: {"cp_size": 2, "tp_size": 2}}
+PARALLEL: dict[int, dict[str, Any]] = {1: {}, 2: {"cp_size": 2}}
 
 ALL = list(product(MODELS, FORMATS))
 ONE_EACH = [("deepseek_v32", "fp8, fp8 caches"), ("glm_moe_dsa", "int8"), ("deepseek_v3", "fp8 caches")]

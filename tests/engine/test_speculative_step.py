@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"index_topk": 16},
     "glm_moe_dsa": {"index_topk": 16, "indexer_types": ["full", "shared", "full"]},
     "deepseek_v3": {},
+    "deepseek_v32 x3": {"index_topk": 16, "modules": 3},  # in vanilla mode
 }
 
 
@@ -54,21 +55,35 @@ class Script:
         self.made: dict[tuple[int, int], list[int]] = {}
         self._vocab = llm.engine.config.vocab_size
         self._steps = llm.engine.runner.drafter.steps  # type: ignore[union-attr]
-        self._run, self._passes = self._steps.run, self._steps._passes
+        self._run, self._passes, self._vanilla = self._steps.run, self._steps._passes, self._steps._vanilla
         self._requests: list[Request] = []
         self._steps.run = self.run  # type: ignore[method-assign]
         self._steps._passes = self.passes  # type: ignore[assignment]
+        if self._vanilla is not None:
+            self._steps._vanilla = self.vanilla  # type: ignore[assignment]
 
     def run(self, step: Any, *args: Any) -> Samples:
         self._requests = [chunk.request for chunk in step.ranks[0].chunks]
         return self._run(step, *args)
 
     def passes(self, *args: Any) -> torch.Tensor:
-        drafts = self._passes(*args)
-        positions, limits, count = args[-3:]
+        return self._scripted(self._passes(*args), args[-3])
+
+    def vanilla(
+        self, batch: Any, hidden: torch.Tensor, sampled: torch.Tensor, accepted: torch.Tensor, keeps: Any
+    ) -> Any:
+        assert self._vanilla is not None
+        first = batch.sparse_mqa.visible.view(len(accepted), -1)[:, 0] - 1
+        return self._scripted(self._vanilla(batch, hidden, sampled, accepted, keeps), first + accepted)
+
+    def _scripted(self, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        count = drafts.shape[1]
         for i, request in enumerate(self._requests):
+            if positions[i] < 0:
+                continue  # it has ended, and is part of one step too many
             last = int(positions[i]) + 1
-            if (left := min(count, int(limits[i]) - 1 - last)) > 0:  # its last token is never drafted
+            limit = min(len(request.pages) * OPTIONS["page_size"], len(request.prompt) + request.max_tokens - 1)
+            if (left := min(count, limit - 1 - last)) > 0:  # its last token is never drafted
                 self.made[request.id, last] = drafts[i, :left].tolist()
             done = last + 1 - len(request.prompt)
             right = self.outputs.get(request.id, [])[done : done + count]
@@ -87,13 +102,19 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
 
 
 @pytest.fixture(
-    scope="module", params=["deepseek_v32", "deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "deepseek_v32",
+        "deepseek_v32 x3",
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", marks=pytest.mark.slow),
+    ],
 )
 def shared(request: Any, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> Any:
     """An engine with drafts, its script, and what requests get without drafts."""
-    oracle = drafting_oracle(request.param, **MODELS[request.param])
+    oracle = drafting_oracle(request.param.split()[0], **MODELS[request.param])
     llm, plain = padded_llm(oracle.folder, 3), LLM(oracle.folder, **OPTIONS)
-    prompts = [random_ids(length, seed=length) for length in (3, 14, 17, 40)]
+    prompts = [random_ids(length, seed=length) for length in (1, 14, 17, 40)]
     return llm, Script(llm), plain, prompts, oracle
 
 

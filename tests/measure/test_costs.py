@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import released_config
-from dsa_engine.kernels import launch
+from dsa_engine.kernels.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans
 from dsa_engine.measure.costs.shares import Shares, total
@@ -28,13 +27,6 @@ from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_format
 
 PICKS = ("aten::index", "aten::index_select", "aten::embedding")
-
-
-@pytest.fixture(autouse=True)
-def references() -> Iterator[None]:
-    """What is counted are PyTorch's operations: the engines here run none of the CPU's own kernels."""
-    yield
-    launch.use_references(always=False)
 
 
 class Touched(TorchDispatchMode):
@@ -95,11 +87,11 @@ def _expert_tensors(llm: LLM) -> list[torch.Tensor]:
 @pytest.mark.parametrize("requests, context", [(1, 958), (3, 958), (2, 126)])
 def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
     """Above and below the 256 tokens that are selected; whole pages are seen, which the references read."""
-    llm = LLM("demo-random", device="cpu", kernels="reference", cache_memory="40MiB", max_num_seqs=4, progress=False)
+    llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     running = [llm.engine.add_filled(context, params) for _ in range(requests)]
     llm.engine.step()  # what is made once
-    with watched(llm.engine), Touched(llm) as touched:
+    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
         llm.engine.step()
     visible = len(running[0]) - 1
     assert visible % llm.engine.cache.page_size == 0
@@ -116,16 +108,9 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
 
 
 def test_a_prefill(demo_cache: Path) -> None:
-    llm = LLM(
-        "demo-random",
-        device="cpu",
-        kernels="reference",
-        cache_memory="40MiB",
-        max_num_batched_tokens=300,
-        progress=False,
-    )
+    llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_batched_tokens=300, progress=False)
     prompt = [(7 * i) % 300 for i in range(640)]
-    with watched(llm.engine), Touched(llm) as touched:
+    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
         llm.engine.prefill(prompt)
     costs = ModelCosts.of(llm.engine)
     plans = llm.engine.prefill_plans(len(prompt))
@@ -194,7 +179,7 @@ def test_all_weights_are_in_some_stage(stored: str | None) -> None:
 
 def test_shares_of_the_ceilings(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e10))
-    llm = LLM("demo-random", device="cpu", kernels="reference", cache_memory="40MiB", max_num_seqs=4, progress=False)
+    llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
     shares = Shares(llm.engine)
     flops = sum(work.flops for work in ModelCosts.of(llm.engine).prefill(llm.engine.prefill_plans(700), 0).values())
     found = shares.prefill(700, seconds=0.5, batch_size=2)["prefill_work"]

@@ -99,7 +99,7 @@ def test_two_scoring_programs_share_a_multiprocessor() -> None:
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("capability", [80, 100, 120])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_fit_other_chips(name: str, capability: int) -> None:
     """They compile and fit; a few registers too many for a tile that was chosen for Hopper are tolerated."""
@@ -120,10 +120,12 @@ def test_what_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_faults_are_named() -> None:
-    sound = {"spilled": 0, "shared": SHARED_LIMIT[90], "product": True, "mma": 3, "wgmma": 4}
+    sound = {"spilled": 0, "shared": SHARED_LIMIT[90], "product": True, "mma": 3, "wgmma": 4, "bound": {"spills": 2}}
     assert faults(sound, 90) == []
     assert faults(sound | {"product": False, "wgmma": 0}, 90) == []
     assert faults(sound | {"spilled": 8}, 90) == ["spills 8 bytes a thread"]
+    once = sound | {"spilled": 8, "bound": {"spills": 0}}
+    assert faults(once, 90) == ["spills 8 bytes a thread, outside of its inner loop"]
     assert faults(sound, 80) == ["needs 232,448 bytes of shared memory, a program has 166,912"]
     assert faults(sound | {"wgmma": 0}, 90) == ["multiplies with mma.sync instead of wgmma"]
 

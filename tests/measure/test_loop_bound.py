@@ -64,9 +64,11 @@ def test_a_bound_by_hand() -> None:
         },
         "limit": "tensor",
         "tensor_share": 1.0,
+        "spills": 0,
     }
     small = HOPPER.replace("HGMMA.64x256x16.F32.BF16 R24, R4, gdesc[UR8], R24", "LDSM.16.M88.4 R4, [R3]")
-    bound = loop_bound(small, warps=4, capability=90)
+    bound = loop_bound(small.replace("FADD R8, R8, R9", "LDL R8, [R1+0x10]"), warps=4, capability=90)
+    assert bound["spills"] == 1
     assert bound["limit"] == "shared" and bound["cycles"]["shared"] == 24 + 4 * 4 + 4 * 4
     assert bound["tensor_share"] == round(16 / 56, 3)
 

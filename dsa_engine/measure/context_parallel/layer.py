@@ -9,11 +9,13 @@ those in dense form), so that the work is one formula.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from zlib import crc32
 
 import torch
 
+from dsa_engine.kernels.launch import references
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.kernels.sparse_attention import sparse_attention
@@ -143,11 +145,15 @@ class Layer:
 
     def select(self, tokens: Tokens, segments: Segments, cache: Cache) -> torch.Tensor:
         """Slots ``[T, topk]`` int32 that the tokens attend to, −1 behind the last. In :class:`Cache` a slot is a
-        position."""
-        return lightning_indexer(
-            tokens.index_q, tokens.index_weights, cache.index_keys, cache.block_tables, segments, self.size.topk,
-            workspace=self.workspace,
-        )  # fmt: skip
+        position.
+
+        On a CPU by the reference, from scores, in every form: the engine's C++ kernel keeps none, and a ring has to
+        merge them. What is compared are ways to divide, not kernels."""
+        with references() if self.device.type == "cpu" else nullcontext():
+            return lightning_indexer(
+                tokens.index_q, tokens.index_weights, cache.index_keys, cache.block_tables, segments, self.size.topk,
+                workspace=self.workspace,
+            )  # fmt: skip
 
     def single_process(self, segments: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
         """``[T, heads, value]`` of the positions in ``segments``, from a cache of all ``length`` tokens: what every

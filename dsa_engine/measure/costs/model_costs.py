@@ -128,7 +128,10 @@ class ModelCosts:
 
         ``groups`` context-parallel groups are taken to do the same at the same time.
         """
-        shapes = [Shape.of(step.ranks[rank]) for step in steps]
+        shapes = []
+        for step in steps:
+            rows = [plan.rows for plan in step.ranks if plan.rows]
+            shapes.append(replace(Shape.of(step.ranks[rank]), gathered=sum(rows) if len(rows) > 1 else 0))
         served = [self.served(groups * sum(plan.rows for plan in step.ranks)) for step in steps]
         # All but the weights grows with the rows: one pass over all of them, whose weights are read in every step.
         whole = (sum(shapes[1:], shapes[0]), Served(sum(s.pairs for s in served), sum(s.experts for s in served)))

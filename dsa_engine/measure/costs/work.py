@@ -88,6 +88,7 @@ class Shape:
     dense: Attended
     sparse: Attended
     logits: int  # rows whose logits are wanted
+    gathered: int = 0  # rows of the context-parallel group, whose cache rows are gathered and stored
 
     @classmethod
     def of(cls, plan: RankPlan, logits: int | None = None) -> Shape:
@@ -98,7 +99,7 @@ class Shape:
     def __add__(self, other: Shape) -> Shape:
         forms = ((self.mha, other.mha), (self.dense, other.dense), (self.sparse, other.sparse))
         mha, dense, sparse = (Attended(*map(int.__add__, mine, theirs)) for mine, theirs in forms)
-        return Shape(mha, dense, sparse, self.logits + other.logits)
+        return Shape(mha, dense, sparse, self.logits + other.logits, self.gathered + other.gathered)
 
     @property
     def rows(self) -> int:
@@ -156,7 +157,8 @@ def attention_work(
         projected * formats.narrow_linear,
         weights=weights.get("MLA prolog", 0.0),
         activations=a * rows * (4 * c.hidden_size + 3 * c.q_lora_rank + 2 * latent + heads * c.qk_head_dim)
-        + a * absorbed * heads * (c.qk_head_dim + latent),
+        + a * absorbed * heads * (c.qk_head_dim + latent)
+        + 2 * shape.gathered * formats.cache.packed_width() * formats.cache.latent.pool_dtype.itemsize,
     )
     if indexer == "full":
         stages |= _indexer_work(config, shape, weights, formats)

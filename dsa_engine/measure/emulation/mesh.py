@@ -59,13 +59,24 @@ class EmulatedMesh(Mesh):
 
 def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
     """Of the passes of a padded step, which rows of every rank are tokens: of the step's own, where requests may have
-    unequal numbers of rows, and of draft passes, which have one of every request."""
+    unequal numbers of rows; of draft passes, which have one of every request; and of those of several MTP modules,
+    which have some before the step's own too (``engine/vanilla_passes.py``)."""
     bucket = step.bucket
     if bucket is None:
         return {}
     ones = {bucket.requests: [tuple(range(len(rank.chunks))) for rank in step.ranks]}
     own = [tuple((rank.positions >= 0).nonzero()[:, 0].tolist()) for rank in step.ranks]
-    return {**ones, bucket.rows: own}
+    count = bucket.rows_per_request - 1
+    wide = [
+        tuple(
+            i * 2 * count + j
+            for i, chunk in enumerate(rank.chunks)
+            for j in range(min(count - 1, chunk.start) + chunk.length)
+        )
+        for rank in step.ranks
+    ]
+    of_modules = {bucket.requests * 2 * count: wide} if count > 1 else {}
+    return {**of_modules, **ones, bucket.rows: own}
 
 
 def follow_steps(engine: Engine) -> None:

@@ -69,7 +69,8 @@ def faults(kernel: dict[str, Any], capability: int) -> list[str]:
     """What keeps a kernel from running well on the chip, a sentence each; empty if nothing."""
     found = []
     if kernel["spilled"]:
-        found.append(f"spills {kernel['spilled']} bytes a thread")
+        where = "" if kernel["bound"]["spills"] else ", outside of its inner loop"
+        found.append(f"spills {kernel['spilled']} bytes a thread{where}")
     limit = SHARED_LIMIT[capability]
     if kernel["shared"] > limit:
         found.append(f"needs {kernel['shared']:,} bytes of shared memory, a program has {limit:,}")

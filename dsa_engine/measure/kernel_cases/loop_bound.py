@@ -81,7 +81,8 @@ def loop_bound(sass: str, warps: int, capability: int) -> dict[str, Any]:
     Returns:
         ``loop``: whether it is one; ``instructions`` of a warp each time round; ``products`` with how often a program
         issues each; ``cycles`` at least, by unit; ``limit``: the unit that takes longest; ``tensor_share``: at most
-        this share of the tensor cores' ceiling, None without products.
+        this share of the tensor cores' ceiling, None without products; ``spills``: loads and stores of registers that
+        there was no room for, in the loop.
     """
     code = instructions(sass)
     loop = main_loop(code)
@@ -103,6 +104,7 @@ def loop_bound(sass: str, warps: int, capability: int) -> dict[str, Any]:
         "cycles": {unit: round(taken, 1) for unit, taken in cycles.items()},
         "limit": limit,
         "tensor_share": round(cycles["tensor"] / cycles[limit], 3) if made_by else None,
+        "spills": sum(i.opcode.startswith(("LDL", "STL")) for i in body),
     }
 
 

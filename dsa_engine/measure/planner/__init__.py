@@ -8,5 +8,6 @@
 * `plan.py`: what is asked for, and a plan
 * `search.py`: the best one
 * `published.py`: deployments that others have reported, predicted
+* `check.py`: predictions beside measured runs, stage by stage
 * `tables.py`, `sweep.py`: what ``dsa-engine plan`` prints and draws
 """

@@ -64,7 +64,7 @@ class Efficiencies:
 
     def of(self, phase: str, stage: str) -> Efficiency:
         """Of a stage in "prefill" or "decode"."""
-        return self._stages[(phase, stage)]
+        return self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
 
     @classmethod
     def assumed(cls) -> Efficiencies:
@@ -82,7 +82,7 @@ class Efficiencies:
         stages = dict(cls.assumed()._stages)
         for phase in {entry.phase for entry in entries}:
             runs = [entry for entry in entries if entry.phase == phase]
-            for name in _KERNELS:
+            for name in {name for entry in runs for name in entry.work}:
                 points = [(e.work[name], e.seconds[name]) for e in runs if name in e.work and e.seconds.get(name)]
                 if points:
                     stages[(phase, name)] = _fit(points, device)

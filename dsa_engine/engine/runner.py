@@ -63,6 +63,11 @@ class ModelRunner:
         self.drafter = Drafter(model, cache, mesh, self._plan_of, seed) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self._model.runtime.dtype
+
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
         step = self._unpadded(chunks)

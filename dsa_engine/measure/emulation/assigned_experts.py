@@ -55,6 +55,11 @@ class StepChoices:
         counts = [int(part.sum()) for part in mine.split(self.tokens)]
         return self.placement.local(self.physical[mine], self.rank), counts
 
+    @cached_property
+    def most_served(self) -> int:
+        """Choices that the most loaded rank serves."""
+        return int(self.placement.owners(self.physical).flatten().bincount(minlength=self.placement.ranks).max())
+
 
 @dataclass
 class _Buffer:
@@ -126,10 +131,11 @@ class AssignedExperts:
         step = self.choices(padded, top_k, device)
         return self._kept(("gathered", padded, most, top_k, device), step, lambda: step.gathered(most))
 
-    def arriving(self) -> tuple[torch.Tensor, list[int]]:
-        """:attr:`StepChoices.arriving` of the choices that :meth:`own` was last asked for."""
+    @property
+    def step(self) -> StepChoices:
+        """The choices that :meth:`own` was last asked for."""
         assert self._step is not None
-        return self._step.arriving
+        return self._step
 
     def choices(self, padded: int, top_k: int, device: torch.device) -> StepChoices:
         """Of a step in which this rank has ``padded`` rows, padding counted."""

@@ -228,6 +228,7 @@ def test_compare_transformers(run: Run, tmp_path: Path) -> None:
     prefill, decode = json.loads(report.read_text())["results"]
     assert prefill["relative_error"] < 1e-4 and decode["equal_tokens"] == decode["tokens"] == 8
     assert prefill["ratio"] > 0 and decode["transformers_peak_bytes"] > 0
+    assert prefill["prefill_work"]["share_of_matmul"] > 0 and "of a matrix product (" in done.stdout
 
 
 @pytest.mark.parametrize(

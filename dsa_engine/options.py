@@ -53,6 +53,16 @@ def _check_size(name: str, value: Any) -> None:
     parse_bytes(value, name)
 
 
+def _check_capture_sizes(name: str, value: Any) -> None:
+    if not isinstance(value, (list, tuple)) or not all(type(size) is int and size > 0 for size in value):
+        raise ValueError(f"{name} must be a list of numbers of requests, each 1 or more, not {value!r}")
+
+
+def _parse_capture_sizes(word: str) -> list[int]:
+    return [] if word == "none" else [int(size) for size in word.split(",")]
+
+
+_CAPTURE_SIZES = Kind(_check_capture_sizes, _parse_capture_sizes, metavar="N,N,…")
 _FRACTION = number(above=0, most=1)
 _SIZE = Kind(_check_size, metavar="SIZE")
 
@@ -176,6 +186,14 @@ class EngineOptions(Options):
         False,
         "run decode kernel by kernel on CUDA, without CUDA graphs.",
         help="no CUDA graphs in decode",
+    )
+    cudagraph_capture_sizes: list[int] | None = option(
+        _CAPTURE_SIZES,
+        None,
+        "numbers of requests of a rank, rounded up to powers of two, whose CUDA graphs are captured before the first "
+        "request comes, for contexts of every length; others when they first occur. Default: one request of any "
+        "length, and every number of requests of the shortest; an empty list: none.",
+        help="numbers of requests, such as 1,8, whose graphs are captured at the start; none: all when they occur",
     )
     kernels: Kernels = option(
         choice(Kernels),

@@ -15,7 +15,8 @@ import atexit
 import os
 import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -156,6 +157,18 @@ class Mesh:
             placement = ExpertPlacement.contiguous(experts, self.ep.size, self.device)
             self._expert_parallel[experts] = self._make_expert_parallel(placement)
         return self._expert_parallel[experts]
+
+    @contextmanager
+    def even_routing(self) -> Iterator[None]:
+        """Within, tokens choose experts that are spread over the ranks as evenly as can be, whatever a router says."""
+        before = [(one, one.even) for one in self._expert_parallel.values()]
+        for one, _ in before:
+            one.even = True
+        try:
+            yield
+        finally:
+            for one, even in before:
+                one.even = even
 
     def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
         return ExpertParallel(self.ep, placement)

@@ -66,6 +66,10 @@ class ExpertPlacement:
         """How many physical experts a rank holds."""
         return len(self.held[rank])
 
+    def fraction(self, rank: int) -> float:
+        """The part of all physical experts that a rank holds."""
+        return self.count(rank) / self.experts
+
     def first(self, rank: int) -> int:
         """The first physical expert of a rank."""
         return self._first[rank]
@@ -73,6 +77,14 @@ class ExpertPlacement:
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         """The physical experts of logical ones: int32 of any shape, −1 stays −1."""
         return experts if self._physical is None else self._physical[experts.long()]
+
+    def spread(self, experts: torch.Tensor) -> torch.Tensor:
+        """Physical experts in place of ``experts [T, k]``, each on the rank behind that of the one before; −1 stays."""
+        numbers = torch.arange(experts.numel(), device=experts.device).view(experts.shape)
+        rank, turn = numbers % self.ranks, numbers // self.ranks
+        counts = torch.tensor([len(held) for held in self.held], device=experts.device)
+        first = torch.tensor(self._first[:-1], device=experts.device)
+        return (first[rank] + turn % counts[rank]).to(experts.dtype).where(experts >= 0, experts)
 
     def owners(self, physical: torch.Tensor) -> torch.Tensor:
         """The rank of each physical expert, int64; for −1 the number of ranks."""

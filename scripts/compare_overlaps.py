@@ -77,7 +77,7 @@ def main() -> None:
             engine.graphs.close()
         del llm, engine
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # the next engine looks at what is free; none is running
     if not mesh.reports:
         return
     if args.json:

@@ -10,6 +10,7 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, lengths, run
+from dsa_engine.measure.costs.shares import Shares, print_shares
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.measure.transformers_comparison import (
     compare_decode,
@@ -47,7 +48,11 @@ def main() -> None:
         theirs = load_transformers(folder)
         longest = max(args.seq_len + [c + args.output_len for c in args.context])
         llm = LLM(folder, dtype="float32", device="cpu", max_num_seqs=max(args.batch_size), max_model_len=longest)
-    results = [compare_prefill(llm, theirs, n, args.repeat) for n in args.seq_len]
+    shares = Shares(llm.engine)
+    results = []
+    for n in args.seq_len:
+        result = compare_prefill(llm, theirs, n, args.repeat)
+        results.append(result | shares.prefill(n, n / result["engine"]))
     results += [
         compare_decode(llm, theirs, context, batch, args.output_len, args.repeat)
         for context in args.context
@@ -55,9 +60,10 @@ def main() -> None:
     ]
     if args.json:
         where = environment(torch.device("cpu"), torch.float32, 1)
-        write_json(args.json, {**where, "model": args.model, "results": results})
+        write_json(args.json, {**where, **shares.to_json(), "model": args.model, "results": results})
     header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
     print(format_table(header, [row(r) for r in results]))
+    print_shares([r["name"] for r in results], results, shares.ceilings)
 
 
 def row(r: dict[str, Any]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.kernels.transfer import upload
+from dsa_engine.model.block_tables import BlockTables
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch, MHASegments
 from dsa_engine.parallel import Mesh
@@ -124,9 +125,12 @@ class RankPlan:
         """int64 ``[logits_rows]``."""
         return torch.tensor([row for row, _ in self.logits_rows], dtype=torch.int64)
 
-    def slots(self, tables: torch.Tensor, page_size: int) -> torch.Tensor:
-        """int32 ``[rows]``, −1 of padding; ``tables`` are the block tables of the chunks."""
-        return slots_of(self._by_row[0], tables, self._by_row[1], page_size)
+    def slots(self, tables: BlockTables, table_rows: Seq[int]) -> torch.Tensor:
+        """int32 ``[rows]``, −1 of padding; ``table_rows`` are those of the chunks."""
+        positions, chunks = self._by_row
+        if not table_rows:
+            return torch.full_like(positions, -1, dtype=torch.int32)
+        return slots_of(positions, tables.host, torch.tensor(table_rows)[chunks], tables.page_size)
 
     def _set_rows(self) -> None:
         """Numbers the rows of the segments, form after form, and finds those whose logits are wanted."""
@@ -213,7 +217,7 @@ def build_batch(
     step: StepPlan,
     config: ModelConfig,
     mesh: Mesh,
-    page_size: int,
+    tables: BlockTables,
     sampled: torch.Tensor | None,
     buffers: ForwardBatch | None = None,
     input_ids: torch.Tensor | None = None,
@@ -221,6 +225,7 @@ def build_batch(
     """This rank's tensors for a step.
 
     Args:
+        tables: of all requests, kept from step to step; those of this step's requests are brought up to date.
         sampled: the tokens of the step before, where they have not been read; see :func:`known_ids`.
         input_ids: ``[tp_size, tp_rows]`` int64 on the device, in place of the requests' tokens.
         buffers: an earlier batch of the same bucket, whose tensors are to be overwritten and used again.
@@ -229,17 +234,18 @@ def build_batch(
     rows = [p.rows for p in step.ranks]
     # At least one row, so that no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp, mesh.ep))
-    tables = block_tables([chunk.request.pages for chunk in plan.chunks])
+    pages = [chunk.request.pages for chunk in plan.chunks]
+    table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
     if bucket is not None:
-        width = pages_for(bucket.context, page_size)
-        tables = F.pad(tables, (0, width - tables.shape[1], 0, bucket.requests - tables.shape[0]))
+        table_rows += [0] * (bucket.requests - len(pages))  # of padding: it is not read
+        width = pages_for(bucket.context, tables.page_size)
     # The chunks of a step that splits a request are the same, in the same order, on all ranks of a group.
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
     if gathers:
         plans = plans_of(step, mesh.cp)
-        slots = torch.cat([F.pad(p.slots(tables, page_size), (0, cp_rows - p.rows), value=-1) for p in plans])
+        slots = torch.cat([F.pad(p.slots(tables, table_rows), (0, cp_rows - p.rows), value=-1) for p in plans])
     else:
-        slots = plan.slots(tables, page_size)
+        slots = plan.slots(tables, table_rows)
     cos, sin = config.rope.cos_sin(plan.positions.clamp(min=0))
 
     def put(values: torch.Tensor, name: str) -> torch.Tensor:
@@ -248,16 +254,17 @@ def build_batch(
     if input_ids is None:
         ids = torch.tensor([p.token_ids(tp_rows) for p in plans_of(step, mesh.tp)], dtype=torch.int64)
         input_ids = known_ids(ids, sampled, device)
+    in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
     dense_mqa, sparse_mqa = _mqa_segments(plan, bucket, config.has_indexer, device, buffers)
     return ForwardBatch(
         rows=plan.rows,
         input_ids=input_ids if buffers is None else buffers.input_ids.copy_(input_ids),
         cos=put(cos, "cos"),
         sin=put(sin, "sin"),
-        mha=MHASegments.of(plan.mha, tables, page_size, device),
+        mha=MHASegments.of(in_tables, tables.host, tables.page_size, device),
         dense_mqa=dense_mqa,
         sparse_mqa=sparse_mqa,
-        block_tables=put(tables, "block_tables"),
+        block_tables=tables.gather(table_rows, width, out=None if buffers is None else buffers.block_tables),
         slot_mapping=put(slots, "slot_mapping"),
         gathers=gathers,
         cp_rows=cp_rows,
@@ -311,9 +318,3 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
 def plans_of(step: StepPlan, group: Group) -> list[RankPlan]:
     """Those of the ranks of a group."""
     return [step.ranks[r] for r in group.ranks]
-
-
-def block_tables(pages: list[list[int]]) -> torch.Tensor:
-    """int32 ``[sequences, max_pages]``; what lies behind a request's last page is never read."""
-    width = max((len(p) for p in pages), default=0)
-    return torch.tensor([p + [0] * (width - len(p)) for p in pages], dtype=torch.int32).view(len(pages), width)

@@ -28,6 +28,9 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.parallel import Mesh
 
+# Of a context bucket: shorter contexts gain nothing from graphs of their own.
+FEWEST_TOKENS = 4096
+
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
@@ -51,7 +54,7 @@ class DecodeGraphs:
         mesh: Mesh,
         *,
         capture: bool = True,
-        fewest_tokens: int = 4096,
+        fewest_tokens: int = FEWEST_TOKENS,
     ):
         self._model = model
         self._cache = cache
@@ -103,7 +106,7 @@ class DecodeGraphs:
         bucket = step.bucket
         assert bucket is not None, "a step is padded before it is run here"
         kept = self._batches.get(bucket)
-        batch = build_batch(step, self._config, self._mesh, self._cache.page_size, sampled, kept)
+        batch = build_batch(step, self._config, self._mesh, self._cache.block_tables, sampled, kept)
         self._batches[bucket] = batch
         return batch, self.run(bucket, lambda: self._model(batch, self._cache))
 

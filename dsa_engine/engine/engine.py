@@ -17,42 +17,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.batch import StepPlan
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.kernel_check import check_kernels
-from dsa_engine.engine.load_weights import load_weights, mtp_modules, refuse_extra_layers
-from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
+from dsa_engine.engine.capture import capture_likely
 from dsa_engine.engine.new_request import new_request
 from dsa_engine.engine.prefill_alone import chunks_alone
-from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.request_checks import check_prompt
-from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
-from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.engine.start import progress_of, start
 from dsa_engine.interrupts import interruptible, uninterrupted
-from dsa_engine.model.config import DTYPES, ModelConfig
-from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
-from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
-from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
-from dsa_engine.progress import progress_bar
-from dsa_engine.quantization import weight_format
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.sizes import parse_bytes
 from dsa_engine.tokenizer import Tokenizer
-
-# How long the ranks wait for the one whose disk is slowest: longer than for a collective (`ParallelConfig.timeout`).
-_LOADING_S = 7200.0
 
 
 class Engine:
@@ -65,69 +47,26 @@ class Engine:
     Attributes:
         async_scheduling: launch a decode step before the tokens of the step before it are read.
         launched_ahead: how often that has happened.
+        step_bytes: set aside on the device for steps and graphs; None where the caches were given their size.
+        progress: ``progress(total, unit, title)``, see :func:`progress_bar`; only on rank 0.
     """
 
     def __init__(self, folder: Path, options: EngineOptions):
         self.options = options
-        self.config = config = ModelConfig.from_pretrained(folder, options.hf_overrides)
-        refuse_extra_layers(folder, config, options)
-        modules = mtp_modules(folder, config, options)
-        relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
-        drafts = options.speculation.num_speculative_tokens if options.speculation else 0
-        self.max_model_len = options.max_model_len or config.max_position_embeddings
-        if self.max_model_len > config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len {self.max_model_len} exceeds the model's {config.max_position_embeddings} positions; "
-                "lower it, or raise max_position_embeddings with hf_overrides"
-            )
-        self.mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
-        device = self.mesh.device
-        self.dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
-        stored = cache_format(config, cache_dtype(options.kv_cache_dtype, self.dtype))  # refused before anything loads
-        workspace = options.workspace
-        self.workspace = default_workspace(device) if workspace is None else parse_bytes(workspace, "workspace")
-
-        started = time.perf_counter()
-        with torch.inference_mode():
-            runtime = Runtime(
-                self.mesh,
-                self.dtype,
-                weight_format(config.quantization, options.quantization, self.dtype, device),
-                self.workspace,
-                options.overlap_shared_expert,
-                options.overlap_indexer,
-            )
-            with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
-                self.model = Model(config, runtime, modules)
-            self.bytes_read = load_weights(self.model, folder, options, self.progress)
-        self.load_seconds = time.perf_counter() - started
-        self.mesh.meet(_LOADING_S)
-        by_reference = check_kernels(self.model, config, self.mesh, stored, options)
-        cached = config.with_mtp(modules)
-        token_bytes = cache_bytes_per_token(cached, stored)
-        pages = affordable_pages(
-            config, options, self.mesh, self.max_model_len, token_bytes, self.dtype, self.workspace
-        )
-        with enough_memory("the caches", "lower cache_memory"):
-            self.cache = KVCache(cached, stored, pages, options.page_size, device)
-        self.scheduler = Scheduler(
-            rank=self.mesh.rank,
-            world_size=self.mesh.world_size,
-            cp_size=self.mesh.cp_size,
-            pages=self.cache.pages,
-            page_size=options.page_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_prefill_share=options.max_prefill_share,
-        )
-        self.graphs = None
-        if device.type == "cuda" and not options.enforce_eager and not by_reference:
-            self.graphs = DecodeGraphs(self.model, self.cache, config, self.mesh)
-        self.runner = ModelRunner(self.model, self.cache, config, self.mesh, options.seed, self.graphs, relaxed=relaxed)
-        self.draft(drafts)
+        started = start(folder, options)
+        self.config, self.mesh, self.dtype = started.config, started.mesh, started.dtype
+        self.workspace, self.max_model_len = started.workspace, started.max_model_len
+        self.model, self.cache, self.scheduler = started.model, started.cache, started.scheduler
+        self.graphs, self.runner = started.graphs, started.runner
+        self.bytes_read, self.load_seconds = started.bytes_read, started.load_seconds
+        self.step_bytes = started.step_bytes
+        self.progress = progress_of(self.mesh, options)
+        self.draft(options.speculation.num_speculative_tokens if options.speculation else 0)
         self.launched_ahead = self._next_id = 0
         self._scheduled: list[Chunk] = []  # the next step, until it has been launched
         self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
+        if self.graphs is not None and self.mesh.static_decode:
+            capture_likely(self.runner, self.mesh, options, self.max_model_len, self.progress)
 
     def draft(self, num_drafts: int) -> None:
         """Has so many drafts made of every request in a step, from now on: 0, or up to ``num_speculative_tokens``.
@@ -146,10 +85,6 @@ class Engine:
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
         # With drafts, the host does not know which tokens the next step computes: only a padded one follows.
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
-
-    def progress(self, total: int, unit: str, title: str, shown: bool = True) -> Any:
-        """See :func:`progress_bar`; only on rank 0, and where it was not turned off."""
-        return progress_bar(total, unit, title, shown and self.options.progress and self.mesh.rank == 0)
 
     def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
         """Queues a request; with a tokenizer text is made of its output, and it ends at a stop string.

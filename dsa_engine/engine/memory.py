@@ -27,35 +27,25 @@ def default_workspace(device: torch.device) -> int:
     return (1 << 30) if device.type == "cuda" else (256 << 20)
 
 
-def default_cache_memory(
-    config: ModelConfig,
-    tokens: int,
-    gathered: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    workspace: int,
-    utilization: float,
-) -> int:
-    """Bytes for the caches from what is free now, the weights being loaded.
+def default_cache_memory(device: torch.device, utilization: float, for_steps: int) -> int:
+    """Bytes for the caches from what is free now, when weights are loaded and the largest steps have run.
 
     Args:
-        config: the model.
-        tokens: most tokens of a forward pass on this rank.
-        gathered: most tokens that meet on this rank for its experts.
-        dtype: of activations and caches.
         device: of this rank.
-        workspace: bytes set apart for score tiles.
         utilization: fraction of a GPU's memory that may be in use by everything together, other programs included.
+        for_steps: bytes that steps and graphs take on a GPU (`step_memory.py`).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        held_back = (1 - utilization) * total
-        return max(0, int(free - held_back - workspace - activation_bytes(config, tokens, gathered, dtype)))
+        # What PyTorch keeps for the next step counts as free: it is part of for_steps, or goes to the caches.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(0, int(free - (1 - utilization) * total - for_steps))
     return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_world_size())
 
 
 def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
-    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once.
+    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once:
+    on paper, for devices that are not at hand. An engine runs the step and counts (`step_memory.py`).
 
     ``gathered`` tokens meet for this rank's experts: their rows arrive, and their sums are float32. What the experts
     make of them is counted for ``tokens``: so many fall to a rank when routing is balanced.
@@ -66,23 +56,14 @@ def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: tor
     return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + meeting
 
 
-def affordable_pages(
-    config: ModelConfig,
-    options: EngineOptions,
-    mesh: Mesh,
-    max_model_len: int,
-    token_bytes: int,
-    dtype: torch.dtype,
-    workspace: int,
-) -> int:
+def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, token_bytes: int, for_steps: int) -> int:
     """Pages of the cache: what fits on every rank (the minimum over the ranks), and no more than can be used.
 
     Args:
-        config, options, mesh: of the engine.
+        options, mesh: of the engine.
         max_model_len: most tokens of a request.
         token_bytes: of one token in the caches of all layers.
-        dtype: of activations.
-        workspace: bytes set apart for score tiles.
+        for_steps: as in :func:`default_cache_memory`.
 
     Raises:
         CapacityError: not even one.
@@ -90,20 +71,17 @@ def affordable_pages(
     page_size = options.page_size
     one = page_size * token_bytes
     if options.cache_memory is None:
-        tokens, device = options.max_num_batched_tokens, mesh.device
-        # all_gather brings every rank's tokens; all_to_all as many as this rank has, twice that where it is skewed.
-        ranks = mesh.world_size
-        meeting = tokens * (ranks if options.parallel.moe_dispatch == "all_gather" else min(ranks, 2))
-        utilization = options.gpu_memory_utilization
-        memory = default_cache_memory(config, tokens, meeting, dtype, device, workspace, utilization)
+        memory = default_cache_memory(mesh.device, options.gpu_memory_utilization, for_steps)
     else:
         memory = parse_bytes(options.cache_memory, "cache_memory")
     useful = options.max_num_seqs * pages_for(max_model_len, page_size)
     pages = min(mesh.exchange(min(memory // one, useful)))
     if pages == 0:
+        beside = f" beside {format_bytes(for_steps)} for steps" if for_steps else ""
+        smaller = ", or a smaller max_num_batched_tokens" if for_steps else ""
         raise CapacityError(
             f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "
-            f"{format_bytes(memory)} are there for it; raise cache_memory or use a smaller page_size"
+            f"{format_bytes(memory)} are there for it{beside}; raise cache_memory or use a smaller page_size{smaller}"
         )
     return pages
 

@@ -63,6 +63,11 @@ class ModelRunner:
         self.drafter = Drafter(model, cache, mesh, self._plan_of, seed) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self._model.runtime.dtype
+
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
         step = self._unpadded(chunks)
@@ -177,7 +182,7 @@ class ModelRunner:
         """What the step was computed from, and its hidden states ``[T, hidden]``, normed."""
         if self._graphs is not None and plan.bucket is not None:
             return self._graphs.forward(plan, sampled)
-        batch = build_batch(plan, self._config, self._mesh, self._cache.page_size, sampled)
+        batch = build_batch(plan, self._config, self._mesh, self._cache.block_tables, sampled)
         return batch, self._model(batch, self._cache)
 
     def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:

@@ -254,7 +254,7 @@ class Drafter:
         tp_rows = max(1, *(p.rows for p in plans_of(step, mesh.tp)))
         ids = tokens.new_zeros(tp_rows).index_copy_(0, rows, tokens)
         input_ids = mesh.tp.all_gather(ids).view(-1, tp_rows)
-        batch = build_batch(step, self._model.config, mesh, self._cache.page_size, None, input_ids=input_ids)
+        batch = build_batch(step, self._model.config, mesh, self._cache.block_tables, None, input_ids=input_ids)
         ordered = torch.empty_like(hidden).index_copy_(0, rows, hidden)
         return self._model.draft(0, ordered, batch, self._cache)[rows]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import Bucket, StepPlan, block_tables
+from dsa_engine.engine.batch import Bucket, StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import BucketRows, DraftPasses
 from dsa_engine.engine.draft_tokens import places_of
@@ -121,10 +121,9 @@ class SpeculativeSteps:
         chunks = step.ranks[self._mesh.rank].chunks
         places = before.places if before else {}
         upload(self._inputs(bucket, chunks, places), self._mesh.device, out=buffers.inputs)
-        tables = block_tables([chunk.request.pages for chunk in chunks])
-        requests, width = buffers.tables.shape
-        tables = F.pad(tables, (0, width - tables.shape[1], 0, requests - tables.shape[0]))
-        upload(tables, self._mesh.device, out=buffers.tables)
+        tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
+        table_rows = tables.rows([chunk.request.pages for chunk in chunks])
+        tables.gather(table_rows + [0] * (requests - len(chunks)), width, out=buffers.tables)
         if before is not None and any(chunk.follows for chunk in chunks):
             torch.index_select(before.table, 0, buffers.inputs[0].clamp(min=0), out=buffers.before)
         if kind.penalises:

@@ -33,6 +33,11 @@ def log_start(engine: Engine, folder: Path) -> None:
         f"{engine.max_model_len:,}",
         ranks,
     )
+    if engine.step_bytes is not None:
+        logger.info("set aside for steps and graphs: %s", format_bytes(engine.step_bytes))
+    if engine.graphs is not None and engine.graphs.captured:
+        held = format_bytes(engine.graphs.memory_bytes)
+        logger.info("%s CUDA graphs captured, which hold %s", len(engine.graphs.captured), held)
     _log_fallbacks(engine)
 
 

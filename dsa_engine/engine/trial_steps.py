@@ -39,7 +39,7 @@ def try_steps(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat
 
     def run(chunks: list[Chunk]) -> None:
         plan = StepPlan.of(chunks, mesh.world_size, config, mesh.config.cp_layout)
-        batch = build_batch(plan, config, mesh, _PAGE_SIZE, None)
+        batch = build_batch(plan, config, mesh, cache.block_tables, None)
         model.logits(model(batch, cache, layers)[-1:])
 
     def request(number: int) -> Request:

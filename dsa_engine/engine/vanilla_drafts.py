@@ -76,7 +76,7 @@ class VanillaDrafts:
             hidden, kept = self._with_states_before(step, wider, hidden, samples, accepted, count - 1)
             step = wider
             batch = build_batch(
-                step, self._model.config, self._mesh, self._cache.page_size, None, input_ids=batch.input_ids
+                step, self._model.config, self._mesh, self._cache.block_tables, None, input_ids=batch.input_ids
             )
         elif count > 1:
             kept = self._kept_of_prompts(step, hidden, samples, count - 1)

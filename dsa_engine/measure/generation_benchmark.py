@@ -120,14 +120,17 @@ def measure_latency(
     if engine.runner.drafter is not None:
         engine.runner.drafter.assume = acceptance
     reset_peak(mesh.device)
+    peak = 0.0
     for i in range(warmup + repeat + 1):
         prompts = [random_prompt(engine, input_len, seed + i * batch_size + b) for b in range(batch_size)]
         barrier(engine)
-        generation = generate_batch(engine, prompts, output_len, watch=i == warmup + repeat, fill_cache=fill_cache)
+        watch = i == warmup + repeat
+        peak = float(peak_bytes(mesh.device)) if watch else peak
+        generation = generate_batch(engine, prompts, output_len, watch=watch, fill_cache=fill_cache)
         if i >= warmup:
             timed.append(generation)
     watched = _WatchedGeneration(timed.pop(), engine, links or Links())
-    peaks = from_all_ranks(engine, [float(peak_bytes(mesh.device))])
+    peaks = from_all_ranks(engine, [peak])
     ttft, prefill, prefill_stages = (None, None, []) if fill_cache else _prefill(watched, timed, input_len)
     tpot, itl, decode_stages = _decode(watched, timed)
     return LatencyResult(
@@ -162,7 +165,7 @@ class _WatchedGeneration:
         self.decoded_tokens = generation.decoded_tokens
         emulated, passes = isinstance(engine.mesh, EmulatedMesh), generation.passes
         self._stages = [one.stage_seconds() for one in passes]
-        self._emulation = [one.emulation_seconds() for one in passes]
+        self._stand_ins = [one.stand_ins for one in passes]
         self._communication = [one.communication(links) for one in passes] if emulated else None
 
     def stages(self, steps: slice, per: float = 1.0) -> list[dict[str, float]]:
@@ -170,19 +173,18 @@ class _WatchedGeneration:
         seconds = {name: sum(step[name] for step in self._stages[steps]) / per for name in self._stages[0]}
         return stages_of_all_ranks(self.engine, seconds)
 
-    def own_fraction(self, steps: slice) -> float:
-        """The fraction of the time that was the rank's own work; the rest went into standing in for other ranks."""
-        own = sum(sum(stages.values()) for stages in self._stages[steps])
-        return own / (own + sum(self._emulation[steps]))
+    def stand_ins(self, steps: slice, per: float = 1.0) -> float:
+        """Seconds that other ranks were stood in for, in ``per`` tokens: no part of the rank's work."""
+        return sum(self._stand_ins[steps]) / per
 
     def communication(self, steps: slice, per: float = 1.0) -> Communication | None:
         return None if self._communication is None else Communication.sum(self._communication[steps]).scaled(1 / per)
 
     def latency(self, name: str, seconds: list[float], tokens: int, steps: slice, per: float = 1.0) -> Latency:
-        """``seconds`` of ``steps``, as far as they were the rank's own; and the communication in them for ``per``
-        tokens."""
-        own, world_size = self.own_fraction(steps), self.engine.mesh.world_size
-        return Latency(name, [s * own for s in seconds], tokens, world_size, self.communication(steps, per))
+        """``seconds`` of ``steps`` for ``per`` tokens, without what stood in for other ranks; and the communication in
+        them."""
+        off, world_size = self.stand_ins(steps, per), self.engine.mesh.world_size
+        return Latency(name, [s - off for s in seconds], tokens, world_size, self.communication(steps, per), off)
 
 
 def _prefill(
@@ -192,14 +194,21 @@ def _prefill(
     steps = watched.first_token_steps
     until_first = [slice(0, step + 1) for step in steps]
     seconds = [
-        s * watched.own_fraction(until)
+        s - watched.stand_ins(until)
         for generation in timed
         for s, until in zip(generation.ttft, until_first, strict=True)
     ]
     # The request in the middle of the batch stands for all: it has waited for the steps up to its first token.
     middle = sorted(steps)[watched.batch_size // 2]
-    communication = watched.communication(slice(0, middle + 1))
-    ttft = Latency("ttft", seconds, input_len, watched.engine.mesh.world_size, communication)
+    steps_of_middle = slice(0, middle + 1)
+    ttft = Latency(
+        "ttft",
+        seconds,
+        input_len,
+        watched.engine.mesh.world_size,
+        watched.communication(steps_of_middle),
+        watched.stand_ins(steps_of_middle),
+    )
     until_all = slice(0, max(steps) + 1)
     slowest = [max(generation.ttft) for generation in timed]
     prefill = watched.latency("prefill", slowest, input_len * watched.batch_size, until_all)

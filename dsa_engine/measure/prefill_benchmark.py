@@ -12,15 +12,18 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
-from dsa_engine.measure.emulation.overlap_model import Communication, Pass, watched
+from dsa_engine.measure.emulation.overlap_model import Communication, watched
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.reported_latency import Latency
-from dsa_engine.measure.stage_timer import mean_stages, milliseconds
+from dsa_engine.measure.stage_timer import milliseconds
 
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """A prefill, measured. Lists have one value a rank; of an emulated run, that rank's alone."""
+    """A prefill, measured. Lists have one value a rank; of an emulated run, that rank's alone.
+
+    Stages, bytes and communication are of one more run, which was watched; it is not among the timed ones.
+    """
 
     input_len: int
     world_size: int
@@ -28,14 +31,18 @@ class PrefillResult:
     peak_memory_bytes: list[int]
     attention_pairs: list[int]  # query-key pairs under the causal mask
     imbalance: float  # most attention work of a rank over the average, of all ranks
-    bytes_sent: list[int]  # payload put into collectives, per repeat
-    stage_seconds: list[dict[str, float]]  # per repeat, averaged over the repeats
+    bytes_sent: list[int]  # payload put into collectives
+    stage_seconds: list[dict[str, float]]
+    watched_seconds: float  # of the watched run, on the slowest rank, with all that watching costs
     logits: torch.Tensor  # float32 [vocab], after the last token; of an emulated rank they mean nothing
-    communication: Communication | None = None  # modelled, of an emulated rank, per repeat
+    communication: Communication | None = None  # modelled, of an emulated rank
+    stand_ins: float = 0.0  # seconds that were taken off each repeat: see Latency
 
     @property
     def ttft(self) -> Latency:
-        return Latency("ttft", self.seconds, self.input_len, self.world_size, self.communication)
+        return Latency(
+            "ttft", self.seconds, self.input_len, self.world_size, self.communication, stand_ins=self.stand_ins
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -46,16 +53,19 @@ class PrefillResult:
             "bytes_sent": self.bytes_sent,
             "imbalance": self.imbalance,
             "stage_ms": [milliseconds(rank) for rank in self.stage_seconds],
+            "watched_ms": self.watched_seconds * 1e3,
         }
 
 
 def measure_prefill(
     engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3, links: Links | None = None
 ) -> PrefillResult:
-    """Prefills ``prompt`` ``warmup + repeat`` times; the same result on every rank.
+    """Prefills ``prompt`` ``warmup + repeat`` times, and once more; the same result on every rank.
 
-    One context-parallel group computes it (all ranks, by default). A stage's time is what the main stream or thread
-    spends in it: waits for what runs beside it are counted where they end. ``links`` are those of an emulated run.
+    One context-parallel group computes it (all ranks, by default). The last run is not timed: in it the stages are, and
+    the collectives of an emulated rank are written down, which costs time of its own. A stage's time is what the main
+    stream or thread spends in it: waits for what runs beside it are counted where they end. ``links`` are those of an
+    emulated run.
     """
     mesh = engine.mesh
     agree_on_prompts(engine, [prompt])
@@ -63,27 +73,21 @@ def measure_prefill(
     reset_peak(mesh.device)
     for _ in range(warmup):
         engine.prefill(prompt)
-    seconds: list[float] = []
-    passes: list[Pass] = []
-    sent = 0
+    seconds = []
     for _ in range(repeat):
         barrier(engine)
-        sent -= sum(group.bytes_sent for group in mesh.groups)
-        begin = time.perf_counter()
-        with watched(engine) as watch:
-            logits = engine.prefill(prompt)  # on the CPU: all device work is done
-        seconds.append(time.perf_counter() - begin)
-        sent += sum(group.bytes_sent for group in mesh.groups)
-        passes.append(watch)
-    seconds = [s - watch.emulation_seconds() for s, watch in zip(seconds, passes, strict=True)]
-    stages = mean_stages([watch.stage_seconds() for watch in passes])
-    communication = None
-    if isinstance(mesh, EmulatedMesh):
-        model = links or Links()
-        communication = Communication.sum(watch.communication(model) for watch in passes).scaled(1 / repeat)
+        seconds.append(_timed(engine, prompt)[0])
+    peak = float(peak_bytes(mesh.device))
+    barrier(engine)
+    sent = -sum(group.bytes_sent for group in mesh.groups)
+    with watched(engine) as watch:
+        watched_seconds, logits = _timed(engine, prompt)
+    sent += sum(group.bytes_sent for group in mesh.groups)
+    seconds = [s - watch.stand_ins for s in seconds]
+    stages = watch.stage_seconds()
     pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
-    everybodys = from_all_ranks(engine, [float(peak_bytes(mesh.device)), sent / repeat, *stages.values(), *seconds])
-    first = 2 + len(stages)
+    everybodys = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
+    first = 3 + len(stages)
     return PrefillResult(
         input_len=len(prompt),
         world_size=mesh.world_size,
@@ -92,7 +96,16 @@ def measure_prefill(
         attention_pairs=[pairs[mesh.rank]] if isinstance(mesh, EmulatedMesh) else pairs,
         imbalance=max(pairs) * len(pairs) / sum(pairs),
         bytes_sent=[int(row[1]) for row in everybodys],
-        stage_seconds=[dict(zip(stages, row[2:first], strict=True)) for row in everybodys],
+        stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in everybodys],
+        watched_seconds=max(row[2] for row in everybodys),
         logits=logits,
-        communication=communication,
+        communication=watch.communication(links or Links()) if isinstance(mesh, EmulatedMesh) else None,
+        stand_ins=watch.stand_ins,
     )
+
+
+def _timed(engine: Engine, prompt: list[int]) -> tuple[float, torch.Tensor]:
+    """Seconds of a prefill, and its logits on the CPU: all device work is done."""
+    begin = time.perf_counter()
+    logits = engine.prefill(prompt)
+    return time.perf_counter() - begin, logits

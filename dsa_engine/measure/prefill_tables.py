@@ -35,4 +35,5 @@ def print_prefill(result: PrefillResult, this_rank: int) -> None:
         for name, mean in means.items()
         if mean
     ]
-    print("\n" + format_table(("stage", "mean ms", "slowest rank", "share"), stages))
+    print(f"\nStages, in one more run that was watched, which took {result.watched_seconds * 1e3:.0f} ms:\n")
+    print(format_table(("stage", "mean ms", "slowest rank", "share"), stages))

@@ -23,6 +23,7 @@ class Latency:
         tokens: that all ranks together process in this time, for the rate.
         ranks: of the run, emulated or not.
         communication: modelled, of an emulated rank; None where nothing is emulated.
+        stand_ins: seconds, measured alone, that the other ranks were stood in for; ``seconds`` are without them.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Latency:
     tokens: int
     ranks: int
     communication: Communication | None = None
+    stand_ins: float = 0.0
 
     @property
     def median(self) -> float:
@@ -62,6 +64,7 @@ class Latency:
                 "modelled_communication": self.communication.seconds * 1e3,
                 "not_overlapped": self.not_overlapped * 1e3,
                 "overlapped": self.overlapped * 1e3,
+                "stand_ins_taken_off": self.stand_ins * 1e3,
                 "modelled_communication_by_stage": {name: s * 1e3 for name, s in self.communication.total.items()},
             }
             rates = {"_not_overlapped": self.not_overlapped, "_overlapped": self.overlapped}

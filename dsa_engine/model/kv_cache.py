@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.kernels.cache_format import FP8, CacheFormat
+from dsa_engine.model.block_tables import BlockTables
 from dsa_engine.model.config import ModelConfig
 
 
@@ -58,13 +59,14 @@ class KVCache:
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer
-    of its own.
+    of its own. ``block_tables`` are those of the requests whose pages steps have named.
     """
 
     def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
         self.format = format
         self.pages = pages
         self.page_size = page_size
+        self.block_tables = BlockTables(page_size, device)
         # Not cleared: no row is read before it is written.
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]

@@ -13,6 +13,7 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import MLP, Float32Linear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
+from dsa_engine.parallel.dispatch import Dispatch
 
 
 class MoE(Weighted):
@@ -28,6 +29,8 @@ class MoE(Weighted):
         self.expert_parallel = runtime.mesh.expert_parallel(experts)
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
+        chunk = runtime.mesh.config.moe_chunk_size
+        self.most_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -49,17 +52,26 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             parallel = self.runtime.mesh.config
             method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
-            here = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows)
+            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, self.most_pairs)
+        for number in range(dispatch.rounds):
+            self._serve(dispatch, number, counts=batch.live is None)
+        with stage("MoE combine"):
+            return dispatch.combine() + shared()
+
+    def _serve(self, dispatch: Dispatch, number: int, counts: bool) -> None:
+        """One round. ``counts``: whether the host may ask the device how many choices are served here; not in a padded
+        step, which may be captured in a CUDA graph."""
+        with stage("MoE dispatch"):
+            here = dispatch.arrive(number)
         with stage("MoE experts"):
-            # A padded step may be captured in a CUDA graph: no device synchronisation, so nothing is counted.
-            uncounted = UNCOUNTED_BYTES if batch.live is None else sys.maxsize
             sums = self.experts(
                 here.tokens,
                 here.experts,
                 here.weights,
                 served_fraction=here.served_fraction,
                 served=here.served,
-                uncounted_bytes=uncounted,
+                uncounted_bytes=UNCOUNTED_BYTES if counts else sys.maxsize,
             )
+        del here  # room for what comes back
         with stage("MoE combine"):
-            return here.combine(sums) + shared()
+            dispatch.give_back(number, sums)

@@ -21,6 +21,7 @@ class Runtime:
     dtype: torch.dtype  # of activations, and of the weights that are never quantised
     weights: WeightFormat
     workspace: int  # bytes for scores, gathered rows and the like
+    max_tokens: int = 8192  # most tokens of this rank in a forward pass
     overlap_shared_expert: bool = True  # on CUDA: see Streams
     overlap_indexer: bool = True
 

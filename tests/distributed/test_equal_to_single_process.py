@@ -75,6 +75,7 @@ def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
         case(
             "contiguous", "v32", parallel=parallel(cp, tp, layout="contiguous"), lengths=[1, 5, 65, 701], ragged=RAGGED
         ),
+        case("experts in rounds", "v32", parallel=config | {"moe_chunk_size": 16}, lengths=[301], ragged=RAGGED),
         case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 2}, ragged=RAGGED),
         case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
         case("sampled", "v32", parallel=config, ragged=RAGGED, params=SAMPLED),

@@ -47,7 +47,7 @@ OPTIONS = {"device": "cpu", "max_model_len": 128, "page_size": 4, "cache_memory"
 def case(model: str, drafts: int, name: str, parallel: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     options = OPTIONS | options | {"speculative_config": {"num_speculative_tokens": drafts}}
     described = {"name": f"{model} {drafts} {name}", "model": model, "parallel": parallel or {}, "options": options}
-    return described | {"preempts": "preempted" in name}
+    return described | {key: key in name for key in ("padded", "ahead")} | {"preempts": "preempted" in name}
 
 
 def divided(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
@@ -79,6 +79,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("deepseek_v32", 1, "chunked", divided(2, 1, "all_gather"), **CHUNKED),
         case("deepseek_v32", 2, "preempted", divided(2, 1, "all_to_all"), **SHARED),
         case("deepseek_v32", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
+        case("deepseek_v32", 2, "padded, preempted", divided(2, 2, "all_gather"), **SHARED),
+        # The module's own drafts, which are seldom right: nobody scripts what the host learns too late.
+        case("deepseek_v32", 3, "padded, ahead, preempted", divided(2, 1, "all_gather"), **SHARED),
         case("glm_moe_dsa", 3, "chunked", divided(2, 2, "all_to_all"), **CHUNKED),
         case("deepseek_v3", 3, "groups", divided(1, 1, "all_to_all")),
         case("deepseek_v32 x3", 3, "tp2", divided(2, 2, "all_to_all")),
@@ -151,6 +154,9 @@ def test_the_same_tokens(
     tmp_path: Path,
 ) -> None:
     cases = [described | wanted(described["model"]).of_all for described in CASES[world]]
+    for described in cases:
+        if described["ahead"]:
+            del described["script"]
     if world == 1:
         ranks = [{c["name"]: worker.run_case(c) for c in cases}]
     else:
@@ -163,6 +169,9 @@ def test_the_same_tokens(
         count = described["options"]["speculative_config"]["num_speculative_tokens"]
         found = ranks[0][name]
         assert found["tokens"][0] == expected.tokens, name
+        if described["ahead"]:
+            assert found["launched_ahead"] > 3 and found["preemptions"] == 3, name
+            continue
         accepted = {number for number, _ in found["drafts"].values()}
         assert accepted >= {0, count} and len(accepted) > count // 2, name
         assert len(found["drafts"]) >= 20

@@ -4,9 +4,9 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 ``ParallelConfig``), ``prompts`` (token ids whose logits are wanted), ``generate``, a list of
 ``{"prompts": …, "params": [{…}, …]}``, and perhaps ``every``: then a generation's requests arrive one by one, every so
 many steps. Requests with the seed ``broken_seed`` get logits that are not finite. With ``ahead`` decode steps are
-launched before the tokens of the one before are read. With ``script``, a list of outputs of the only generation's
-requests, drafts are not those of the MTP module but scripted (:func:`script_drafts`); with ``preempts`` requests lose
-their pages now and then.
+launched before the tokens of the one before are read; with ``padded`` they have the shapes of CUDA graphs. With
+``script``, a list of outputs of the only generation's requests, drafts are not those of the MTP module but scripted
+(:func:`script_drafts`); with ``preempts`` requests lose their pages now and then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.batch import StepPlan
+from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled
@@ -34,6 +35,9 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)
+    if case.get("padded"):
+        parts = engine.model, engine.cache, engine.config, engine.mesh
+        engine.runner._graphs = DecodeGraphs(*parts, capture=False, fewest_tokens=32)
     break_logits(engine.runner, case.get("broken_seed"))
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):

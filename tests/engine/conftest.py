@@ -31,8 +31,9 @@ def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
     ) -> Engine:
         (tmp_path / "config.json").write_text(json.dumps(released_config(model)))
         fixed: dict[str, Any] = {"device": "cuda", "kernels": "triton", "load_format": "dummy", "progress": False}
+        fixed |= {"hf_overrides": LAYERS, "cache_memory": "16GiB", "cudagraph_capture_sizes": []}
         ranks = FakeConfig(device=device, world=world, **parallel or {})
-        return Engine(tmp_path, EngineOptions(tmp_path, hf_overrides=LAYERS, parallel=ranks, **fixed | options))
+        return Engine(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))
 
     return make
 

@@ -6,6 +6,7 @@ Counted, not timed: the floating-point operations of a decode step and the bytes
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels import indexer_scores
+from dsa_engine.kernels import indexer_scores, launch
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.stage_timer import current_stage
 
@@ -47,6 +48,13 @@ class Work(TorchDispatchMode):
         return result
 
 
+@pytest.fixture(autouse=True)
+def references() -> Iterator[None]:
+    """What is counted are PyTorch's operations: the engines here run none of the CPU's own kernels."""
+    yield
+    launch.use_references(always=False)
+
+
 def decode_step(llm: LLM, context: int) -> Work:
     """The work of one token that sees ``context`` others."""
     request = llm.engine.add_filled(context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
@@ -58,7 +66,7 @@ def decode_step(llm: LLM, context: int) -> Work:
 
 
 def test_only_the_index_keys_grow(demo_cache: Path) -> None:
-    llm = LLM("demo-random", device="cpu", cache_memory="80MiB", max_num_seqs=1, progress=False)
+    llm = LLM("demo-random", device="cpu", kernels="reference", cache_memory="80MiB", max_num_seqs=1, progress=False)
     config = llm.engine.config
     works = {context: decode_step(llm, context) for context in CONTEXTS}
     first = works[CONTEXTS[0]]
@@ -91,6 +99,7 @@ def test_index_keys_are_read_once_for_all_drafts(
     llm = LLM(
         "demo-random",
         device="cpu",
+        kernels="reference",
         cache_memory="40MiB",
         max_num_seqs=1,
         progress=False,
@@ -99,13 +108,13 @@ def test_index_keys_are_read_once_for_all_drafts(
         speculative_config={"num_speculative_tokens": drafts},
     )
     read: list[int] = []
-    original = indexer_scores._read_keys
+    original = indexer_scores.read_index_keys
 
     def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         read.append(stop - start)
         return original(pool, table, start, stop)
 
-    monkeypatch.setattr(indexer_scores, "_read_keys", counted)
+    monkeypatch.setattr(indexer_scores, "read_index_keys", counted)
     layers, rows = llm.engine.config.num_hidden_layers, {}
     for count in (0, drafts):
         llm.engine.draft(count)

@@ -21,6 +21,7 @@ from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.model.block_tables import BlockTables
 from dsa_engine.model.config import ModelConfig
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -223,7 +224,8 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
         return StepPlan.of(chunks, 1, config, "head_tail", max_decode_rows=2).padded(config, fewest_tokens=16)
 
     step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
-    batch = build_batch(step, config, mesh, 8, None)
+    tables = BlockTables(8, mesh.device)
+    batch = build_batch(step, config, mesh, tables, None)
     assert batch.rows == batch.ep_rows == 8 and batch.live is not None and batch.mha is None
     assert batch.input_ids.tolist() == [[5, 6, 4, 0, 0, 1, 0, 0]]
     assert batch.slot_mapping.tolist() == [5, 6, 20, -1, 32, 33, -1, -1]
@@ -232,7 +234,7 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
     assert batch.sparse_mqa.sequences.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [s.end for s in batch.sparse_mqa] == [16] * 4, "whatever they see now"
     assert later.bucket == step.bucket
-    again, fresh = build_batch(later, config, mesh, 8, None, batch), build_batch(later, config, mesh, 8, None)
+    again, fresh = (build_batch(later, config, mesh, tables, None, kept) for kept in (batch, None))
     for name in ("input_ids", "cos", "sin", "block_tables", "slot_mapping", "live"):
         assert getattr(again, name) is getattr(batch, name) and torch.equal(getattr(again, name), getattr(fresh, name))
     assert again.sparse_mqa is batch.sparse_mqa

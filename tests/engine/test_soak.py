@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
+from dsa_engine.engine.decode_graphs import DecodeGraphs
 
 ROOM = 64  # tokens in the cache
 HALF = 250  # requests, where steps are launched ahead: there the host knows least
@@ -180,9 +181,10 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", [1, 3])
-def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int) -> None:
-    """Steps bring one to four tokens, whatever the modules say: how many is decided here."""
+@pytest.mark.parametrize("modules, ahead", [(1, False), (1, True), (3, False)])
+def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: bool) -> None:
+    """Steps bring one to four tokens, whatever the modules say: how many is decided here. ``ahead``: padded steps
+    follow on others that have not been read, as on CUDA."""
     llm = tiny_llm(
         ROOM,
         speculative_config={"num_speculative_tokens": 3},
@@ -197,12 +199,17 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int) -> None:
         accepted.update(counts.tolist())
         return counts
 
+    if ahead:
+        parts = engine.model, engine.cache, engine.config, engine.mesh
+        engine.runner._graphs = DecodeGraphs(*parts, capture=False, fewest_tokens=ROOM)
+        engine.async_scheduling = True
     assert engine.runner.drafter is not None
     engine.runner.drafter.assume = decide
     ended = run(llm, rng, 2 * HALF)
     print(ended, accepted, f"{engine.scheduler.preemptions} preemptions")
     assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
     assert engine.scheduler.preemptions > 20 and set(accepted) == {0, 1, 2, 3}
+    assert (engine.launched_ahead > 100) == ahead
     assert not engine.scheduler.has_work
     assert engine.scheduler.free_pages == [engine.cache.pages]
     assert engine.scheduler.own_free_pages == engine.cache.pages

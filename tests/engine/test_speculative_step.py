@@ -103,7 +103,12 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
 
 @pytest.fixture(
     scope="module",
-    params=["deepseek_v32", "deepseek_v3", "deepseek_v32 x3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)],
+    params=[
+        "deepseek_v32",
+        "deepseek_v32 x3",
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", marks=pytest.mark.slow),
+    ],
 )
 def shared(request: Any, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> Any:
     """An engine with drafts, its script, and what requests get without drafts."""

@@ -30,6 +30,7 @@ def on_a_cpu(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
     if request.param == "kernel":
         if device == "cpu" and not INTERPRETED and cpu.library() is None:
             pytest.skip("no C++ compiler, or DSA_ENGINE_NATIVE=0")
+        assert device != "cpu" or INTERPRETED or cpu.serves(torch.empty(0)), "a test before has left references on"
         yield
         return
     if device != "cpu" or INTERPRETED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_every_rank_assigns_the_same() -> None:
     steps = [one.choices(n, 2, CPU) for one, n in zip(ranks, tokens, strict=True)]
     assert all(torch.equal(step.physical, steps[0].physical) for step in steps)
     assert torch.equal(torch.cat([one.own(n, 2, CPU) for one, n in zip(ranks, tokens, strict=True)]), steps[0].physical)
-    assert sum(sum(one.arriving()[1]) for one in ranks) >= 14  # every token goes somewhere
+    assert sum(sum(one.step.arriving[1]) for one in ranks) >= 14  # every token goes somewhere
     gathered = ranks[1].gathered(0, 9, 2, CPU)
     own = steps[2].placement.local(ranks[2].own(7, 2, CPU), 1)
     assert gathered.shape == (36, 2) and torch.equal(gathered[18:25], own) and bool((gathered[9:18] == -1).all())
@@ -133,7 +134,7 @@ def test_padding_of_a_step_has_no_experts() -> None:
     group = EmulatedGroup((0, 1, 2), 1, None)
     parallel = EmulatedExpertParallel(group, step.placement, one)
     wrong = torch.zeros(8, 2, dtype=torch.int32)
-    here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8)
+    here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8).arrive(0)
     assert int((here.experts >= 0).sum()) == sum(counts(step.physical, 9)[3:6])
 
 
@@ -156,7 +157,8 @@ def test_rows_between_which_there_is_padding() -> None:
             given = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
             own = mesh.assigned[0].own(count, 2, CPU)
             assert (own >= 0).all(dim=1).nonzero()[:, 0].tolist() == wanted[rank]
-            here = parallel.dispatch(torch.randn(count, 5), given, torch.rand(count, 2), "all_gather", count)
+            dispatch = parallel.dispatch(torch.randn(count, 5), given, torch.rand(count, 2), "all_gather", count)
+            here = dispatch.arrive(0)
             served = (here.experts >= 0).any(dim=1).nonzero()[:, 0].tolist()
             assert set(served) <= {first * count + row for first, of in enumerate(wanted) for row in of}
             mine = mesh.assigned[0].choices(count, 2, CPU).placement.local(own, rank)
@@ -208,12 +210,19 @@ def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, expe
         for method in methods:
             group = EmulatedGroup((0, 1, 2, 3), rank, None)
             parallel = EmulatedExpertParallel(group, step.placement, assigned(4, rank, experts, tokens, loads))
-            here = parallel.dispatch(rows, wrong, weights, method, max(tokens))
-            if method == "all_gather":
-                assert len(here.tokens) == 4 * max(tokens)
-            assert len(here.tokens) == len(here.experts) == len(here.weights)
-            found = here.experts[here.experts >= 0]
-            held = firsts[rank + 1] - firsts[rank]
-            assert counts(found, held) == expected[firsts[rank] : firsts[rank + 1]]
-            assert here.combine(torch.randn(len(here.tokens), 6)).shape == (count, 6)
-            assert math.isfinite(float(here.weights.sum())) and bool((here.experts < held).all())
+            for most_pairs in (sys.maxsize, 5):
+                dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), most_pairs)
+                arrived = 0
+                found = []
+                for number in range(dispatch.rounds):
+                    here = dispatch.arrive(number)
+                    arrived += len(here.tokens)
+                    assert len(here.tokens) == len(here.experts) == len(here.weights)
+                    found += here.experts[here.experts >= 0].tolist()
+                    assert math.isfinite(float(here.weights.sum()))
+                    dispatch.give_back(number, torch.randn(len(here.tokens), 6))
+                assert dispatch.combine().shape == (count, 6)
+                if method == "all_gather":
+                    assert arrived == 4 * max(tokens)
+                held = firsts[rank + 1] - firsts[rank]
+                assert counts(torch.tensor(found, dtype=torch.int32), held) == expected[firsts[rank] : firsts[rank + 1]]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.measure.emulation.routing import balanced_choices, weighted_choices
+from dsa_engine.measure.emulation.stand_ins import stand_in
 from dsa_engine.parallel.placement import ExpertPlacement
 
 Rows = tuple[int, ...]
@@ -54,6 +55,11 @@ class StepChoices:
         mine = (self.placement.owners(self.physical) == self.rank).any(dim=1)
         counts = [int(part.sum()) for part in mine.split(self.tokens)]
         return self.placement.local(self.physical[mine], self.rank), counts
+
+    @cached_property
+    def most_served(self) -> int:
+        """Choices that the most loaded rank serves."""
+        return int(self.placement.owners(self.physical).flatten().bincount(minlength=self.placement.ranks).max())
 
 
 @dataclass
@@ -126,10 +132,11 @@ class AssignedExperts:
         step = self.choices(padded, top_k, device)
         return self._kept(("gathered", padded, most, top_k, device), step, lambda: step.gathered(most))
 
-    def arriving(self) -> tuple[torch.Tensor, list[int]]:
-        """:attr:`StepChoices.arriving` of the choices that :meth:`own` was last asked for."""
+    @property
+    def step(self) -> StepChoices:
+        """The choices that :meth:`own` was last asked for."""
         assert self._step is not None
-        return self._step.arriving
+        return self._step
 
     def choices(self, padded: int, top_k: int, device: torch.device) -> StepChoices:
         """Of a step in which this rank has ``padded`` rows, padding counted."""
@@ -141,21 +148,26 @@ class AssignedExperts:
         last = self._step
         wanted = (tokens, rows, top_k, device)
         if last is None or (last.tokens, last.rows, last.physical.shape[1], last.physical.device) != wanted:
-            total, experts = sum(tokens), self._placement.experts
-            if self._loads is None:
-                logical = balanced_choices(total, top_k, experts, *self._limits, device)
-            else:
-                logical = weighted_choices(total, top_k, experts, self._loads, device)
-            self._step = StepChoices(self._placement.to_physical(logical), tokens, self._rank, self._placement, rows)
+            physical = stand_in(("choices", tokens, top_k), lambda: self._chosen(sum(tokens), top_k, device))
+            self._step = StepChoices(physical, tokens, self._rank, self._placement, rows)
         assert self._step is not None
         return self._step
+
+    def _chosen(self, tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
+        """Physical experts ``[tokens, top_k]``."""
+        experts = self._placement.experts
+        if self._loads is None:
+            logical = balanced_choices(tokens, top_k, experts, *self._limits, device)
+        else:
+            logical = weighted_choices(tokens, top_k, experts, self._loads, device)
+        return self._placement.to_physical(logical)
 
     def _kept(
         self, name: tuple[str, int, int, int, torch.device], step: StepChoices, make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None:
-            buffer = self._buffers[name] = _Buffer(make(), step)
+            buffer = self._buffers[name] = _Buffer(stand_in((*name, step.tokens), make), step)
         elif buffer.step is not step:
             buffer.values.copy_(make())
             buffer.step = step

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
-from dsa_engine.measure.stage_timer import EMULATION
-from dsa_engine.model.profile_stages import stage
+from dsa_engine.measure.emulation.stand_ins import stand_in
+from dsa_engine.parallel.all_to_all import Arrivals
 from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.expert_parallel import Arrivals, Dispatched, ExpertParallel
+from dsa_engine.parallel.dispatch import Arrived, Dispatch
+from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 
@@ -22,8 +25,7 @@ class AssignedExpertParallel(ExpertParallel):
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         count, k = experts.shape
-        with stage(EMULATION):
-            return self.assigned.own(count, k, experts.device)
+        return self.assigned.own(count, k, experts.device)
 
 
 class EmulatedExpertParallel(AssignedExpertParallel):
@@ -36,18 +38,59 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         weights: torch.Tensor,
         method: MoeDispatch,
         most_tokens: int,
-    ) -> Dispatched:
-        here = super().dispatch(tokens, experts, weights, method, most_tokens)
+        most_pairs: int = sys.maxsize,
+    ) -> Dispatch:
+        dispatch = super().dispatch(tokens, experts, weights, method, most_tokens, most_pairs)
         count, k = experts.shape
-        with stage(EMULATION):
-            if method == "all_gather":
-                arrived = self.assigned.gathered(count, most_tokens, k, experts.device)
-            else:
-                arrived, _ = self.assigned.arriving()
-        return here._replace(experts=arrived)
+        if method == "all_gather":
+            return _Assigned(dispatch, [self.assigned.gathered(count, most_tokens, k, experts.device)])
+        rounds, counted = dispatch.rounds, self.assigned.step.tokens
+        return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
 
-    def exchange_counts(self, sent: torch.Tensor) -> Arrivals:
-        made_up = super().exchange_counts(sent)
-        with stage(EMULATION):
-            choices, receive = self.assigned.arriving()
-            return Arrivals(made_up.send, receive, int((choices >= 0).sum()))
+    def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
+        (made_up, _), step = super().exchange_counts(sent), self.assigned.step
+
+        def make() -> tuple[Arrivals, int]:
+            choices, receive = step.arriving
+            return Arrivals(made_up.send, receive, int((choices >= 0).sum())), step.most_served
+
+        return stand_in(("counts", step.tokens), make)
+
+    def exchange_rounds(self, sent: torch.Tensor) -> list[Arrivals]:
+        made_up = super().exchange_rounds(sent)
+
+        def make() -> list[Arrivals]:
+            choices, receive = self._arriving(len(made_up))
+            return [
+                Arrivals(one.send, counts, int((here >= 0).sum()))
+                for one, here, counts in zip(made_up, choices, receive, strict=True)
+            ]
+
+        return stand_in(("counts of rounds", len(made_up), self.assigned.step.tokens), make)
+
+    def _arriving(self, rounds: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """The choices ``[R, k]`` of the tokens that come in each round, and how many come from each rank: what comes
+        from a rank is cut evenly."""
+        choices, receive = self.assigned.step.arriving
+        if rounds == 1:
+            return [choices], [receive]
+        parts = [part.tensor_split(rounds) for part in choices.split(receive)]
+        by_round = [[part[number] for part in parts] for number in range(rounds)]
+        return [torch.cat(one) for one in by_round], [[len(part) for part in one] for one in by_round]
+
+
+class _Assigned(Dispatch):
+    """A dispatch whose arriving tokens have other choices, ``experts`` of each round."""
+
+    def __init__(self, dispatch: Dispatch, experts: list[torch.Tensor]):
+        self.rounds = dispatch.rounds
+        self._dispatch, self._experts = dispatch, experts
+
+    def arrive(self, number: int) -> Arrived:
+        return self._dispatch.arrive(number)._replace(experts=self._experts[number])
+
+    def give_back(self, number: int, sums: torch.Tensor) -> None:
+        self._dispatch.give_back(number, sums)
+
+    def combine(self) -> torch.Tensor:
+        return self._dispatch.combine()

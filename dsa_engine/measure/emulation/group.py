@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsa_engine.measure.stage_timer import EMULATION
-from dsa_engine.model.profile_stages import stage
+from dsa_engine.measure.emulation.stand_ins import stand_in
 from dsa_engine.parallel.group import Group
 
 # Types whose copies can be told apart by a factor.
@@ -39,17 +38,23 @@ class EmulatedGroup(Group):
         return self.size == 1
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with stage(EMULATION):
-            if rows.dtype in _SCALED:
-                gathered = (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
-            else:
-                gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
-            if rows.dtype == torch.uint8 and self.scale_at is not None and self.scale_at < rows.shape[1]:
-                scales = gathered[:, self.scale_at : self.scale_at + 4].view(torch.float32)
-                scales.view(self.size, -1).mul_(self._factors_for(scales)[:, None])
-            if rows.dtype == torch.int64:
-                gathered.clamp_(min=0)  # below 0 are codes of errors; what is made up here is none, and no token id
+        gathered = self._stand_in("all_gather", rows, lambda: self._gathered(rows))
         return lambda: gathered
+
+    def _stand_in(self, kind: str, rows: torch.Tensor, make: Callable[[], torch.Tensor], *more: int) -> torch.Tensor:
+        return stand_in((kind, self.size, rows.shape, rows.dtype, *more), make, collective=True)
+
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.dtype in _SCALED:
+            gathered = (self._factors_for(rows).view(-1, *[1] * rows.dim()) * rows).flatten(0, 1)
+        else:
+            gathered = rows.repeat(self.size, *[1] * (rows.dim() - 1))
+        if rows.dtype == torch.uint8 and self.scale_at is not None and self.scale_at < rows.shape[1]:
+            scales = gathered[:, self.scale_at : self.scale_at + 4].view(torch.float32)
+            scales.view(self.size, -1).mul_(self._factors_for(scales)[:, None])
+        if rows.dtype == torch.int64:
+            gathered.clamp_(min=0)  # below 0 are codes of errors; what is made up here is none, and no token id
+        return gathered
 
     def _factors_for(self, rows: torch.Tensor) -> torch.Tensor:
         """``[size]``, 1 for this rank. Equal rows would make equal scores, and to select among ties is other work."""
@@ -60,19 +65,21 @@ class EmulatedGroup(Group):
         return self._factors[key]
 
     def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
-        with stage(EMULATION):
-            part = rows.chunk(self.size)[self.index]
-            # A row of zeros is one to which only other ranks add (an embedding); to work on zeros would be cheaper.
-            return torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
+        part = rows.chunk(self.size)[self.index]
+        # A row of zeros is one to which only other ranks add (an embedding); to work on zeros would be cheaper.
+        return self._stand_in(
+            "reduce_scatter", rows, lambda: torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
+        )
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
-        with stage(EMULATION):
-            if receive is None:
-                return rows.clone()
-            count = sum(receive)
+        count = rows.shape[0] if receive is None else sum(receive)
+
+        def make() -> torch.Tensor:
             if rows.shape[0] == 0:
                 return rows.new_zeros(count, *rows.shape[1:])
             return rows[torch.arange(count, device=rows.device) % rows.shape[0]]
+
+        return self._stand_in("all_to_all", rows, make, count)
 
     def _send(self, rows: torch.Tensor, to: int) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,8 @@ class EmulatedMesh(Mesh):
 
     Attributes:
         assigned: which experts the tokens of all ranks choose; empty where this rank is the only one.
+        stand_in_seconds: how long it takes to stand in for the other ranks, of every kind of pass that was watched.
+        static_step: whether the step that runs is one that an engine with CUDA graphs would replay.
     """
 
     config: EmulatedConfig
@@ -31,6 +34,8 @@ class EmulatedMesh(Mesh):
     def __init__(self, config: EmulatedConfig, device: torch.device):
         super().__init__(config, config.emulate_rank, config.emulate_world, device)
         self.assigned: list[AssignedExperts] = []
+        self.stand_in_seconds: dict[Hashable, float] = {}
+        self.static_step = False
         self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
     def meet(self, wait_s: float) -> None:
@@ -53,6 +58,7 @@ class EmulatedMesh(Mesh):
 
     def begin_step(self, step: StepPlan) -> None:
         """Says how many tokens each rank has in the step that runs next."""
+        self.static_step = step.decodes and self.static_decode
         for assigned in self.assigned:
             assigned.begin_step([rank.num_tokens for rank in step.ranks], _padded_rows(step))
 

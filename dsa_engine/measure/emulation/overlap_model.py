@@ -14,6 +14,7 @@ from typing import Any
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.stand_ins import StandIns
 from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
 from dsa_engine.parallel.collective_log import CollectiveLog
 
@@ -93,14 +94,11 @@ class Pass:
     timer: StageTimer
     log: CollectiveLog | None
     machines: Sequence[int]
+    stand_ins: float = 0.0  # seconds that it takes to stand in for the other ranks, run alone
 
     def stage_seconds(self) -> dict[str, float]:
         """Of the rank's own work."""
         return {name: s for name, s in self.timer.seconds().items() if name != EMULATION}
-
-    def emulation_seconds(self) -> float:
-        """Spent on standing in for the other ranks: no part of the rank's work."""
-        return self.timer.seconds().get(EMULATION, 0.0)
 
     def communication(self, links: Links) -> Communication:
         if self.log is None:
@@ -113,15 +111,24 @@ def watched(engine: Engine) -> Iterator[Pass]:
     """Times the stages of what runs inside and, of an emulated rank, writes down its collectives."""
     timer = StageTimer(engine.mesh.device)
     mesh = engine.mesh
-    log = CollectiveLog(timer.clock.mark, current_stage) if isinstance(mesh, EmulatedMesh) else None
+    log, stand_ins = None, StandIns()
+    if isinstance(mesh, EmulatedMesh):
+        log, mesh.static_step = CollectiveLog(timer.clock.mark, current_stage), False
     for group in mesh.groups:
         group.log = log
     try:
-        with timer:
-            yield Pass(timer, log, mesh.machines)
+        one = Pass(timer, log, mesh.machines)
+        with timer, stand_ins.noting():
+            yield one
     finally:
         for group in mesh.groups:
             group.log = None
+    if isinstance(mesh, EmulatedMesh):
+        stand_ins.in_graph = mesh.static_step and engine.graphs is not None
+        # At once: what they work on is held no longer than needed.
+        if stand_ins.work not in mesh.stand_in_seconds:
+            mesh.stand_in_seconds[stand_ins.work] = stand_ins.seconds(mesh.device)
+        one.stand_ins = mesh.stand_in_seconds[stand_ins.work]
 
 
 def _add(into: dict[str, float], name: str, seconds: float) -> None:

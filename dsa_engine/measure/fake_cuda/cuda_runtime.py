@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from dsa_engine.measure.fake_cuda.events import Capture, Launch
+from dsa_engine.measure.fake_cuda.events import Launch
 
 if TYPE_CHECKING:
     from dsa_engine.measure.fake_cuda.device import FakeDevice
@@ -61,14 +61,11 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
             if device.stream == 0:
                 raise RuntimeError("CUDA captures no graph on the default stream")
-            self._pool, self._before = pool, len(device.launches)
-            device.capturing = True
+            self._pool = pool
+            device.begin_capture()
 
         def capture_end(self) -> None:
-            device.capturing = False
-            held = device.launches[self._before :]
-            del device.launches[self._before :]
-            device.captures.append(Capture(device.stream, self._pool, held, device.stream in device.streams_used))
+            device.end_capture(self._pool)
 
         def replay(self) -> None:
             device.launch(Launch("graph", "replay"))

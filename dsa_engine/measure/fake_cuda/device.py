@@ -70,9 +70,11 @@ class FakeDevice:
         launches: what was given to the device, in order; of PyTorch's operations one each, whatever it launches inside.
         waits: where the host would have waited for the device: operation and line of code.
         live, peak: bytes of the tensors that live now, and the most that have lived at once.
-        reserved: bytes that PyTorch's allocator keeps: what has lived at once since it was last emptied.
+        kept: bytes that PyTorch's allocator keeps: what has lived at once since it was last emptied.
+        pools: bytes of each pool of CUDA graphs: what has lived at once in one of its captures.
         outside: bytes in use outside of this allocator: other programs, NCCL.
         emptied: how often the allocator has been emptied.
+        connected: collectives that have run, and among how many ranks.
         stream, streams_used: the current one, and all that something was launched on; 0 is the default one.
         capturing: whether a CUDA graph is being captured, when no wait is allowed.
         captures: the graphs captured so far.
@@ -85,7 +87,9 @@ class FakeDevice:
         self.memory = memory
         self.launches: list[Launch] = []
         self.waits: list[str] = []
-        self.live = self.peak = self.reserved = self.outside = self.emptied = 0
+        self.live = self.peak = self.kept = self.outside = self.emptied = 0
+        self.pools: dict[tuple[int, int] | None, int] = {}
+        self.connected: set[tuple[str, int]] = set()
         self.stream = 0
         self.streams_used: set[int] = set()
         self.capturing = False
@@ -132,10 +136,28 @@ class FakeDevice:
         if not self.capturing:
             self.streams_used.add(self.stream)
 
+    @property
+    def reserved(self) -> int:
+        """Bytes that PyTorch has of the device."""
+        return self.kept + sum(self.pools.values())
+
+    def begin_capture(self) -> None:
+        """A CUDA graph is captured from now on."""
+        self.capturing, self._captured_from, self._captured_peak = True, self.live, self.live
+        self._captured_after = len(self.launches)
+
+    def end_capture(self, pool: tuple[int, int] | None) -> None:
+        """Takes what was launched meanwhile for a graph, and its memory for the graph's pool."""
+        self.capturing = False
+        held = self.launches[self._captured_after :]
+        del self.launches[self._captured_after :]
+        self.captures.append(Capture(self.stream, pool, held, self.stream in self.streams_used))
+        self.pools[pool] = max(self.pools.get(pool, 0), self._captured_peak - self._captured_from)
+
     def empty_cache(self) -> None:
         """Gives back what the allocator keeps and nobody uses."""
         self.emptied += 1
-        self.reserved = self.live
+        self.kept = self.live
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
@@ -235,7 +257,10 @@ class FakeDevice:
         self._storages[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
-        self.reserved = max(self.reserved, self.live)
+        if self.capturing:
+            self._captured_peak = max(self._captured_peak, self.live)
+        else:
+            self.kept = max(self.kept, self.live)
 
     def _pin(self, values: torch.Tensor) -> torch.Tensor:
         pinned = values.clone()

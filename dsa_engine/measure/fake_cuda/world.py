@@ -10,10 +10,14 @@ import torch
 from dsa_engine.measure.fake_cuda.device import FakeDevice
 from dsa_engine.measure.fake_cuda.events import Launch
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.parallel.expert_parallel import Arrivals, ExpertParallel
+from dsa_engine.parallel.all_to_all import Arrivals
+from dsa_engine.parallel.expert_parallel import ExpertParallel
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.mesh import choose_device
 from dsa_engine.parallel.placement import ExpertPlacement
+
+# Made up: what a library takes for the links of a collective when it first runs.
+LINK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ class FakeGroup(Group):
         assert self.device is not None
         if like.is_cuda:
             self.device.launch(Launch("collective", name))
+            if (name, self.size) not in self.device.connected:
+                self.device.connected.add((name, self.size))
+                self.device.outside += LINK_BYTES
         return like.new_empty(*shape)
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -88,12 +95,24 @@ class FakeExpertParallel(ExpertParallel):
 
     skew = 1.0
 
-    def exchange_counts(self, sent: torch.Tensor) -> Arrivals:
+    def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
         super().exchange_counts(sent)
         total, size = self.choices, self.group.size
-        send = [total // size] * size
-        return Arrivals(send, [int(self.skew * n) for n in send], int(self.skew * total))
+        each = [total // size] * size
+        served = int(self.skew * total)
+        return Arrivals(each, [int(self.skew * n) for n in each], served), served
+
+    def exchange_rounds(self, sent: torch.Tensor) -> list[Arrivals]:
+        super().exchange_rounds(sent)
+        rounds, size = sent.shape[:2]
+        total = self.choices // size * size
+        send, receive = _even(total, rounds), _even(int(self.skew * total), rounds)
+        return [Arrivals(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         self.choices = experts.numel()
         return super().to_physical(experts)
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]

@@ -1,0 +1,51 @@
+"""Which decode steps are captured as CUDA graphs before the first request comes; others when they first occur."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dsa_engine.engine.batch import next_power_of_2
+from dsa_engine.engine.decode_graphs import FEWEST_TOKENS
+from dsa_engine.engine.made_up_steps import decode_step
+from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+
+
+def likely_buckets(mesh: Mesh, options: EngineOptions, max_model_len: int, num_drafts: int) -> list[tuple[int, int]]:
+    """Requests of a rank and context of the steps that are captured at the start, the largest first, so that smaller
+    ones find their memory.
+
+    By default one request of any length, and any number of requests, divided evenly over the ranks, of the shortest;
+    with ``cudagraph_capture_sizes`` these numbers of requests, of any length.
+    """
+    longest = next_power_of_2(max(FEWEST_TOKENS, max_model_len))
+    contexts = [FEWEST_TOKENS << i for i in range(longest.bit_length()) if FEWEST_TOKENS << i <= longest]
+    # What is drafted has to fit too.
+    contexts = [context for context in contexts if min(context, max_model_len) > 2 * num_drafts]
+    sizes = options.cudagraph_capture_sizes
+    if sizes is not None:
+        buckets = {(next_power_of_2(size), context) for size in sizes for context in contexts}
+    else:
+        most = next_power_of_2(-(-options.max_num_seqs // mesh.world_size))
+        buckets = {(1, context) for context in contexts}
+        buckets |= {(1 << i, contexts[0]) for i in range(most.bit_length()) if contexts}
+    return sorted(buckets, reverse=True)
+
+
+def capture_likely(
+    runner: ModelRunner,
+    mesh: Mesh,
+    options: EngineOptions,
+    max_model_len: int,
+    progress: Callable[[int, str, str], Any],
+) -> None:
+    """Runs a made-up step of each of :func:`likely_buckets`, which captures its graphs; every rank calls it."""
+    buckets = likely_buckets(mesh, options, max_model_len, runner.num_drafts)
+    with progress(len(buckets), "graphs", "capturing") as bar:
+        for requests, context in buckets:
+            tokens = min(context, max_model_len)
+            chunks = decode_step(mesh, options.page_size, requests, tokens, runner.num_drafts, greedy=True)
+            runner.launch(runner.plan(chunks)).read()
+            bar.update(1)

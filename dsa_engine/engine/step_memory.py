@@ -1,0 +1,88 @@
+"""What steps take beside weights and caches: the largest ones are run before there are caches, and the bytes counted.
+
+Then NCCL has its buffers, as every collective has run once, cuBLAS has its workspaces and kernels are loaded; so what
+is free afterwards is free for good. Routing is forced to be even, which fills an all-to-all's round to its bound
+(`parallel/all_to_all.py`): other routing takes more rounds, not more memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_engine.engine.capture import likely_buckets
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.made_up_steps import decode_step, prefill_steps
+from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
+from dsa_engine.engine.request import Chunk
+from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.cache_format import CacheFormat
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.model import Model
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+
+# What a captured graph takes outside of PyTorch's memory and in buffers of its own. Assumed, not measured: a kernel in
+# a graph takes some KB, and V3.2 has about 2,700 of them in a decode step.
+GRAPH_BYTES = 32 << 20
+
+
+def step_bytes(
+    model: Model,
+    config: ModelConfig,
+    mesh: Mesh,
+    stored: CacheFormat,
+    options: EngineOptions,
+    max_model_len: int,
+    relaxed: RelaxedAcceptance | None,
+    graphs: bool,
+) -> int:
+    """Bytes on the device that any step takes beside weights and caches, graphs included; every rank calls it.
+
+    Args:
+        graphs: whether decode steps will be captured.
+
+    Raises:
+        CapacityError: the largest steps do not fit beside the weights.
+    """
+    drafts = options.speculation.num_speculative_tokens if options.speculation else 0
+    cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
+    padded = DecodeGraphs(model, cache, config, mesh, capture=False) if graphs else None
+    runner = ModelRunner(model, cache, config, mesh, options.seed, padded, relaxed=relaxed)
+    runner.num_drafts = drafts
+    tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
+    steps = prefill_steps(mesh, page_size, tokens, max_model_len, options.max_num_seqs)
+    try:
+        with mesh.even_routing():
+            prefill = max(_peak(mesh, runner, chunks) for chunks in steps)
+            decode = _peak(mesh, runner, decode_step(mesh, page_size, options.max_num_seqs, max_model_len, drafts))
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
+            "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
+        ) from error
+    most = max(prefill + returned_bytes(config, mesh, options.max_num_batched_tokens, runner), decode)
+    if not graphs:
+        return most
+    # The graphs' own pool, and what stays of the warm-up on their stream.
+    count = len(likely_buckets(mesh, options, max_model_len, drafts))
+    return most + 2 * decode + count * GRAPH_BYTES
+
+
+def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, runner: ModelRunner) -> int:
+    """What has come back from the experts in the earlier rounds of an all-to-all, at most: even routing has one."""
+    if mesh.world_size == 1 or mesh.config.moe_dispatch != "all_to_all" or "sparse" not in config.mlp_layer_types:
+        return 0
+    rows = tokens * min(mesh.world_size, config.num_experts_per_tok)
+    return rows * config.hidden_size * runner.dtype.itemsize
+
+
+def _peak(mesh: Mesh, runner: ModelRunner, chunks: list[Chunk]) -> int:
+    device = mesh.device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.launch(runner.plan(chunks)).read()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

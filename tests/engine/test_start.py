@@ -1,0 +1,106 @@
+"""What an engine does before the first request, on a device that is not there: the largest steps run, caches take what
+they leave, and graphs are captured; and no step takes more than was set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.engine.capture import likely_buckets
+from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure.fake_cuda import FakeDevice
+from dsa_engine.options import EngineOptions
+from dsa_engine.sampling_params import SamplingParams
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+]
+MEMORY, UTILIZATION = 22 * 10**9, 0.9  # little, so that the caches take all of it
+SIZES: dict[str, Any] = {
+    "max_model_len": 32_768,
+    "max_num_batched_tokens": 1024,
+    "workspace": "64MiB",
+    "max_num_seqs": 128,
+}
+SIZES |= {"hf_overrides": {"num_hidden_layers": 2, "first_k_dense_replace": 1}}
+SIZES |= {"gpu_memory_utilization": UTILIZATION, "cache_memory": None}
+
+SMALL = {"max_model_len": 9000, "max_num_seqs": 6, "hf_overrides": {"num_hidden_layers": 1}}
+
+
+def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) -> None:
+    """Of 64 ranks, with balanced routing and with 8 times the tokens on this one."""
+    for skew in (1.0, 8.0):
+        with FakeDevice(memory=MEMORY) as device:
+            engine = fake_engine(device, "deepseek_v32", 64, {"skew": skew}, **SIZES, cudagraph_capture_sizes=[2])
+            assert len(device.captures) == 4, "contexts from 4,096 to 32,768"
+            assert {name for name, _ in device.connected} == {"all_gather", "all_to_all", "reduce_scatter"}
+            connected, fixed = len(device.connected), device.live + device.outside
+            # Weights, caches, what lies outside of PyTorch, and steps: all that may be used, but for a page.
+            assert abs(fixed + engine.step_bytes - UTILIZATION * MEMORY) < 1 << 20
+            assert device.reserved + device.outside < UTILIZATION * MEMORY
+            params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=4)
+            request = engine.add([5] * 32_000, params)
+            while not request.output:
+                engine.step()
+            engine.finish(request, "abort")
+            for _ in range(128):
+                engine.add_filled(2000, params)
+            for _ in range(3):
+                engine.step()
+            used = device.reserved + device.outside
+            print(f"skew {skew}: {engine.step_bytes:,} set aside, {used - fixed:,} used")
+            assert device.reserved + device.outside <= UTILIZATION * MEMORY
+            assert len(device.connected) == connected, "every collective had run"
+            assert len(device.captures) == 4, "two requests a rank were captured at the start"
+
+
+def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> None:
+    with FakeDevice(memory=8 * 10**9) as device, pytest.raises(CapacityError, match="smaller max_num_batched_tokens"):
+        fake_engine(device, "deepseek_v32", 64, **SIZES)
+
+
+def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
+    """One stream and one pool for all graphs of an engine, of its own; nothing that the other keeps is freed."""
+    with FakeDevice() as device:
+        seen = []
+        for sizes in (None, [1, 3], []):
+            before = len(device.captures)
+            engine = fake_engine(device, "deepseek_v32", 1, **SMALL, cudagraph_capture_sizes=sizes)
+            seen.append(device.captures[before:])
+            assert engine.step_bytes is None and not engine.scheduler.has_work
+        # One request: up to 4,096, 8,192 and 16,384 tokens; up to 4,096: also 2, 4, 8. Then 1 and 4 requests each.
+        assert [len(captures) for captures in seen] == [6, 6, 0]
+        engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
+        engine.step()
+        assert len(device.captures) == 13, "when it first occurs"
+        for captures in seen[:2]:
+            assert all(capture.warmed_up and capture.launches for capture in captures)
+            assert len({capture.stream for capture in captures}) == len({capture.pool for capture in captures}) == 1
+        streams, pools = ({getattr(c, what) for c in device.captures} for what in ("stream", "pool"))
+        assert len(streams) == len(pools) == 3 and None not in pools and 0 not in streams
+        assert device.emptied == 0
+
+
+@pytest.mark.parametrize("given", [[0], ["1"], 4, [True], [-2]])
+def test_capture_sizes_that_are_none(given: Any) -> None:
+    with pytest.raises(
+        ValueError, match="cudagraph_capture_sizes must be a list of numbers of requests, each 1 or more"
+    ):
+        EngineOptions("demo", cudagraph_capture_sizes=given)
+
+
+def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any]) -> None:
+    with FakeDevice() as device:
+        drafts = {"speculative_config": {"num_speculative_tokens": 2}}
+        engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
+        assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 16384), (1, 8192), (1, 4096)]
+        buckets = {bucket for bucket in engine.graphs._graphs if hasattr(bucket, "context")}
+        assert {(b.requests, b.rows_per_request, b.context) for b in buckets} == {
+            (1, 3, n) for n in (4096, 8192, 16384)
+        }

@@ -1,0 +1,154 @@
+"""Rounds of an all-to-all: what each rank serves in one is bounded, and every token comes back to its place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsa_engine.kernels.permute import combine
+from dsa_engine.parallel.all_to_all import Sendings, in_rounds, rounds_needed
+from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.placement import ExpertPlacement
+
+
+def owners_of(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
+    """Random ranks, a part of them all the same one, and nobody now and then."""
+    generator = torch.Generator().manual_seed(seed)
+    owners = torch.randint(0, size + 1, (tokens, k), generator=generator)
+    return owners.masked_fill_(torch.rand(tokens, k, generator=generator) < hot, seed % size)
+
+
+@given(
+    st.integers(0, 60), st.integers(1, 4), st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 300),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_no_rank_serves_more_than_the_bound(
+    tokens: int, k: int, size: int, hot: float, most_pairs: int, seed: int
+) -> None:
+    """All ranks of a world, each with its own tokens."""
+    all_owners = [owners_of(tokens, k, size, hot, seed + rank) for rank in range(size)]
+    sendings = [Sendings.of(owners, size) for owners in all_owners]
+    served = sum(one.counts[:, 1] for one in sendings)
+    for rank in range(size):
+        assert served[rank] == sum(int((owners == rank).sum()) for owners in all_owners)
+    rounds = rounds_needed(int(served.max()), most_pairs, size, k)
+    assert rounds == 1 or int(served.max()) > most_pairs
+    total = 0
+    for owners, one in zip(all_owners, sendings, strict=True):
+        rows = int(one.counts[:, 0].sum())
+        source, places, counts = in_rounds(one, rows, rounds)
+        assert torch.equal(counts.sum(dim=0), one.counts) and len(source) == rows
+        total = total + counts[..., 1]
+        first = 0
+        for of_round in counts[:, :, 0].tolist():  # rank after rank, each token once, in order
+            for rank, n in enumerate(of_round):
+                sent = source[first : first + n]
+                assert sent.tolist() == sorted(set(sent.tolist()))
+                assert bool((owners[sent.long()] == rank).any(dim=1).all())
+                first += n
+        # A row says which token it is, so each token gets itself back as often as ranks serve it.
+        own = torch.arange(1.0, tokens + 1)[source.long()][:, None]
+        ranks = torch.tensor([len(set(row) - {size}) for row in owners.tolist()], dtype=torch.float32)
+        assert torch.equal(combine(own, places)[:, 0], torch.arange(1.0, tokens + 1) * ranks)
+    assert int(total.max()) <= max(most_pairs, size * (k + 1))
+
+
+@pytest.mark.parametrize(
+    ("most", "most_pairs", "rounds"), [(0, 8, 1), (65536, 65536, 1), (65537, 65536, 2), (3 * 65536, 65536, 4)]
+)
+def test_rounds(most: int, most_pairs: int, rounds: int) -> None:
+    """Of 64 ranks and 8 experts a token: a round may have 8 choices of each rank more than its part."""
+    assert rounds_needed(most, most_pairs, 64, 8) == rounds
+
+
+@dataclass
+class Room:
+    """Where ranks that are threads lay what they send."""
+
+    size: int
+    rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of every rank, to each
+
+    def __post_init__(self) -> None:
+        self.barrier = Barrier(self.size)
+
+    def swap(self, index: int, parts: list[torch.Tensor]) -> torch.Tensor:
+        self.rows[index] = parts
+        self.barrier.wait(60)
+        arrived = torch.cat([self.rows[rank][index] for rank in range(self.size)])
+        self.barrier.wait(60)
+        return arrived
+
+
+@dataclass
+class ThreadGroup(Group):
+    room: Room = field(default_factory=lambda: Room(1))
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
+        arrived = self.room.swap(self.index, list(rows.split(send or [len(rows) // self.size] * self.size)))
+        assert receive is None or len(arrived) == sum(receive)
+        return arrived
+
+    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        gathered = self.room.swap(self.index, [rows] * self.size)
+        return lambda: gathered
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype) -> None:
+    """Three ranks with different numbers of tokens, most of which want the same rank; experts that only scale."""
+    size, k, hidden = 3, 4, 5
+    placement = ExpertPlacement.contiguous(10, size, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    counts = (40, 0, 7)
+    tokens = [torch.randn(n, hidden, generator=generator).to(dtype) for n in counts]
+    experts = [
+        torch.stack([torch.randperm(10, generator=generator)[:k] for _ in range(n)] or [torch.zeros(k)]) for n in counts
+    ]
+    chosen = [
+        (one[:n] // torch.randint(1, 3, (n, 1), generator=generator)).int()
+        for one, n in zip(experts, counts, strict=True)
+    ]
+    weights = [torch.rand(n, k, generator=generator) for n in counts]
+
+    def run(most_pairs: int) -> tuple[list[torch.Tensor], set[int], int]:
+        room, rounds, largest = Room(size), set(), []
+
+        def rank(index: int) -> torch.Tensor:
+            parallel = ExpertParallel(ThreadGroup(tuple(range(size)), index, None, room=room), placement)
+            dispatch = parallel.dispatch(
+                tokens[index], chosen[index], weights[index], "all_to_all", max(counts), most_pairs
+            )
+            rounds.add(dispatch.rounds)
+            for number in range(dispatch.rounds):
+                here = dispatch.arrive(number)
+                largest.append(here.served)
+                assert here.served == int((here.experts >= 0).sum())
+                scale = (here.weights * (here.experts + 1)).where(here.experts >= 0, 0.0).sum(dim=1)
+                dispatch.give_back(number, (here.tokens.float() * scale[:, None]).to(dtype))
+            return dispatch.combine()
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(rank, range(size))), rounds, max(largest)
+
+    once, rounds, most = run(sys.maxsize)
+    assert rounds == {1} and most > 50
+    for one, own in zip(once, tokens, strict=True):
+        assert one.shape == own.shape and one.dtype == dtype
+    for bound in (most, most - 1, 30, 1):
+        again, rounds, largest = run(bound)
+        assert len(rounds) == 1 and (rounds == {1}) == (bound == most)
+        assert largest <= max(bound, size * (k + 1))
+        assert all(map(torch.equal, again, once)), bound

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsa_engine.engine.batch import next_power_of_2
 from dsa_engine.engine.decode_graphs import FEWEST_TOKENS
 from dsa_engine.engine.made_up_steps import decode_step
 from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 

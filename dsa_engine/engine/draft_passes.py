@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsa_engine.engine.batch import Bucket
+from dsa_engine.engine.step_plan import Bucket
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.model.forward_batch import ForwardBatch

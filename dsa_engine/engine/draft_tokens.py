@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.model import Model
 from dsa_engine.parallel import Mesh

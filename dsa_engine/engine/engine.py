@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
-from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.capture import capture_likely
 from dsa_engine.engine.new_request import new_request
 from dsa_engine.engine.prefill_alone import chunks_alone
@@ -30,6 +29,7 @@ from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.request_checks import check_prompt
 from dsa_engine.engine.sampler import Sampled, Samples
 from dsa_engine.engine.start import progress_of, start
+from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.interrupts import interruptible, uninterrupted
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.options import EngineOptions

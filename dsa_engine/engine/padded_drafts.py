@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.engine.batch import Bucket, StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import BucketRows, DraftPasses
 from dsa_engine.engine.request import Request
+from dsa_engine.engine.step_plan import Bucket, StepPlan
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import StepPlan, build_batch
+from dsa_engine.engine.batch import build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
@@ -16,6 +16,7 @@ from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
 from dsa_engine.engine.speculation import Drafter
 from dsa_engine.engine.speculative_step import Kind
+from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch

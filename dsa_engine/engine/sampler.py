@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import RankPlan, StepPlan
 from dsa_engine.engine.logit_terms import LogitTerms, Wanted
 from dsa_engine.engine.outcome import Outcome, Verified
 from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import LastRows, Request, SampledToken
 from dsa_engine.engine.sample_logits import log_probabilities, ranked, sample
+from dsa_engine.engine.step_plan import RankPlan, StepPlan
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.outputs import Logprobs

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import StepPlan, build_batch, known_ids, plans_of
+from dsa_engine.engine.batch import build_batch, known_ids
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import DraftPasses
 from dsa_engine.engine.draft_tokens import most_likely, places_of, ranks_of
@@ -40,6 +40,7 @@ from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import seed_key
 from dsa_engine.engine.sampler import Samples, seed_of
 from dsa_engine.engine.speculative_step import Assume, Kind, SpeculativeSteps
+from dsa_engine.engine.step_plan import StepPlan, plans_of
 from dsa_engine.engine.vanilla_drafts import MakePlan, VanillaDrafts
 from dsa_engine.engine.vanilla_passes import PaddedVanillaDrafts, VanillaPasses
 from dsa_engine.kernels.transfer import download, upload

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import Bucket, StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import BucketRows, DraftPasses
 from dsa_engine.engine.draft_tokens import places_of
@@ -33,6 +32,7 @@ from dsa_engine.engine.penalty_counts import PenaltyCounts, with_drafts
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
+from dsa_engine.engine.step_plan import Bucket, StepPlan
 from dsa_engine.engine.vanilla_passes import KeptRows, VanillaPasses
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.kv_cache import KVCache

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from dsa_engine.engine.batch import StepPlan, build_batch
+from dsa_engine.engine.batch import build_batch
 from dsa_engine.engine.pages import pages_for
 from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache

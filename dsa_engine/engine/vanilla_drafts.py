@@ -20,10 +20,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import RankPlan, StepPlan, build_batch, known_ids, plans_of
+from dsa_engine.engine.batch import build_batch, known_ids
 from dsa_engine.engine.draft_tokens import most_likely, of_all_ranks, ranks_of
 from dsa_engine.engine.request import Chunk, LastRows, Request
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.step_plan import RankPlan, StepPlan, plans_of
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache

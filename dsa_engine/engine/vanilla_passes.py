@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsa_engine.engine.batch import Bucket, StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.draft_passes import BucketRows
 from dsa_engine.engine.request import Chunk, LastRows, Request
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.step_plan import Bucket, StepPlan
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.engine.batch import StepPlan
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled
+from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.batch import Bucket
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.speculative_step import Kind
+from dsa_engine.engine.step_plan import Bucket
 from dsa_engine.kernels.launch import INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED

@@ -1,0 +1,212 @@
+"""Which rank computes which rows of a step, and for which of them logits.
+
+Every rank derives the same :class:`StepPlan` from the same chunks, so that all know how many rows and logits each has,
+and nothing has to be asked. A decode step may be padded to a bucket: its plan then names the rows of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.kernels.integers import next_power_of_2
+from dsa_engine.kernels.paged import slots_of
+from dsa_engine.kernels.segment import Segment
+from dsa_engine.model.block_tables import BlockTables
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.parallel.context_parallel import split_sequence
+from dsa_engine.parallel.group import Group
+
+
+def mha_min_queries(config: ModelConfig) -> float:
+    """From how many queries on the MHA form is cheaper than dense MQA.
+
+    Counted per head in multiply-adds: expansion costs ``r·(nope+v)`` a key once, and saves
+    ``(2r + rope) − (nope + rope + v)`` a query-key pair (r: the latent's rank).
+    """
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    expanded = config.qk_nope_head_dim + rope + config.v_head_dim
+    saved = 2 * rank + rope - expanded
+    return rank * (expanded - rope) / saved if saved > 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The static shape that a decode step is padded to: every request has the same number of rows."""
+
+    requests: int
+    rows_per_request: int
+    context: int  # most tokens that a row may see
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.rows_per_request
+
+
+@dataclass
+class RankPlan:
+    """What one rank computes in a step: the rows of its segments.
+
+    The segments of each form of attention (see :class:`~dsa_engine.model.forward_batch.ForwardBatch`) lie one after
+    the other. In a padded step there is one form, and rows of no segment are padding.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)  # a segment's ``sequence`` counts in these
+    mha: list[Segment] = field(default_factory=list)
+    dense_mqa: list[Segment] = field(default_factory=list)
+    sparse_mqa: list[Segment] = field(default_factory=list)
+    # (row, request) whose logits are wanted; a request's rows one after the other, in order of position
+    logits_rows: list[tuple[int, Request]] = field(default_factory=list)
+    rows: int = 0  # with padding
+
+    @property
+    def segments(self) -> list[Segment]:
+        return self.mha + self.dense_mqa + self.sparse_mqa
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows without padding."""
+        return sum(s.length for s in self.segments)
+
+    def token_ids(self, rows: int) -> list[int]:
+        """Of the rows, and zeros for padding up to ``rows``; as :meth:`Request.tokens`, for ``batch.known_ids``."""
+        ids = [0] * rows
+        for s in self.segments:
+            ids[s.row : s.row + s.length] = self.chunks[s.sequence].request.tokens(s.start, s.length)
+        return ids
+
+    def next_token_ids(self, rows: int, sampled: Mapping[Request, range], ahead: int = 1) -> list[int]:
+        """The tokens ``ahead`` positions behind those of :meth:`token_ids`: what an MTP module's rows embed.
+
+        ``sampled``: where the tokens behind the known ones will lie, as codes of :func:`known_ids`: those that this
+        step samples, and perhaps more. Before, a request's drafts stand for nothing. 0 where there is none.
+        """
+        ids = [0] * rows
+        for s in self.segments:
+            request, first = self.chunks[s.sequence].request, s.start + ahead
+            known = max(0, min(s.length, len(request) - first))
+            skipped = max(0, first - len(request))
+            new = sampled.get(request, range(0))[skipped : skipped + s.length - known]
+            values = request.tokens(first, known) + [-1 - index for index in new]
+            ids[s.row : s.row + len(values)] = values
+        return ids
+
+    @cached_property
+    def _by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ``[rows]`` each: position, −1 of padding, and the chunk that the row belongs to."""
+        numbers = torch.tensor([(s.row, s.start, s.sequence, s.length) for s in self.segments], dtype=torch.int64)
+        first, start, sequence, length = numbers.view(-1, 4).unbind(1)
+        within = torch.arange(self.num_tokens) - (length.cumsum(0) - length).repeat_interleave(length)
+        rows = first.repeat_interleave(length) + within
+        positions = torch.full((self.rows,), -1, dtype=torch.int64)
+        positions[rows] = start.repeat_interleave(length) + within
+        sequences = torch.zeros(self.rows, dtype=torch.int64)
+        sequences[rows] = sequence.repeat_interleave(length)
+        return positions, sequences
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[rows]``, −1 of padding."""
+        return self._by_row[0]
+
+    @property
+    def rows_with_logits(self) -> torch.Tensor:
+        """int64 ``[logits_rows]``."""
+        return torch.tensor([row for row, _ in self.logits_rows], dtype=torch.int64)
+
+    def slots(self, tables: BlockTables, table_rows: Seq[int]) -> torch.Tensor:
+        """int32 ``[rows]``, −1 of padding; ``table_rows`` are those of the chunks."""
+        positions, chunks = self._by_row
+        if not table_rows:
+            return torch.full_like(positions, -1, dtype=torch.int32)
+        return slots_of(positions, tables.host, torch.tensor(table_rows)[chunks], tables.page_size)
+
+    def _set_rows(self) -> None:
+        """Numbers the rows of the segments, form after form, and finds those whose logits are wanted."""
+        for form in (self.mha, self.dense_mqa, self.sparse_mqa):
+            for i, s in enumerate(form):
+                form[i] = s._replace(row=self.rows)
+                self.rows += s.length
+        for s in sorted(self.segments, key=lambda s: (s.sequence, s.start)):
+            chunk = self.chunks[s.sequence]
+            unwanted = max(0, chunk.end - chunk.num_logits - s.start)
+            self.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
+
+    def padded(self, bucket: Bucket, selects: bool) -> RankPlan:
+        """The same chunks in the rows of a bucket, all in one form."""
+        plan = RankPlan(self.chunks, rows=bucket.rows)
+        form = plan.sparse_mqa if selects else plan.dense_mqa
+        for i, chunk in enumerate(self.chunks):
+            row = i * bucket.rows_per_request
+            form.append(Segment(row, chunk.length, i, chunk.start))
+            wanted = range(chunk.length - chunk.num_logits, chunk.length)
+            plan.logits_rows += [(row + j, chunk.request) for j in wanted]
+        return plan
+
+
+@dataclass
+class StepPlan:
+    """The plans of all ranks for one step."""
+
+    ranks: list[RankPlan]
+    max_decode_rows: int = 1  # most rows of a request in a decode step
+    bucket: Bucket | None = None  # that the step is padded to
+
+    @classmethod
+    def of(
+        cls, chunks: Seq[Chunk], world_size: int, config: ModelConfig, layout: str, max_decode_rows: int = 1
+    ) -> StepPlan:
+        plans = [RankPlan() for _ in range(world_size)]
+        fewest = mha_min_queries(config)
+        for chunk in chunks:
+            count = len(chunk.ranks)
+            for i, pieces in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
+                # Rotated by request: else the leftover tokens of short prompts would all fall to the first ranks.
+                plan = plans[chunk.ranks[(i + chunk.request.id) % count]]
+                plan.chunks.append(chunk)
+                for start, length in pieces:
+                    # A query that sees at most index_topk tokens attends to all of them: no scores, no selection.
+                    dense = min(length, max(0, config.index_topk - start)) if config.has_indexer else length
+                    form = plan.mha if dense >= fewest else plan.dense_mqa
+                    for into, first, n in ((form, start, dense), (plan.sparse_mqa, start + dense, length - dense)):
+                        if n:
+                            into.append(Segment(0, n, len(plan.chunks) - 1, first))
+        for plan in plans:
+            plan._set_rows()
+        return cls(plans, max_decode_rows)
+
+    @cached_property
+    def decodes(self) -> bool:
+        """Whether every rank computes a few tokens (of a prompt, perhaps) of each of its requests, and some has one."""
+        chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
+        return bool(chunks) and all(c.length <= self.max_decode_rows and len(c.ranks) == 1 for c in chunks)
+
+    def padded(self, config: ModelConfig, fewest_tokens: int, num_drafts: int = 0) -> StepPlan:
+        """A decode step in the rows of the smallest bucket that takes it, which is the same on all ranks.
+
+        Args:
+            fewest_tokens: of a bucket's context.
+            num_drafts: made behind the step; the context has room for them, and every request rows to verify as many.
+        """
+        chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
+        requests = next_power_of_2(max(len(plan.chunks) for plan in self.ranks))
+        rows_per_request = max(1 + num_drafts, *(chunk.length for chunk in chunks))
+        # A request with fewer rows is padded: its missing rows are counted as following its last one.
+        longest = max(chunk.start for chunk in chunks) + rows_per_request + num_drafts
+        bucket = Bucket(requests, rows_per_request, next_power_of_2(max(longest, fewest_tokens)))
+        plans = [plan.padded(bucket, config.has_indexer) for plan in self.ranks]
+        return StepPlan(plans, self.max_decode_rows, bucket)
+
+    def attention_pairs(self) -> list[int]:
+        """Query-key pairs under the causal mask, of every rank: the work that context parallelism has to balance."""
+        return [sum(s.visible_pairs for s in plan.segments) for plan in self.ranks]
+
+
+def plans_of(step: StepPlan, group: Group) -> list[RankPlan]:
+    """Those of the ranks of a group."""
+    return [step.ranks[r] for r in group.ranks]

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from dsa_engine.checkpoint import released_config
+from dsa_engine.engine.engine import Engine
+from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
+from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.emulation.stand_ins import StandIns, stand_in
+from dsa_engine.measure.fake_cuda import FakeDevice
+from dsa_engine.options import EngineOptions
+from dsa_engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -41,3 +54,43 @@ def test_passes_alike_have_the_same_work() -> None:
 
     assert of("a", "b", "a").work == of("a", "a", "b").work
     assert len({one.work for one in (of("a"), of("a", "a"), of("b"), of("a", in_graph=True), of())}) == 5
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
+@pytest.mark.parametrize("eager", [False, True])
+def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager: bool, monkeypatch: Any) -> None:
+    """A decode step of one rank of 64 on a fake device: when it is timed it is replayed, when it is watched it is not,
+    and what stood in for the other ranks is captured where the step is, and waits for nothing there."""
+    (tmp_path / "config.json").write_text(json.dumps(released_config("deepseek_v32")))
+    captured: list[set[Any]] = []
+    capture = StandIns._captured
+    monkeypatch.setattr(StandIns, "_captured", lambda self, on: captured.append(self._collectives) or capture(self, on))
+    monkeypatch.setattr(EmulatedMesh, "exchange", lambda mesh, value: [value] * mesh.world_size)  # no values there
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    with FakeDevice() as device:
+        parallel = EmulatedConfig(emulate_world=64)
+        options = EngineOptions(
+            tmp_path,
+            device="cuda",
+            kernels="triton",
+            load_format="dummy",
+            hf_overrides=layers,
+            progress=False,
+            parallel=parallel,
+            enforce_eager=eager,
+            cache_memory="4GiB",  # no trial of the largest steps: what arrives in an all-to-all depends on values
+        )
+        engine = Engine(tmp_path, options)
+        assert isinstance(engine.mesh, EmulatedMesh)
+        follow_steps(engine)
+        for _ in range(64):
+            engine.add_filled(4000, SamplingParams(temperature=0.0, max_tokens=8))
+        engine.step()
+        with device.watched():
+            engine.step()
+        assert device.count("graph") == (0 if eager else 1)
+        with watched(engine) as one:
+            engine.step()
+        assert one.stand_ins > 0
+    kinds = [{name[0] for name in names} for names in captured]
+    assert kinds == ([] if eager else [{"all_gather", "reduce_scatter"}])

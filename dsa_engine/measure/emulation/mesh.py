@@ -56,6 +56,7 @@ class EmulatedMesh(Mesh):
         self.assigned.append(AssignedExperts(placement, self.rank, self.config.expert_loads))
         return EmulatedExpertParallel(self.ep, placement, self.assigned[-1])
 
+    @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here
     def begin_step(self, step: StepPlan) -> None:
         """Says how many tokens each rank has in the step that runs next."""
         self.static_step = step.decodes and self.static_decode
@@ -71,7 +72,7 @@ def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
     if bucket is None:
         return {}
     ones = {bucket.requests: [tuple(range(len(rank.chunks))) for rank in step.ranks]}
-    own = [tuple((rank.positions >= 0).nonzero()[:, 0].tolist()) for rank in step.ranks]
+    own = [tuple(row for row, at in enumerate(rank.positions.tolist()) if at >= 0) for rank in step.ranks]
     count = bucket.rows_per_request - 1
     wide = [
         tuple(

@@ -237,8 +237,8 @@ def assert_same_prompt_logprobs(found: list[Any], single: list[Any]) -> None:
 def cases_of(*models: str) -> pytest.MarkDecorator:
     """The cases of some models, in every world."""
     chosen = [(world, c) for world, cases in CASES.items() for c in cases if c["model"] in models]
-    # A world starts once, for all of its cases. Six ranks on two cores take long; three have uneven cuts too.
-    long = {6: [pytest.mark.slow]}
+    # A world starts once, for all of its cases. Three and six ranks take long; five have uneven cuts too.
+    long = {3: [pytest.mark.slow], 6: [pytest.mark.slow]}
     params = [pytest.param(w, c, id=f"{w}-ranks, {c['name']}", marks=long.get(w, [])) for w, c in chosen]
     return pytest.mark.parametrize(("world", "described"), params)
 
@@ -294,7 +294,7 @@ def test_quantised_products_too(
         assert float(error.median()) < 1e-4
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_rank_reads_its_own_experts_only(
     world: int, runs: Runs, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

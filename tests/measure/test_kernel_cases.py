@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dsa_engine.measure.kernel_cases import cases_fp8_products, cases_int
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
-from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
+from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, Inspection, faults, inspect
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 compiles = pytest.mark.skipif(INTERPRETED, reason="nothing can be compiled under TRITON_INTERPRET=1")
@@ -44,9 +45,15 @@ def test_every_kernel_has_a_case() -> None:
     assert written == {kernel["kernel"] for kernel in compiled["kernels"]["sm_90"]}
 
 
+@cache
+def compiled(name: str, capability: int = 90) -> Inspection:
+    """Compiling takes seconds, and several tests look at the same kernels."""
+    return inspect(capability, [name])
+
+
 def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
     """No faults, but for at most so many bytes spilled a thread."""
-    kernels, missing = inspect(capability, [name])
+    kernels, missing = compiled(name, capability)
     if (name, capability) == ("fp8_products", 80):  # Ampere has no FP8 products
         assert not kernels and missing and all("needs instructions of sm_89" in reason for reason in missing)
     else:
@@ -69,7 +76,7 @@ def test_kernels_fit_hopper(name: str) -> None:
 def test_attention_divides_its_products_and_overlaps_them(name: str) -> None:
     """With 64 heads the compiler can give both warpgroups the same product (76 wgmma instead of 40), and run products
     one after another (80 waits instead of 6 to 10): it does neither, thanks to what `online_softmax.attend` says."""
-    for kernel in inspect(90, [name]).kernels:
+    for kernel in compiled(name).kernels:
         if kernel["kernel"] != "merge_splits_kernel":
             assert 0 < kernel["wgmma"] <= 40
             assert kernel["warpgroup_waits"] <= 12
@@ -81,9 +88,7 @@ def test_attention_divides_its_products_and_overlaps_them(name: str) -> None:
 @compiles
 def test_fp8_is_multiplied_as_fp8() -> None:
     """By wgmma of e4m3 operands, without spills; nothing is converted on the way."""
-    products = [
-        kernel for kernel in inspect(90, ["fp8_products"]).kernels if kernel["kernel"].startswith("block_scaled")
-    ]
+    products = [kernel for kernel in compiled("fp8_products").kernels if kernel["kernel"].startswith("block_scaled")]
     assert {kernel["kernel"] for kernel in products} == {"block_scaled_matmul_kernel", "block_scaled_experts_kernel"}
     for kernel in products:
         assert kernel["fp8"] == kernel["wgmma"] > 0 and kernel["mma"] == kernel["spilled"] == 0
@@ -92,7 +97,7 @@ def test_fp8_is_multiplied_as_fp8() -> None:
 @compiles
 def test_two_scoring_programs_share_a_multiprocessor() -> None:
     """One multiplies while the other weighs and sums: half of the registers and of the shared memory each."""
-    for kernel in inspect(90, ["indexer_prefill"]).kernels:
+    for kernel in compiled("indexer_prefill").kernels:
         assert kernel["registers"] * 32 * kernel["warps"] * 2 <= 65536
         assert 2 * (kernel["shared"] + 1024) <= 228 << 10
 

@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
@@ -119,7 +120,12 @@ def digest() -> str:
 def _load() -> ctypes.CDLL:
     """Compiles the library unless it is there. Of several processes one compiles, the others wait for it."""
     built = user_cache() / "native" / f"kernels-{digest()}.so"
-    built.parent.mkdir(parents=True, exist_ok=True)
+    built.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if built.parent.stat().st_mode & stat.S_IWOTH:
+        raise RuntimeError(
+            f"everybody may write to {built.parent}, and what lies there is run; chmod o-w it, or name another folder "
+            "in DSA_ENGINE_CACHE"
+        )
     with suppress(OSError):  # there is none, or it is damaged
         return ctypes.CDLL(str(built))
     with open(built.with_suffix(".lock"), "w") as lock:
@@ -143,6 +149,7 @@ def _compile(built: Path) -> None:
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
             raise RuntimeError(f"they do not compile: {lines[0]:.300}")
+        unfinished.chmod(0o755)
         unfinished.replace(built)
     finally:
         unfinished.unlink(missing_ok=True)

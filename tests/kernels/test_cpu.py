@@ -65,7 +65,9 @@ def test_other_sources_are_another_library(sources: Path, tmp_path: Path) -> Non
     assert built(tmp_path) == [".lock", ".so"] * 2
 
 
-@pytest.mark.parametrize("fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX"])
+@pytest.mark.parametrize(
+    "fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX", "anybody's folder"]
+)
 def test_without_a_library_the_references_run(
     fault: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,6 +85,10 @@ def test_without_a_library_the_references_run(
     elif fault == "odd $CXX":
         monkeypatch.setenv("CXX", "g++ 'half")
         reason = "No closing quotation"
+    elif fault == "anybody's folder":
+        (tmp_path / "cache" / "native").mkdir(parents=True)
+        (tmp_path / "cache" / "native").chmod(0o777)
+        reason = "everybody may write to"
     else:
         (tmp_path / "cache").write_text("a file")
         reason = "Not a directory"

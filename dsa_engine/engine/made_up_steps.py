@@ -46,6 +46,7 @@ def decode_step(
     for rank in range(mesh.world_size):
         for _ in range(requests):
             request = made_up.request()
+            request.num_prefill_tokens = request.num_computed_tokens  # it decodes its last token
             chunks.append(Chunk(request, len(request) - 1, rows, range(rank, rank + 1), num_logits=rows))
     return chunks
 

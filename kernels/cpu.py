@@ -19,7 +19,9 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
+from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -35,24 +37,23 @@ _COMPILER_SECONDS = 300
 # Multiply-adds that a thread of its own is worth: it takes some 30 µs to start, in which a core does a few million.
 _WORTH_A_THREAD = 8 << 20
 
-_FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
+_FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData]]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),
-    "dsa_expert_mlp": ([c_void_p] * 7 + [c_int64] * 6, None),
+    "dsa_expert_mlp": ([c_void_p] * 7 + [c_int64] * 6, c_int64),
     "dsa_lightning_indexer_scratch": ([c_int64] * 4, c_int64),
-    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 9, None),
+    "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 10, c_int64),
     "dsa_sparse_attention_scratch": ([c_int64] * 3, c_int64),
-    "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 6 + [c_float, c_int64], None),
+    "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 7 + [c_float, c_int64], c_int64),
 }
 
 
-def serves(x: torch.Tensor) -> bool:
-    """Whether operations on ``x`` run the CPU's kernels, which are compiled if they have not been: on a float32 CPU
-    tensor without a gradient, where neither Triton nor the references are to run."""
+def serves(*tensors: torch.Tensor) -> bool:
+    """Whether operations on these run the CPU's kernels, which are compiled if they have not been: on float32 CPU
+    tensors without a gradient, where neither Triton nor the references are to run."""
     return (
-        x.dtype == torch.float32
-        and x.device.type == "cpu"
+        all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
         and launch.runs_native()
-        and not (x.requires_grad and torch.is_grad_enabled())
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and library() is not None
     )
 
@@ -78,7 +79,7 @@ def library() -> ctypes.CDLL | None:
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, result
         return loaded
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as problem:
+    except (OSError, RuntimeError, ValueError, AttributeError, subprocess.SubprocessError) as problem:
         logger.warning(
             "the CPU kernels are NOT used, the PyTorch references run instead, slower: %s; DSA_ENGINE_NATIVE=0 does "
             "without them and without this line",
@@ -119,17 +120,20 @@ def digest() -> str:
 def _load() -> ctypes.CDLL:
     """Compiles the library unless it is there. Of several processes one compiles, the others wait for it."""
     built = user_cache() / "native" / f"kernels-{digest()}.so"
-    built.parent.mkdir(parents=True, exist_ok=True)
-    if built.exists():
-        try:
-            return ctypes.CDLL(str(built))
-        except OSError:  # damaged: it is made again
-            built.unlink(missing_ok=True)
+    built.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if built.parent.stat().st_mode & stat.S_IWOTH:
+        raise RuntimeError(
+            f"everybody may write to {built.parent}, and what lies there is run; chmod o-w it, or name another folder "
+            "in DSA_ENGINE_CACHE"
+        )
+    with suppress(OSError):  # there is none, or it is damaged
+        return ctypes.CDLL(str(built))
     with open(built.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # is let go with the process
-        if not built.exists():
-            _compile(built)
-    return ctypes.CDLL(str(built))
+        with suppress(OSError):  # another process has made it since
+            return ctypes.CDLL(str(built))
+        _compile(built)
+        return ctypes.CDLL(str(built))
 
 
 def _compile(built: Path) -> None:
@@ -145,6 +149,7 @@ def _compile(built: Path) -> None:
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
             raise RuntimeError(f"they do not compile: {lines[0]:.300}")
+        unfinished.chmod(0o755)
         unfinished.replace(built)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -130,10 +130,12 @@ def _run_native(
     out = torch.empty_like(x)
     threads = min(count, cpu.threads_for(3 * experts.numel() * hidden * intermediate))
     scratch = x.new_empty(library.dsa_expert_mlp_scratch(experts.numel(), count, hidden, intermediate))
-    library.dsa_expert_mlp(
+    outside = library.dsa_expert_mlp(
         x.data_ptr(), experts.data_ptr(), weights.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
         scratch.data_ptr(), tokens, choices, count, hidden, intermediate, threads,
     )  # fmt: skip
+    if outside:
+        raise IndexError(f"experts must be below {count}, how many there are here, not {int(experts.max())}")
     return out
 
 
@@ -168,13 +170,17 @@ def expert_mlp(
 
     Returns:
         ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        IndexError: on a CPU, experts that are not here.
     """
     check_choices(x, experts, weights)
     if gate_up.shape != (down.shape[0], 2 * down.shape[2], x.shape[1]) or down.shape[1] != x.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit")
     if not runs_triton(x):
         few = experts.numel() <= _FEW_ROWS_ON_A_CPU * gate_up.shape[0]
-        if few and gate_up.is_contiguous() and down.is_contiguous() and cpu.serves(x):
+        if few and gate_up.is_contiguous() and down.is_contiguous() and cpu.serves(x, weights, gate_up, down):
             return _run_native(x.contiguous(), experts.int().contiguous(), weights.contiguous(), gate_up, down)
         return expert_mlp_reference(x, experts, weights, gate_up, down)
     between = row_bytes(gate_up, down)

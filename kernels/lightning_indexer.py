@@ -55,11 +55,14 @@ def lightning_indexer(
         positions ``[T, k]`` int32, ascending, −1 behind the last where a query sees fewer than k tokens.
 
     Raises:
-        ValueError, TypeError: as :func:`.indexer_arguments.check_indexer_arguments` says.
+        ValueError, TypeError: as :func:`.indexer_arguments.check_indexer_arguments` says; k below 1.
+        IndexError: on a CPU, pages of visible tokens outside of the pool.
     """
     check_indexer_arguments(q, weights, pool, block_tables, segments)
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
     positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
-    if cpu.serves(q):
+    if cpu.serves(q, weights, pool):
         _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, positions, workspace)
         return positions
     # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
@@ -95,13 +98,15 @@ def _select_natively(
     queries = min(_MOST_QUERIES, max(_FEWEST_QUERIES, cdiv(rows, 4 * threads)))
     while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k) > workspace:
         queries //= 2
-    tiles, tables = segments.tiles(queries), block_tables.contiguous()
+    tiles, tables = segments.tiles(queries), block_tables.int().contiguous()
     scratch = q.new_empty(threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k))
-    library.dsa_lightning_indexer(
+    outside = library.dsa_lightning_indexer(
         q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
         segments.sequences.data_ptr(), segments.visible.data_ptr(), positions.data_ptr(), scratch.data_ptr(),
-        len(tiles), queries, pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k, threads,
+        len(tiles), queries, len(pool), pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k, threads,
     )  # fmt: skip
+    if outside:
+        raise IndexError(f"the pages of visible tokens must be 0 to {len(pool) - 1}, the pages of the pool")
 
 
 def _pieces(segments: Segments, elements: int) -> Iterator[tuple[int, int]]:

@@ -158,11 +158,13 @@ def _run_native(
     scratch = q.new_empty(threads * library.dsa_sparse_attention_scratch(width, value_dim, k))
     if counts is not None:
         counts = counts.to(torch.int32).contiguous()
-    library.dsa_sparse_attention(
+    outside = library.dsa_sparse_attention(
         q.data_ptr(), rows.data_ptr(), slots.data_ptr(), None if counts is None else counts.data_ptr(),
         out.data_ptr(), lse.data_ptr(), scratch.data_ptr(),
-        tokens, rows.stride(0), heads, width, value_dim, k, scale, threads,
+        tokens, len(rows), rows.stride(0), heads, width, value_dim, k, scale, threads,
     )  # fmt: skip
+    if outside:
+        raise IndexError(f"slots must be below {len(rows)}, the rows of the pool")
     return out, lse
 
 
@@ -196,6 +198,7 @@ def sparse_attention(
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
+        IndexError: on a CPU, slots outside of the pool.
     """
     row_format = attended_format(q, pool, value_dim)
     if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
@@ -206,7 +209,7 @@ def sparse_attention(
         raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
     if runs_triton(q):
         return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
-    if not row_format.fp8 and cpu.serves(q):
+    if pool.stride(2) == 1 and cpu.serves(q, pool):
         return _run_native(q.contiguous(), pool, slots.contiguous(), counts, value_dim, scale)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
     return sparse_attention_reference(q, pool, slots, counts, value_dim, scale, block_bytes)

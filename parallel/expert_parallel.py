@@ -77,7 +77,9 @@ class ExpertParallel:
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""
-        return self.placement.spread(experts) if self.even else self.placement.to_physical(experts)
+        if self.even:
+            return self.placement.spread(experts, self.group.index * experts.numel())
+        return self.placement.to_physical(experts)
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
         """Tells every rank what comes to it, and how many choices the rank serves that has most: the one thing in a

@@ -78,13 +78,16 @@ class ExpertPlacement:
         """The physical experts of logical ones: int32 of any shape, −1 stays −1."""
         return experts if self._physical is None else self._physical[experts.long()]
 
-    def spread(self, experts: torch.Tensor) -> torch.Tensor:
-        """Physical experts in place of ``experts [T, k]``, each on the rank behind that of the one before; −1 stays."""
-        numbers = torch.arange(experts.numel(), device=experts.device).view(experts.shape)
+    def spread(self, experts: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Physical experts in place of ``experts [T, k]``, each on the rank behind that of the one before; −1 stays.
+
+        The first choice is number ``first`` of those of all ranks: so what they send adds up to as much for each.
+        """
+        numbers = torch.arange(first, first + experts.numel(), device=experts.device).view(experts.shape)
         rank, turn = numbers % self.ranks, numbers // self.ranks
         counts = torch.tensor([len(held) for held in self.held], device=experts.device)
-        first = torch.tensor(self._first[:-1], device=experts.device)
-        return (first[rank] + turn % counts[rank]).to(experts.dtype).where(experts >= 0, experts)
+        of_rank = torch.tensor(self._first[:-1], device=experts.device)
+        return (of_rank[rank] + turn % counts[rank]).to(experts.dtype).where(experts >= 0, experts)
 
     def owners(self, physical: torch.Tensor) -> torch.Tensor:
         """The rank of each physical expert, int64; for −1 the number of ranks."""

@@ -14,7 +14,7 @@ from dsa_engine.measure.planner.check import Check
 from dsa_engine.measure.planner.deployment import CACHES, WEIGHTS
 from dsa_engine.measure.planner.devices import DEVICES, Device, device_named
 from dsa_engine.measure.planner.efficiency import Efficiencies, read_measured
-from dsa_engine.measure.planner.plan import DRAFTS, Load, NothingFits, load_json
+from dsa_engine.measure.planner.plan import DRAFTS, CannotCut, Load, NothingFits, load_json
 from dsa_engine.measure.planner.published import POINTS, published_table
 from dsa_engine.measure.planner.search import Planner
 from dsa_engine.measure.planner.sweep import AXES, plot_sweep, sweep, sweep_json, sweep_table
@@ -114,6 +114,11 @@ def _plan(args: argparse.Namespace, planner: Planner, load: Load, about: dict[st
             remedy = None if split else planner.remedy(load)
             found[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
             shown.append(partial(print_not_fitting, title, error, remedy))
+        except CannotCut as error:
+            if not split:
+                raise
+            remedy, found[key] = None, {"impossible": str(error)}
+            shown.append(partial(print, f"\n{title}\n  NOT POSSIBLE: {error}."))
         else:
             missed = plan.misses(load) > 0
             remedy = planner.remedy(load) if missed and not split else None

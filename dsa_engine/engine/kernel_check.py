@@ -127,7 +127,7 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
         about += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda, driver]
     about += [options.dtype, options.quantization, sorted(asdict(config).items(), key=lambda item: item[0])]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
-    if device.type == "cpu" and not INTERPRETED:
+    if device.type == "cpu" and not INTERPRETED and cpu.library() is not None:  # only another rank may have one
         digest.update(cpu.digest().encode())
     for source in sorted(Path(operation.__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())

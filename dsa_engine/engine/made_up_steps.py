@@ -29,9 +29,10 @@ def prefill_steps(mesh: Mesh, page_size: int, tokens: int, max_model_len: int, m
 
 def _prefill(mesh: Mesh, page_size: int, start: int, length: int, tokens: int, most: int) -> list[Chunk]:
     chunks, made_up = [], _MadeUp(start + length, page_size, _SAMPLED)
+    lengths = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
     for group in range(mesh.world_size // mesh.cp_size):
-        for _ in range(max(1, min(most, tokens // length))):
-            chunks.append(Chunk(made_up.request(), start, length, mesh.cp_ranks(group)))
+        for part in lengths[:most]:
+            chunks.append(Chunk(made_up.request(), start, part, mesh.cp_ranks(group)))
     return chunks
 
 
@@ -45,6 +46,7 @@ def decode_step(
     for rank in range(mesh.world_size):
         for _ in range(requests):
             request = made_up.request()
+            request.num_prefill_tokens = request.num_computed_tokens  # it decodes its last token
             chunks.append(Chunk(request, len(request) - 1, rows, range(rank, rank + 1), num_logits=rows))
     return chunks
 

@@ -44,7 +44,7 @@ class Samples:
     """What a step samples, the same on every rank, on its way to the host."""
 
     indices: dict[Request, range]  # where each request's tokens lie in ``tokens``
-    tokens: torch.Tensor  # int64 [ranks · largest row count of a rank], on the device; codes of errors in place of some
+    tokens: torch.Tensor  # int64 [n], on the device, the same on all ranks; codes of errors in place of some
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position

@@ -132,7 +132,9 @@ class SpeculativeSteps:
             self._counts.update(chunks, buffers.before, buffers.counts)
         if buffers.keeps is not None:
             buffers.keeps.load(chunks)
-        samples = _samples(step, graphs.run((bucket, kind), lambda: self._step(buffers, kind)))
+        table = graphs.run((bucket, kind), lambda: self._step(buffers, kind))
+        # Not where the graph leaves it: a step that an interrupt has cut off is launched again, and follows from this.
+        samples = _samples(step, table.clone())
         return samples if buffers.keeps is None else replace(samples, last_rows=buffers.keeps.kept(chunks))
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], places: Mapping[Request, int]) -> torch.Tensor:
@@ -230,20 +232,17 @@ def _is_alone_on_device(chunk: Chunk) -> bool:
 
 
 def _samples(step: StepPlan, table: torch.Tensor) -> Samples:
-    """What the host comes to know of an outcome."""
-    bucket = step.bucket
-    assert bucket is not None
-    places = places_of(step)
-    width = bucket.rows_per_request
+    """What the host comes to know of an outcome; ``table`` is its own."""
+    places, width = places_of(step), table.shape[1]
     lengths = [chunk.length for plan in step.ranks for chunk in plan.chunks]
+    firsts = [place * width + 3 for place in places.values()]  # of ``Columns.tokens``
     indices = {
-        request: range(place * width, place * width + length)
-        for (request, place), length in zip(places.items(), lengths, strict=True)
+        request: range(first, first + length) for request, first, length in zip(places, firsts, lengths, strict=True)
     }
-    outcome, tokens = Outcome(table, places), Columns.of(table).tokens.flatten()
     rows = cache(download(table))
+    outcome = Outcome(table, places)
 
     def codes() -> list[int]:
-        return [code for row in rows() for code in row[3 : 3 + width]]
+        return [code for row in rows() for code in row]
 
-    return Samples(indices, tokens, codes, None, verified=lambda: outcome.read(rows), outcome=outcome)
+    return Samples(indices, table.flatten(), codes, None, verified=lambda: outcome.read(rows), outcome=outcome)

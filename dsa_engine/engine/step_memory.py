@@ -2,7 +2,8 @@
 
 Then NCCL has its buffers, as every collective has run once, cuBLAS has its workspaces and kernels are loaded; so what
 is free afterwards is free for good. Routing is forced to be even, which fills an all-to-all's round to its bound
-(`parallel/all_to_all.py`): other routing takes more rounds, not more memory.
+(`parallel/all_to_all.py`): other routing takes more rounds, not more memory. What comes back in these, and what a
+`moe_chunk_size` allows beyond that, is added.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.all_to_all import rounds_needed
 
 # What a captured graph takes outside of PyTorch's memory and in buffers of its own. Assumed, not measured: a kernel in
 # a graph takes some KB, and V3.2 has about 2,700 of them in a decode step.
@@ -62,7 +64,8 @@ def step_bytes(
             f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
             "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
         ) from error
-    most = max(prefill + returned_bytes(config, mesh, options.max_num_batched_tokens, runner), decode)
+    unseen = [of(config, mesh, options.max_num_batched_tokens, runner.dtype) for of in (returned_bytes, unfilled_bytes)]
+    most = max(prefill + sum(unseen), decode)
     if not graphs:
         return most
     # The graphs' own pool, and what stays of the warm-up on their stream.
@@ -70,12 +73,28 @@ def step_bytes(
     return most + 2 * decode + count * GRAPH_BYTES
 
 
-def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, runner: ModelRunner) -> int:
+def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
     """What has come back from the experts in the earlier rounds of an all-to-all, at most: even routing has one."""
-    if mesh.world_size == 1 or mesh.config.moe_dispatch != "all_to_all" or "sparse" not in config.mlp_layer_types:
+    if not _in_rounds(config, mesh):
         return 0
     rows = tokens * min(mesh.world_size, config.num_experts_per_tok)
-    return rows * config.hidden_size * runner.dtype.itemsize
+    return rows * config.hidden_size * dtype.itemsize
+
+
+def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
+    """What a round of an all-to-all may take beyond one of even routing, which a given ``moe_chunk_size`` does not fit
+    exactly: for each token-expert pair at most a token that arrives, its rows between the products, and a sum."""
+    size, k, chunk = mesh.world_size, config.num_experts_per_tok, mesh.config.moe_chunk_size
+    if chunk is None or not _in_rounds(config, mesh):
+        return 0
+    even = tokens * k
+    most = min(max(chunk, size * (k + 1)), size * even)
+    filled = even // rounds_needed(even, chunk, size, k)
+    return max(0, most - filled) * (2 * config.moe_intermediate_size + 4 * config.hidden_size) * dtype.itemsize
+
+
+def _in_rounds(config: ModelConfig, mesh: Mesh) -> bool:
+    return mesh.world_size > 1 and mesh.config.moe_dispatch == "all_to_all" and "sparse" in config.mlp_layer_types
 
 
 def _peak(mesh: Mesh, runner: ModelRunner, chunks: list[Chunk]) -> int:

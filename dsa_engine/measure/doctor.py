@@ -165,7 +165,8 @@ def check_kernels(mesh: Mesh) -> str:
             "; ".join(f"{name}: {reason}" for name, reason in found.wrong.items()),
             "the engine runs their references instead (kernels='checked'); report it, with `dsa-engine env`",
         )
-    name, worst = max(found.errors.items(), key=lambda pair: pair[1])
+    # A rank without a compiler has compared none.
+    name, worst = max(found.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
     return f"{len(found.errors)} operations equal their references; the largest error is {worst:.2g} ({name})"
 
 

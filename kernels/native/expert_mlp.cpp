@@ -61,12 +61,16 @@ extern "C" int64_t dsa_expert_mlp_scratch(int64_t pairs, int64_t count, int64_t 
 }
 
 // x [tokens, hidden], experts and weights [tokens, choices], gate_up [count, 2 intermediate, hidden],
-// down [count, hidden, intermediate], out [tokens, hidden].
-extern "C" void dsa_expert_mlp(
+// down [count, hidden, intermediate], out [tokens, hidden]. Returns 1, and does nothing, where an expert is not below
+// `count`; else 0.
+extern "C" int64_t dsa_expert_mlp(
     const float* x, const int32_t* experts, const float* weights, const float* gate_up, const float* down, float* out,
     float* scratch, int64_t tokens, int64_t choices, int64_t count, int64_t hidden, int64_t intermediate,
     int64_t threads) {
     const int64_t pairs = tokens * choices;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        if (experts[pair] >= count) return 1;
+    }
     float *results = scratch, *gates = results + pairs * hidden;  // of each pair; in the order of the experts
     int32_t* ends = reinterpret_cast<int32_t*>(gates + pairs * 2 * intermediate);
     int32_t* order = ends + count + 1;  // pairs, sorted by expert
@@ -99,4 +103,5 @@ extern "C" void dsa_expert_mlp(
             for (int64_t i = 0; i < hidden; i++) sum[i] += weight * result[i];
         }
     }
+    return 0;
 }

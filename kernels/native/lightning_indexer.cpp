@@ -261,11 +261,19 @@ extern "C" int64_t dsa_lightning_indexer_scratch(int64_t queries, int64_t heads,
 }
 
 // tiles: [tile_count, 2] first row and rows, `largest` at most; sequences, visible: of each row. See kernels/segment.py.
-extern "C" void dsa_lightning_indexer(
+// Returns 1, and does nothing, where a visible token's page lies outside of the pool; else 0.
+extern "C" int64_t dsa_lightning_indexer(
     const float* q, const float* weights, const float* pool, const int32_t* tables, const int32_t* tiles,
     const int32_t* sequences, const int32_t* visible, int32_t* positions, float* scratch, int64_t tile_count,
-    int64_t largest, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads, int64_t dim,
-    int64_t k, int64_t threads) {
+    int64_t largest, int64_t pages, int64_t page_stride, int64_t table_stride, int64_t page_size, int64_t heads,
+    int64_t dim, int64_t k, int64_t threads) {
+    for (int64_t i = 0; i < tile_count; i++) {
+        const int64_t last = tiles[2 * i] + tiles[2 * i + 1] - 1;
+        const int32_t* table = tables + sequences[last] * table_stride;
+        for (int64_t n = 0; n * page_size < visible[last]; n++) {
+            if (table[n] < 0 || table[n] >= pages) return 1;
+        }
+    }
     const Problem p{q, weights, pool, tables, page_stride, table_stride, page_size, heads, dim, k, positions};
     const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k);
     // Last tiles first: in a causal batch they tend to see the most.
@@ -273,4 +281,5 @@ extern "C" void dsa_lightning_indexer(
         const int32_t* tile = tiles + 2 * (tile_count - 1 - i);
         select(p, Tile{tile[0], tile[1], sequences[tile[0]], visible[tile[0]] - 1}, mine);
     });
+    return 0;
 }

@@ -20,8 +20,9 @@ struct Problem {
     const int32_t* slots;  // [tokens, k]
     const int32_t* counts;  // [tokens], or none
     float *out, *lse;  // [tokens, heads, value_dim], [tokens, heads]
-    int64_t row_stride, heads, width, value_dim, k;
+    int64_t pool_rows, row_stride, heads, width, value_dim, k;
     float scale;
+    std::atomic<bool>* outside;  // whether a slot is not below pool_rows; it is skipped
 };
 
 // exp(x) for x <= 0, to 1 or 2 units of the last place; at least 4e-38; NaN stays NaN.
@@ -106,7 +107,10 @@ int64_t gather(const Problem& p, int64_t token, int64_t stride, float* rows) {
     int64_t count = 0;
     for (int64_t i = 0; i < most; i++) {
         if (i + 8 < most && slots[i + 8] >= 0) __builtin_prefetch(p.pool + slots[i + 8] * p.row_stride);
-        if (slots[i] >= 0) std::memcpy(rows + count++ * stride, p.pool + slots[i] * p.row_stride, 4 * p.width);
+        if (slots[i] >= p.pool_rows)
+            *p.outside = true;
+        else if (slots[i] >= 0)
+            std::memcpy(rows + count++ * stride, p.pool + slots[i] * p.row_stride, 4 * p.width);
     }
     return count;
 }
@@ -168,12 +172,16 @@ extern "C" int64_t dsa_sparse_attention_scratch(int64_t width, int64_t value_dim
     return (k + ROWS_AT_ONCE) * (stride_of(width, value_dim) + LANES) + width * LANES;
 }
 
-extern "C" void dsa_sparse_attention(
+// Returns 1 where a slot lies outside of the pool, else 0.
+extern "C" int64_t dsa_sparse_attention(
     const float* q, const float* pool, const int32_t* slots, const int32_t* counts, float* out, float* lse,
-    float* scratch, int64_t tokens, int64_t row_stride, int64_t heads, int64_t width, int64_t value_dim, int64_t k,
-    float scale, int64_t threads) {
-    const Problem p{q, pool, slots, counts, out, lse, row_stride, heads, width, value_dim, k, scale};
+    float* scratch, int64_t tokens, int64_t pool_rows, int64_t row_stride, int64_t heads, int64_t width,
+    int64_t value_dim, int64_t k, float scale, int64_t threads) {
+    std::atomic<bool> outside{false};
+    const Problem p{q, pool, slots, counts, out, lse,
+                    pool_rows, row_stride, heads, width, value_dim, k, scale, &outside};
     const int64_t size = dsa_sparse_attention_scratch(width, value_dim, k);
     for_tiles(tokens, (int)threads, scratch, size,
               [&](int64_t token, float* mine) { attend_token(p, token, mine); });
+    return outside;
 }

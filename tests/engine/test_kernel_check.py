@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine import kernel_check
 from dsa_engine.engine.trial_steps import layers_of_each_kind
 from dsa_engine.kernels import operation
+from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.options import EngineOptions
 
 ENGINES = """
 import json, sys
@@ -134,3 +136,16 @@ def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:
         kinds = {(config.mlp_layer_types[i], config.indexer_types[i]) for i in layers}
         assert kinds == set(zip(config.mlp_layer_types, config.indexer_types, strict=True))
         assert wanted is None or layers == wanted
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter takes CPU tensors")
+def test_a_rank_without_a_compiler_beside_one_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler() -> str:
+        raise RuntimeError("there is no C++ compiler")
+
+    monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_check.cpu, "library", lambda: None)
+    monkeypatch.setattr(kernel_check.cpu, "digest", no_compiler)
+    options, nothing = EngineOptions("demo"), cast(Any, None)
+    kept = kernel_check._kept_file(cast(Any, options), nothing, torch.device("cpu"), options)
+    assert kept is not None and kept.is_relative_to(tmp_path)

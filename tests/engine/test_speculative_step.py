@@ -7,6 +7,7 @@ accepted at some time; the module's own are kept, as its caches have to be right
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine import speculative_step
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.outcome import Columns, Outcome, Verified
 from dsa_engine.engine.request import Request
@@ -207,6 +209,37 @@ def test_requests_that_come_and_go(engines: Any) -> None:
     assert requests[1].output == expected[1][: len(requests[1].output)] and requests[1].finish_reason == "abort"
     assert [request.output for request in requests if request is not requests[1]] == [*expected[:1], *expected[2:]]
     assert requests[2].preemptions == 2
+
+
+def test_an_interrupt_behind_the_launch(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is launched again follows from the same outcome, though a graph has left its own in that place."""
+    llm, script, plain, prompts, _ = shared
+    engine, params, left, launched = llm.engine, [GREEDY, PENALISED], {}, itertools.count()
+    expected = [output.token_ids for output in plain.generate(prompts[1:3], params)]
+
+    def replayed(name: Any, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        result = function()
+        return left.setdefault(name, torch.empty_like(result)).copy_(result)
+
+    def interrupted(*args: Any) -> Samples:
+        if next(launched) in (2, 5):
+            raise KeyboardInterrupt
+        return samples(*args)
+
+    samples = speculative_step._samples
+    monkeypatch.setattr(speculative_step, "_samples", interrupted)
+    monkeypatch.setattr(engine.runner._graphs, "run", replayed)
+    monkeypatch.setattr(engine, "async_scheduling", True)
+    engine._next_id = 400
+    script.outputs = {400 + i: tokens for i, tokens in enumerate(expected)}
+    requests = [engine.add(prompt, of) for prompt, of in zip(prompts[1:3], params, strict=True)]
+    interrupts = 0
+    while engine.scheduler.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 2 and [request.output for request in requests] == expected
 
 
 def test_the_caches_are_full(engines: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsa_engine.engine.capture import likely_buckets
+from dsa_engine.engine.speculative_step import Kind
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import FakeDevice
@@ -96,11 +97,14 @@ def test_capture_sizes_that_are_none(given: Any) -> None:
 
 
 def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any]) -> None:
+    """And the graphs are those that the first requests need."""
     with FakeDevice() as device:
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
         assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 16384), (1, 8192), (1, 4096)]
-        buckets = {bucket for bucket in engine.graphs._graphs if hasattr(bucket, "context")}
-        assert {(b.requests, b.rows_per_request, b.context) for b in buckets} == {
-            (1, 3, n) for n in (4096, 8192, 16384)
-        }
+        found = {(b.requests, b.rows_per_request, b.context, kind) for b, kind in engine.graphs._graphs}
+        greedy = Kind(None, False, None)
+        assert found == {(1, 3, n, greedy) for n in (4096, 8192, 16384)}, "as requests run that decode"
+        engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
+        engine.step()
+        assert len(device.captures) == 3

@@ -65,7 +65,9 @@ def test_other_sources_are_another_library(sources: Path, tmp_path: Path) -> Non
     assert built(tmp_path) == [".lock", ".so"] * 2
 
 
-@pytest.mark.parametrize("fault", ["does not compile", "lacks a function", "no compiler", "no folder"])
+@pytest.mark.parametrize(
+    "fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX", "anybody's folder"]
+)
 def test_without_a_library_the_references_run(
     fault: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,6 +82,13 @@ def test_without_a_library_the_references_run(
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.delenv("CXX", raising=False)
         reason = "there is no C++ compiler; install g++, or set CXX"
+    elif fault == "odd $CXX":
+        monkeypatch.setenv("CXX", "g++ 'half")
+        reason = "No closing quotation"
+    elif fault == "anybody's folder":
+        (tmp_path / "cache" / "native").mkdir(parents=True)
+        (tmp_path / "cache" / "native").chmod(0o777)
+        reason = "everybody may write to"
     else:
         (tmp_path / "cache").write_text("a file")
         reason = "Not a directory"
@@ -102,6 +111,7 @@ def test_what_is_served() -> None:
     x = torch.empty(2)
     assert cpu.serves(x)
     assert not cpu.serves(x.bfloat16()) and not cpu.serves(x.to("meta"))
+    assert not cpu.serves(x, x.double()) and not cpu.serves(x, torch.empty(2, requires_grad=True))
     assert not cpu.serves(x.requires_grad_())
     with torch.inference_mode():
         assert cpu.serves(torch.empty(2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.expert_mlp import expert_mlp
+from dsa_engine.kernels.launch import INTERPRETED
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -101,3 +102,16 @@ def test_bad_arguments() -> None:
         expert_mlp(x, experts, weights, gate_up, down[:, :, :6])
     with pytest.raises(ValueError, match=r"gate_up \(5, 14, 11\), down \(5, 12, 7\) do not fit"):
         expert_mlp(x, experts, weights, gate_up[:, :, :11], down)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
+def test_what_does_not_lie_in_memory_is_not_read() -> None:
+    x, experts, weights, gate_up, down = problem(4, 2, 0.0)
+    halves = weights.bfloat16()
+    out = expert_mlp(x, experts, halves, gate_up, down)
+    torch.testing.assert_close(out, expert_mlp(x, experts, halves.float(), gate_up, down))
+    with pytest.raises(RuntimeError, match="dtype"):
+        expert_mlp(x, experts, weights, gate_up.bfloat16(), down.bfloat16())
+    experts[1, 1] = 1 << 20
+    with pytest.raises(IndexError):
+        expert_mlp(x, experts, weights, gate_up, down)

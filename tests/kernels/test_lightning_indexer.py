@@ -221,3 +221,20 @@ def test_bad_segments(scattered_pages: Scatter) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             lightning_indexer(q, weights, pool, tables, Segments.of([segment]), 2)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
+def test_block_tables_of_other_types_and_pages_outside_of_the_pool(scattered_pages: Scatter) -> None:
+    pool, tables = scattered_pages([whole_numbers(30, DIM, seed=1)], 4)
+    q, weights = whole_numbers(6, HEADS, DIM, seed=2), torch.rand(6, HEADS)
+    segments = Segments.of([Segment(0, 6, 0, 20)])
+    wanted = lightning_indexer(q, weights, pool, tables, segments, 5)
+    assert torch.equal(lightning_indexer(q, weights, pool, tables.long(), segments, 5), wanted)
+    tables[0, 7] = -1  # behind all that is visible
+    assert torch.equal(lightning_indexer(q, weights, pool, tables, segments, 5), wanted)
+    for page in (-1, len(pool)):
+        tables[0, 6] = page
+        with pytest.raises(IndexError):
+            lightning_indexer(q, weights, pool, tables, segments, 5)
+    with pytest.raises(ValueError, match="k must be at least 1, not 0"):
+        lightning_indexer(q, weights, pool, tables, segments, 0)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from dsa_engine.kernels import online_softmax
 from dsa_engine.kernels.fp8_cache import pack_latent_rows, unpack_latent_rows
-from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.launch import INTERPRETED, runs_triton
 from dsa_engine.kernels.online_softmax import load_queries, store_results
 from dsa_engine.kernels.sparse_attention import sparse_attention
 
@@ -295,3 +295,15 @@ def test_bad_arguments() -> None:
         sparse_attention(torch.zeros(4, 2, 576), packed, slots, value_dim=256, scale=1.0)
     with pytest.raises(ValueError, match="no FP8 latent row of 8 numbers has 656 bytes"):
         sparse_attention(q, packed, slots, **kwargs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
+def test_slots_outside_of_the_pool_and_columns_apart(relative_error: Error) -> None:
+    q, pool, slots = problem(4, 2, 8, 5)
+    apart = pool.transpose(0, 2).contiguous().transpose(0, 2)[:, :1]
+    slots = torch.where(slots < 0, slots, slots // 13)
+    wanted = sparse_attention(q, apart.contiguous(), slots, value_dim=8, scale=SCALE)[0]
+    assert relative_error(sparse_attention(q, apart, slots, value_dim=8, scale=SCALE)[0], wanted) < 1e-6
+    slots[2, 3] = 9 * 13
+    with pytest.raises(IndexError):
+        sparse_attention(q, pool, slots, value_dim=8, scale=SCALE)

@@ -19,6 +19,7 @@ from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of,
 from dsa_engine.measure.costs.shares import Shares, total
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Served, Shape
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.generation_benchmark import measure_latency
 from dsa_engine.measure.stage_timer import current_stage
@@ -184,6 +185,9 @@ def test_shares_of_the_ceilings(demo_cache: Path, monkeypatch: pytest.MonkeyPatc
     flops = sum(work.flops for work in ModelCosts.of(llm.engine).prefill(llm.engine.prefill_plans(700), 0).values())
     found = shares.prefill(700, seconds=0.5, batch_size=2)["prefill_work"]
     assert found["flops"] == 2 * flops and found["share_of_matmul"] == pytest.approx(2 * flops / 0.5 / 1e12)
+    two = LLM("demo-random", parallel=EmulatedConfig(emulate_world=2, cp_size=1), device="cpu", progress=False)
+    pairs = [Shares(two.engine).prefill(64, 1.0, n)["prefill_work"]["stages"]["MoE experts"]["flops"] for n in (1, 2)]
+    assert pairs[1] == 2 * pairs[0], "each rank's experts serve the prompts of both groups"
     result = measure_latency(llm, 300, 3, batch_size=2, warmup=0, repeat=1, fill_cache=True)
     assert result.itl is not None
     step = shares.of(result)["decode_step"]

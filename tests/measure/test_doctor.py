@@ -7,7 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +89,12 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 def test_the_mesh_does_not_wait_for_long() -> None:
     assert doctor_mesh("cpu").config.timeout == 60.0
+
+
+def test_a_rank_without_a_compiler_has_compared_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(config=None, model=None, cache=SimpleNamespace(format=None))
+    monkeypatch.setattr(doctor, "_engine", lambda mesh: nullcontext(engine))
+    monkeypatch.setattr(doctor, "trial_tokens", lambda config: 1)
+    monkeypatch.setattr(doctor, "try_steps", lambda *args: [])
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), cp_size=1, exchange=lambda mine: [mine, 1])
+    assert doctor.check_kernels(mesh).startswith("0 operations equal")

@@ -16,7 +16,7 @@ from dsa_engine.measure.costs.work import Work
 from dsa_engine.measure.planner.deployment import Deployment, Placed, stored
 from dsa_engine.measure.planner.devices import DEVICES, device_named
 from dsa_engine.measure.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
-from dsa_engine.measure.planner.plan import Load, NothingFits
+from dsa_engine.measure.planner.plan import CannotCut, Load, NothingFits
 from dsa_engine.measure.planner.predict import predict_decode, predict_prefill
 from dsa_engine.measure.planner.published import POINTS
 from dsa_engine.measure.planner.search import Planner
@@ -96,6 +96,24 @@ def test_what_does_not_fit_says_by_how_much(config: ModelConfig) -> None:
     assert remedy is not None and planner.best(Load(remedy, 8192)).requests > 0
     with pytest.raises(ValueError, match="tp_size 7"):
         Planner(config, H200, Efficiencies.assumed(), {**FIXED, "tp_size": 7}).best(Load(8, 8192))
+    with pytest.raises(CannotCut, match="257 devices .* nothing fixed: .* at most 256"):
+        Planner(config, H200, Efficiencies.assumed()).best(Load(257, 8192))
+
+
+def test_the_requests_asked_for_are_divided_over_the_instances(config: ModelConfig) -> None:
+    planner, load = Planner(config, H200, Efficiencies.assumed(), FIXED), Load(64, 2048, requests=96)
+    for split in (False, True):
+        plan = planner.best(load, split)
+        assert plan.requests == 96 and plan.misses(load) == 0
+
+
+def test_no_room_to_split_leaves_the_other_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--weights", "fp8", "--cache", "fp8", "--drafts", "0", "--chunk", "8192", "--tp-size", "8"]
+    main(["plan", "--devices", "8", "--input-len", "8192", *fixed])
+    shown = capsys.readouterr().out
+    assert "8 of 8 devices" in shown and "NOT POSSIBLE: 8 devices cannot be cut into two instances or more" in shown
+    main(["plan", "--devices", "8", "--input-len", "8192", *fixed, "--what-if", "devices"])
+    assert capsys.readouterr().out.count("does not fit") == 5, "2 and 4 devices do not make 8 neighbours, nor 8 twice 8"
 
 
 def test_efficiencies_come_back_from_measured_runs(tmp_path: Path) -> None:
@@ -120,8 +138,11 @@ def test_efficiencies_come_back_from_measured_runs(tmp_path: Path) -> None:
     one = Efficiencies.fitted([Entry("prefill", {"LM head": works[0]}, {"LM head": 0.1})], device, "")
     assert one.of("prefill", "LM head") == pytest.approx((0.5, 0.5, 0.0))
     file.write_text("{}")
-    with pytest.raises(ValueError, match="no result of a benchmark with ceilings"):
-        read_measured([str(file)])
+    ceilings = {"matmul_tflops_per_s": 1, "copy_gb_per_s": 1}
+    for wrong in ({}, {"ceilings": ceilings, "device": "H200", "results": ["prefill"]}):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match="no result of a benchmark with ceilings"):
+            read_measured([str(file)])
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
@@ -150,6 +171,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong, message in (
         (["--device", "H2000"], "no device is named"),
         (["--devices", "0"], "above 0"),
+        (["--ttft", "nan"], "--ttft must be above 0"),
+        (["--tp-size", "0"], "--tp-size must be above 0"),
+        (["--chunk", "0"], "--chunk must be above 0"),
+        (["--drafts", "9"], "--drafts must be one of"),
+        (["--hf-overrides", '{"num_nextn_predict_layers": 0}', "--drafts", "1"], "no MTP module"),
         (["--plot", str(tmp_path / "x.png")], "--what-if"),
         (["--acceptance", "2"], "acceptance"),
     ):

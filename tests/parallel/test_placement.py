@@ -85,3 +85,15 @@ def test_layers_share_one_division() -> None:
     mesh = Mesh(ParallelConfig(), 0, 1, CPU)
     assert mesh.expert_parallel(12) is mesh.expert_parallel(12)
     assert mesh.expert_parallel(12).held == tuple(range(12))
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_even_routing_adds_up_over_the_ranks(ranks: int) -> None:
+    """Each rank serves as much as one sends, also where a rank's choices do not divide."""
+    placement = ExpertPlacement.contiguous(24, ranks, CPU)
+    choices = torch.zeros(7, 4, dtype=torch.int32)
+    parts = [ExpertParallel(Group(tuple(range(ranks)), rank, None), placement) for rank in range(ranks)]
+    for part in parts:
+        part.even = True
+    owners = torch.cat([placement.owners(part.to_physical(choices)) for part in parts])
+    assert owners.flatten().bincount(minlength=ranks).tolist() == [28] * ranks

@@ -64,7 +64,7 @@ class ModelCosts:
         dealt_out = isinstance(mesh, EmulatedMesh) and mesh.world_size > 1 and not mesh.config.expert_loads
         return cls(config, weights, formats, balanced=dealt_out)
 
-    def served(self, tokens: int) -> Served:
+    def served(self, tokens: float) -> Served:
         """By the rank's experts, where all ranks together have ``tokens`` rows."""
         c = self.config
         return Served.evenly(tokens, c.num_experts_per_tok, self.weights.held, c.n_routed_experts, self.balanced)
@@ -123,10 +123,11 @@ class ModelCosts:
             times(self.module(alone, self.served(step.everybodys)), step.drafts - 1),
         )
 
-    def prefill(self, steps: Sequence[StepPlan], rank: int, drafts: int = 0, groups: int = 1) -> Stages:
+    def prefill(self, steps: Sequence[StepPlan], rank: int, drafts: int = 0, groups: float = 1) -> Stages:
         """The steps of a prefill, on one rank; with an MTP module also its passes over the same rows.
 
-        ``groups`` context-parallel groups are taken to do the same at the same time.
+        ``groups`` context-parallel groups are taken to do the same at the same time, in the mean where they do not
+        come out even.
         """
         shapes = []
         for step in steps:

@@ -55,8 +55,9 @@ class Shares:
         """Of prefills of ``batch_size`` prompts, which take ``seconds`` together."""
         mesh, plans = self._engine.mesh, self._engine.prefill_plans(input_len)
         ranks = [mesh.rank] if isinstance(mesh, EmulatedMesh) else mesh.cp_ranks(0)
-        each = [self._costs.prefill(plans, rank, drafts) for rank in ranks]
         prompts = -(-batch_size // (mesh.world_size // mesh.cp_size))
+        # A rank's experts serve the prompts of all groups.
+        each = [self._costs.prefill(plans, rank, drafts, batch_size / prompts) for rank in ranks]
         busiest = times(max(each, key=lambda stages: total(stages).flops), prompts)
         flops = total(busiest).flops
         rate = flops / seconds

@@ -113,7 +113,7 @@ class Served(NamedTuple):
     experts: float  # experts with any
 
     @classmethod
-    def evenly(cls, tokens: int, top_k: int, held: int, experts: int, balanced: bool = False) -> Served:
+    def evenly(cls, tokens: float, top_k: int, held: int, experts: int, balanced: bool = False) -> Served:
         """Where every expert is chosen as often: in the mean of independent choices, or ``balanced``, where choices
         are dealt out in turn as to emulated ranks.
 

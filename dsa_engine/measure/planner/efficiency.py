@@ -155,7 +155,7 @@ def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
             names.append(found["device"])
             for result in found["results"]:
                 entries += _entries(result)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no result of a benchmark with ceilings ({type(error).__name__}: {error}); give the --json "
                 "of bench_prefill.py, measure_ttft.py, measure_tpot.py or bench_kernels.py"

@@ -35,7 +35,7 @@ class Load:
     def __post_init__(self) -> None:
         for name in ("devices", "input_len", "output_len", "ttft", "tpot", "requests"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value}")
         AssumedAcceptance(self.acceptance)
 
@@ -119,6 +119,10 @@ class Plan:
             "prefill": self.prefill.to_json(),
             "decode": self.decode.to_json(),
         }
+
+
+class CannotCut(ValueError):
+    """No sizes that were given, or that the model has, divide the devices."""
 
 
 class NothingFits(Exception):

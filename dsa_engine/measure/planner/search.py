@@ -10,7 +10,7 @@ from typing import Any
 from dsa_engine.measure.planner.deployment import CACHES, WEIGHTS, Deployment, Placed
 from dsa_engine.measure.planner.devices import Device
 from dsa_engine.measure.planner.efficiency import Efficiencies
-from dsa_engine.measure.planner.plan import DRAFTS, Load, NothingFits, Plan
+from dsa_engine.measure.planner.plan import DRAFTS, CannotCut, Load, NothingFits, Plan
 from dsa_engine.measure.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
 from dsa_engine.model.config import ModelConfig
 
@@ -31,12 +31,21 @@ class Planner:
         self._placed = lru_cache(maxsize=4096)(lambda how: Placed(config, device, how))
         self._steps: dict[tuple[Deployment, int, Load], DecodeStep] = {}
         self._lacking: tuple[float, Deployment] | None = None
+        for name in ("cp_size", "tp_size", "chunk"):
+            if self.fixed.get(name, 1) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {self.fixed[name]}")
+        drafts = self.fixed.get("drafts", 0)
+        if drafts not in DRAFTS:
+            raise ValueError(f"--drafts must be one of {DRAFTS}, not {drafts}")
+        if drafts and not config.num_nextn_predict_layers:
+            raise ValueError(f"--drafts {drafts}: the model has no MTP module to make them")
 
     def best(self, load: Load, split: bool = False) -> Plan:
         """The plan with the highest rate of those that keep to the load; where none does, the one that misses least.
 
         Raises:
             NothingFits: not one request has room.
+            CannotCut: no instance divides the devices.
         """
         if load.longest > self.config.max_position_embeddings:
             raise ValueError(
@@ -47,8 +56,12 @@ class Planner:
         plans = list(self._split(load) if split else self._together(load))
         if not plans:
             if self._lacking is None:
-                given = ", ".join(f"{name} {value}" for name, value in self.fixed.items())
-                raise ValueError(f"{load.devices} devices cannot be cut so: {given}; sizes must divide them")
+                given = ", ".join(f"{name} {value}" for name, value in self.fixed.items()) or "nothing fixed"
+                parts = "two instances or more" if split else "instances"
+                raise CannotCut(
+                    f"{load.devices} devices cannot be cut into {parts} with {given}: an instance has all ranks, or a "
+                    f"half, a quarter, …, at most {self.config.n_routed_experts}, and sizes must divide it"
+                )
             raise NothingFits(self._lacking[1], self._lacking[0])
         met = [plan for plan in plans if plan.misses(load) <= 0]
         if met:
@@ -90,12 +103,23 @@ class Planner:
         for decoding in self._sizes(load.devices):
             for base in self._formats(decoding):
                 for how in self._decodes(base):
-                    for requests in self._batches(how, load, 1):
-                        step = self._step(how, requests, load)
-                        yield from self._matched(prefills, step, load)
+                    for count in self._counts(decoding, load):
+                        for requests in self._batches(how, load, count or 1):
+                            step = self._step(how, requests, load)
+                            yield from self._matched(prefills, step, load, count)
 
-    def _matched(self, prefills: dict[int, Prefill | None], step: DecodeStep, load: Load) -> Iterator[Plan]:
-        """As many instances of each as the devices allow, near the ratio in which both are busy."""
+    def _counts(self, decoding: int, load: Load) -> list[int | None]:
+        """Of decode instances that may share the requests that were asked for; None: as many as are kept busy."""
+        if load.requests is None:
+            return [None]
+        most = load.devices // decoding
+        return [1 << i for i in range(most.bit_length()) if 1 << i <= load.requests]
+
+    def _matched(
+        self, prefills: dict[int, Prefill | None], step: DecodeStep, load: Load, given: int | None
+    ) -> Iterator[Plan]:
+        """As many instances of each as the devices allow, near the ratio in which both are busy, or ``given`` ones to
+        decode."""
         per_instance = step.tokens_per_s
         for ranks, prefill in prefills.items():
             if prefill is None:
@@ -103,7 +127,7 @@ class Planner:
             most = (load.devices - ranks) // step.how.ranks
             fed = prefill.prompts_per_s * load.output_len  # tokens/s that one prefill instance can start
             ideal = load.devices / (ranks * per_instance / fed + step.how.ranks)
-            for decodes in {max(1, int(ideal)), int(ideal) + 1}:
+            for decodes in {given} if given else {max(1, int(ideal)), int(ideal) + 1}:
                 if decodes > most:
                     continue
                 count = (load.devices - decodes * step.how.ranks) // ranks

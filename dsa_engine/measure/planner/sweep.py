@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dsa_engine.measure.planner.plan import Load, NothingFits, Plan
+from dsa_engine.measure.planner.plan import CannotCut, Load, NothingFits, Plan
 from dsa_engine.measure.planner.search import Planner
 from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.report import format_table
@@ -21,7 +21,7 @@ AXES: dict[str, Callable[[Load], list[float]]] = {
 
 
 class Point(NamedTuple):
-    """One value of the axis; a plan is None where nothing fits."""
+    """One value of the axis; a plan is None where nothing fits, or sizes that are fixed do not divide the devices."""
 
     value: float
     together: Plan | None
@@ -46,7 +46,7 @@ def _best(planner: Planner, load: Load, split: bool) -> Plan | None:
         return None
     try:
         return planner.best(load, split)
-    except NothingFits:
+    except (NothingFits, CannotCut):
         return None
 
 

@@ -1,0 +1,40 @@
+"""The steps that memory is counted with are the largest that the scheduler makes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.engine.made_up_steps import prefill_steps
+from dsa_engine.engine.step_memory import unfilled_bytes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_model_len", "most", "lengths"),
+    [
+        (8192, 5000, 64, [5000, 3192]),
+        (8192, 4000, 64, [4000, 4000, 192]),
+        (8192, 4000, 2, [4000, 4000]),
+        (8192, 20_000, 64, [8192]),
+    ],
+)
+def test_prefill_steps_are_full(tokens: int, max_model_len: int, most: int, lengths: list[int]) -> None:
+    mesh: Any = SimpleNamespace(world_size=4, cp_size=2, cp_ranks=lambda group: range(2 * group, 2 * group + 2))
+    for chunks in prefill_steps(mesh, 64, tokens, max_model_len, most):
+        for group in range(2):
+            assert [chunk.length for chunk in chunks if chunk.ranks == mesh.cp_ranks(group)] == lengths
+        assert all(chunk.end <= max_model_len for chunk in chunks)
+
+
+@pytest.mark.parametrize(("chunk", "pairs"), [(None, 0), (800, 0), (1000, 200), (10_000, 2400), (700, 300)])
+def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) -> None:
+    """100 tokens with 8 choices on each of 4 ranks: 800 pairs a rank where routing is even, 3,200 where all want one,
+    and 400 in each of two rounds."""
+    config: Any = SimpleNamespace(
+        num_experts_per_tok=8, moe_intermediate_size=10, hidden_size=100, mlp_layer_types=("sparse",)
+    )
+    mesh: Any = SimpleNamespace(world_size=4, config=SimpleNamespace(moe_dispatch="all_to_all", moe_chunk_size=chunk))
+    assert unfilled_bytes(config, mesh, 100, torch.bfloat16) == pairs * (2 * 10 + 4 * 100) * 2

@@ -178,6 +178,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--hf-overrides", '{"num_nextn_predict_layers": 0}', "--drafts", "1"], "no MTP module"),
         (["--plot", str(tmp_path / "x.png")], "--what-if"),
         (["--acceptance", "2"], "acceptance"),
+        (["--cp-size", "3", "--what-if", "tpot"], "cannot be cut"),
     ):
         with pytest.raises(SystemExit):
             main(["plan", *fixed, *wrong])

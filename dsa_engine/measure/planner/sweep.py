@@ -38,16 +38,21 @@ def sweep(planner: Planner, load: Load, axis: str) -> Iterator[Point]:
     for value in values:
         whole = value if axis in ("tpot", "ttft") else max(1, round(value))
         changed = replace(load, **{name: whole})  # type: ignore[arg-type]
-        yield Point(whole, _best(planner, changed, False), _best(planner, changed, True), changed)
+        together, split = (_best(planner, changed, split, axis) for split in (False, True))
+        yield Point(whole, together, split, changed)
 
 
-def _best(planner: Planner, load: Load, split: bool) -> Plan | None:
+def _best(planner: Planner, load: Load, split: bool, axis: str) -> Plan | None:
     if split and load.devices < 2:
         return None
     try:
         return planner.best(load, split)
-    except (NothingFits, CannotCut):
+    except NothingFits:
         return None
+    except CannotCut:
+        if split or axis == "devices":
+            return None
+        raise
 
 
 def sweep_table(axis: str, points: list[Point]) -> str:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dsa_engine.measure.mla_forms import FORMS, PAGE_SIZE, Cache, EngineForm, Form, MLASize, MLAWeights
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
-from dsa_engine.measure.plots import load_pyplot, save
+from dsa_engine.measure.plots import load_pyplot, plain_log_ticks, save
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,7 @@ def plot_mla(counts: dict[str, Counts], results: Sequence[FormResult], path: str
         rows = [r for r in results if r.form == name and r.batch_size == batch]
         left.plot(contexts, [statistics.median(r.seconds) * 1e3 for r in rows], marker="o", label=name)
     left.set(xscale="log", yscale="log", xlabel="cached tokens of a sequence", ylabel=f"a step of batch {batch}, ms")
-    left.set_xticks(contexts, [f"{n:,}" for n in contexts])
-    left.set_xticks([], minor=True)
-    left.yaxis.set_major_formatter("{x:,.0f}")
-    left.yaxis.set_minor_formatter("{x:,.0f}")
-    left.tick_params(axis="y", which="minor", labelsize="x-small")
+    plain_log_ticks(left, contexts)
     left.grid(alpha=0.3)
     left.legend(fontsize="small")
     places = range(len(counts))

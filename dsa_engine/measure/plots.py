@@ -166,3 +166,15 @@ def _scale_axis(axes: Any) -> str:
         return "ms"
     axes.yaxis.set_major_formatter(lambda ms, _: f"{ms / 1e3:g}")
     return "s"
+
+
+def plain_log_ticks(axes: Any, lengths: list[int]) -> None:
+    """Numbers in full on logarithmic axes: the lengths below, and 1, 2, 3 and 5 of each power of ten beside."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.tick_params(axis="y", which="minor", labelsize="small")

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsa_engine.measure.context_parallel.many_ranks import Counted
 from dsa_engine.measure.context_parallel.study import FORMS, FormResult
-from dsa_engine.measure.plots import load_pyplot, save
+from dsa_engine.measure.plots import load_pyplot, plain_log_ticks, save
 
 
 def plot_forms(
@@ -25,7 +25,7 @@ def plot_forms(
         left.plot(lengths, times, marker="o", label=name, color=colors[name])
     left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="one layer, ms")
     left.set_title(measured_title, fontsize="medium")
-    _plain_ticks(left, lengths)
+    plain_log_ticks(left, lengths)
     left.grid(alpha=0.3)
     left.legend(fontsize="small")
     _bars(right, counted, colors)
@@ -54,11 +54,3 @@ def _bars(axes: Any, counted: Sequence[Counted], colors: dict[str, str]) -> None
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set(xlabel="tokens", ylabel=f"time over {names[0]}'s")
     axes.legend(fontsize="x-small", ncols=2)
-
-
-def _plain_ticks(axes: Any, lengths: list[int]) -> None:
-    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    axes.set_xticks([], minor=True)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("{x:,.0f}")
-    axes.tick_params(axis="y", which="minor", labelsize="x-small")

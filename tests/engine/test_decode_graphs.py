@@ -43,6 +43,7 @@ def test_padded_steps(
     prompts = [random_ids(70), random_ids(62, seed=1), random_ids(3, seed=2)]
     llm = LLM(
         model.folder,
+        kernels="triton",  # to compare them with their references takes long in the interpreter
         device="cuda" if CUDA else "cpu",
         dtype="float32",
         max_model_len=128,
@@ -79,6 +80,7 @@ def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Ca
     model = oracle("deepseek_v32", num_hidden_layers=1, index_topk=16, kv_lora_rank=128, index_head_dim=16)
     llm = LLM(
         model.folder,
+        kernels="triton",  # to compare them with their references takes long in the interpreter
         device="cuda" if CUDA else "cpu",
         dtype="float32",
         kv_cache_dtype="fp8",
@@ -157,6 +159,7 @@ def test_the_same_as_one_row_at_a_time(
     tokens = [random_ids(context + MOST, seed=i) for i, context in enumerate(CONTEXTS)]
     llm = LLM(
         model.folder,
+        kernels="triton",  # to compare them with their references takes long in the interpreter
         device="cuda" if CUDA else "cpu",
         dtype="float32",
         page_size=PAGE,
@@ -219,7 +222,9 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
 
 def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Request]) -> None:
     """The same tensors, with the values that a fresh batch has."""
-    mesh = LLM("demo-random", device="cpu", cache_memory="1MiB", max_model_len=64, progress=False).engine.mesh
+    mesh = LLM(
+        "demo-random", device="cpu", kernels="triton", cache_memory="1MiB", max_model_len=64, progress=False
+    ).engine.mesh
 
     def padded(*parts: tuple[int, int, int]) -> StepPlan:
         chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]

@@ -282,6 +282,22 @@ def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="session")
+def demo_random(demo_cache: Path) -> Any:
+    """An ``LLM`` of the random demo model, for all files that need no other."""
+    from dsa_engine import LLM
+
+    return LLM("demo-random", device="cpu", max_model_len=2048, cache_memory="32MiB", progress=False)
+
+
+@pytest.fixture
+def llm(demo_random: Any) -> Iterator[Any]:
+    """The demo model; no test may leave a page taken or a request behind."""
+    yield demo_random
+    assert not demo_random.engine.scheduler.has_work
+    assert demo_random.engine.scheduler.free_pages == [demo_random.engine.cache.pages]
+
+
 TINY: dict[str, Any] = {
     "num_hidden_layers": 2,
     "first_k_dense_replace": 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,6 @@ from dsa_engine import LLM, SamplingParams
 
 TEXT = "def selection(tokens):\n    return sorted(tokens)[:256]\n" * 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-def load(model: str | Path = "demo-random", **options: Any) -> LLM:
-    return LLM(model, device="cpu", **{"max_model_len": 2048, "cache_memory": "32MiB", "progress": False} | options)
-
-
-@pytest.fixture(scope="module")
-def shared(demo_cache: Path) -> LLM:
-    return load()
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    """The demo model; no test may leave a page taken or a request behind."""
-    yield shared
-    assert not shared.engine.scheduler.has_work
-    assert shared.engine.scheduler.free_pages == [shared.engine.cache.pages]
 
 
 def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
@@ -108,7 +90,7 @@ def test_no_stop_string_before_min_tokens(llm: LLM) -> None:
 
 
 def test_output_ends_at_max_model_len(demo_cache: Path) -> None:
-    llm = load(max_model_len=40)
+    llm = LLM("demo-random", device="cpu", max_model_len=40, cache_memory="32MiB", progress=False)
     output = llm.generate(list(range(4, 34)), SamplingParams(max_tokens=100, min_tokens=90, ignore_eos=True))[0]
     assert (len(output.token_ids), output.finish_reason) == (10, "length")
     assert len(llm.generate(list(range(4, 43)), SamplingParams(max_tokens=100))[0].token_ids) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def load(model: str | Path = "demo-random", **options: Any) -> LLM:
     return LLM(model, device="cpu", **{"max_model_len": 2048, "cache_memory": "32MiB", "progress": False} | options)
-
-
-@pytest.fixture(scope="module")
-def shared(demo_cache: Path) -> LLM:
-    return load()
-
-
-@pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
-    """The demo model; no test may leave a page taken or a request behind."""
-    yield shared
-    assert not shared.engine.scheduler.has_work
-    assert shared.engine.scheduler.free_pages == [shared.engine.cache.pages]
 
 
 def test_text_and_tokens_are_the_same_prompt(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""Steps over made-up requests, before there are caches and a scheduler: to try what a device does with them."""
+"""Two small steps through one layer of each kind, in which kernels are compared with their references."""
 
 from __future__ import annotations
 

@@ -37,25 +37,36 @@ _COMPILER_SECONDS = 300
 # Multiply-adds that a thread of its own is worth: it takes some 30 µs to start, in which a core does a few million.
 _WORTH_A_THREAD = 8 << 20
 
-_FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData]]] = {
+_FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),
     "dsa_expert_mlp": ([c_void_p] * 7 + [c_int64] * 6, c_int64),
+    "dsa_head_product": ([c_void_p] * 3 + [c_int64] * 12, None),
     "dsa_lightning_indexer_scratch": ([c_int64] * 4, c_int64),
     "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 10, c_int64),
+    "dsa_linear": ([c_void_p] * 3 + [c_int64] * 5, None),
+    "dsa_rms_norm": ([c_void_p] * 5 + [c_int64] * 3 + [c_float, c_int64], None),
+    "dsa_rope": ([c_void_p] * 4 + [c_int64] * 11, None),
+    "dsa_route_scratch": ([c_int64] * 2, c_int64),
+    "dsa_route": ([c_void_p] * 6 + [c_int64] * 6 + [c_float, c_int64], None),
+    "dsa_silu_mul": ([c_void_p] * 2 + [c_int64] * 4, None),
+    "dsa_slots_of": ([c_void_p] * 4 + [c_int64] * 7, c_int64),
     "dsa_sparse_attention_scratch": ([c_int64] * 3, c_int64),
     "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 7 + [c_float, c_int64], c_int64),
+    "dsa_store_index_keys": ([c_void_p] * 7 + [c_int64] * 11 + [c_float, c_int64], c_int64),
+    "dsa_store_latent": ([c_void_p] * 6 + [c_int64] * 11 + [c_float, c_int64], c_int64),
 }
 
 
-def serves(*tensors: torch.Tensor) -> bool:
-    """Whether operations on these run the CPU's kernels, which are compiled if they have not been: on float32 CPU
-    tensors without a gradient, where neither Triton nor the references are to run."""
-    return (
-        all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
-        and launch.runs_native()
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        and library() is not None
-    )
+def serves(*tensors: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether operations on these run the CPU's kernels, which are compiled if they have not been: on CPU tensors of
+    the dtype without a gradient, where neither Triton nor the references are to run."""
+    if not launch.runs_native():
+        return False
+    graded = torch.is_grad_enabled()
+    for x in tensors:  # plainly: it is asked many times a step
+        if x.dtype != dtype or not x.is_cpu or (graded and x.requires_grad):
+            return False
+    return library() is not None
 
 
 def runs_kernel(x: torch.Tensor) -> bool:
@@ -66,6 +77,18 @@ def runs_kernel(x: torch.Tensor) -> bool:
 def threads_for(multiply_adds: int) -> int:
     """How many threads so much work is given: those that PyTorch may use, and fewer where it is not worth them."""
     return max(1, min(torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
+
+
+def kernels() -> ctypes.CDLL:
+    """The compiled kernels, for whoever has asked :func:`serves`."""
+    loaded = library()
+    assert loaded is not None
+    return loaded
+
+
+def row_threads(numbers: int) -> int:
+    """:func:`threads_for`, of an operation that reads and writes so many and multiplies little: it waits for memory."""
+    return threads_for(4 * numbers)
 
 
 @functools.cache

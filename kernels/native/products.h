@@ -8,6 +8,7 @@ namespace {
 
 constexpr int OUTPUTS_AT_ONCE = 4;
 constexpr int ROWS_AT_ONCE = MANY_REGISTERS ? 4 : 2;
+constexpr int64_t AHEAD = 2048;  // floats of the weight: what is read soon is fetched from memory meanwhile
 
 // The sums of some vectors' lanes.
 template <int O>
@@ -28,8 +29,9 @@ inline void sums_of(const Floats* vectors, float* sums) {
     for (int o = 0; o < O; o++) sums[o] = sum_of(vectors[o]);
 }
 
-// to(row)[output] = weight[output] . from(row), for O outputs and R rows from `row` on; `stride`: of the weight's rows.
-template <int O, int R, class From, class To>
+// to(row)[output] = weight[output] . from(row), for O outputs and R rows from `row` on; `stride`: of the weight's rows;
+// FIRST: nobody has read these lines yet.
+template <int O, int R, bool FIRST, class From, class To>
 void multiply_some(const float* weight, int64_t stride, int64_t width, int64_t row, int64_t output, const From& from,
                    const To& to) {
     const float *x[R], *lines = weight + output * stride;
@@ -41,6 +43,7 @@ void multiply_some(const float* weight, int64_t stride, int64_t width, int64_t r
         for (int r = 0; r < R; r++) values[r] = load(x[r] + d);
         for (int o = 0; o < O; o++) {
             const Floats line = load(lines + o * stride + d);
+            if (FIRST) __builtin_prefetch(lines + o * stride + d + AHEAD);
             for (int r = 0; r < R; r++) sums[r][o] += line * values[r];
         }
     }
@@ -58,9 +61,16 @@ template <int O, class From, class To>
 void multiply_rows(const float* weight, int64_t stride, int64_t width, int64_t rows, int64_t output, const From& from,
                    const To& to) {
     int64_t r = 0;
+    if (rows >= ROWS_AT_ONCE) {
+        multiply_some<O, ROWS_AT_ONCE, true>(weight, stride, width, r, output, from, to);
+        r += ROWS_AT_ONCE;
+    } else if (rows) {
+        multiply_some<O, 1, true>(weight, stride, width, r, output, from, to);
+        r++;
+    }
     for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
-        multiply_some<O, ROWS_AT_ONCE>(weight, stride, width, r, output, from, to);
-    for (; r < rows; r++) multiply_some<O, 1>(weight, stride, width, r, output, from, to);
+        multiply_some<O, ROWS_AT_ONCE, false>(weight, stride, width, r, output, from, to);
+    for (; r < rows; r++) multiply_some<O, 1, false>(weight, stride, width, r, output, from, to);
 }
 
 // The weights of some outputs are multiplied with all rows before the next are read.

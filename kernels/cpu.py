@@ -21,6 +21,8 @@ import shlex
 import shutil
 import stat
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
@@ -32,10 +34,10 @@ from dsa_engine.kernels import launch
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "native"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-pthread")
 _COMPILER_SECONDS = 300
-# Multiply-adds that a thread of its own is worth: it takes some 30 µs to start, in which a core does a few million.
-_WORTH_A_THREAD = 8 << 20
+# Multiply-adds that a thread of its own is worth, some 20 µs: it takes a few to begin.
+_WORTH_A_THREAD = 1 << 19
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),
@@ -162,20 +164,28 @@ def _load() -> ctypes.CDLL:
 def _compile(built: Path) -> None:
     """Writes the library whole or not at all."""
     unfinished = built.with_suffix(f".{os.getpid()}")
-    sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
+    sources = sorted(_SOURCES.glob("*.cpp"))
     logger.info("compiling the CPU kernels, once for this machine: some seconds")
     try:
-        done = subprocess.run(
-            [*_compiler(), *_FLAGS, "-o", str(unfinished), *sources],
-            capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS,
-        )  # fmt: skip
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-            raise RuntimeError(f"they do not compile: {lines[0]:.300}")
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [os.path.join(folder, f"{source.stem}.o") for source in sources]
+            [*pool.map(lambda source, into: _run("-c", "-o", into, str(source)), sources, objects)]
+            _run("-shared", "-o", str(unfinished), *objects)
         unfinished.chmod(0o755)
         unfinished.replace(built)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _run(*arguments: str) -> None:
+    """The compiler; ``RuntimeError`` with its first error where it has one."""
+    done = subprocess.run(
+        [*_compiler(), *_FLAGS, *arguments],
+        capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS,
+    )  # fmt: skip
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+        raise RuntimeError(f"they do not compile: {lines[0]:.300}")
 
 
 def _compiler() -> list[str]:

@@ -119,7 +119,9 @@ class Sampler:
 
         What one request's parameters or logits make impossible is that request's error, and nobody else's.
         """
-        highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests
+        # The choice of all greedy requests. Not max(), which on a CPU lets all threads meet for a few rows.
+        tokens = logits.argmax(dim=-1)
+        highest = logits.gather(1, tokens[:, None])[:, 0]
         drawn = [i for i, (request, _) in enumerate(wanted) if request.params.temperature > 0]
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)

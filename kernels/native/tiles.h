@@ -4,9 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "threads.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -116,19 +115,17 @@ static inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) 
 // has its own part of the scratch memory, `scratch_size` floats. Work must not throw.
 template <class Work>
 static void for_tiles(int64_t tiles, int threads, float* scratch, int64_t scratch_size, const Work& work) {
+    if (threads <= 1 || tiles <= 1) {
+        for (int64_t tile = 0; tile < tiles; tile++) work(tile, scratch);
+        return;
+    }
     std::atomic<int64_t> next{0};
-    auto run = [&](int thread) {
+    const auto run = [&](int thread) {
         for (int64_t tile = next++; tile < tiles; tile = next++) work(tile, scratch + thread * scratch_size);
     };
-    std::vector<std::thread> others;
-    try {
-        if (threads > 1) others.reserve(threads - 1);
-        for (int thread = 1; thread < threads && thread < tiles; thread++) others.emplace_back(run, thread);
-    } catch (const std::exception&) {
-        // No memory or no threads left: those that there are do it all.
-    }
-    run(0);
-    for (std::thread& other : others) other.join();
+    run_on_threads(
+        tiles < threads ? (int)tiles : threads,
+        [](void* data, int thread) { (*static_cast<const decltype(run)*>(data))(thread); }, const_cast<void*>(static_cast<const void*>(&run)));
 }
 
 // The same for rows: work(first, end, scratch) for blocks of them.

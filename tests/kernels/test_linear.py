@@ -69,15 +69,6 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(part, of_heads[first:last])
 
 
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not cpu.serves(torch.empty(0)):
-        pytest.skip("PyTorch's products are its own")
-    x, weight = make(8, 100), make(300, 100, seed=1)
-    wanted = linear(x, weight)
-    monkeypatch.setattr(cpu, "threads_for", lambda work: 3)
-    assert torch.equal(linear(x, weight), wanted)
-
-
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"x \(2, 4\) does not fit a weight \(3, 5\)"):
         linear(torch.ones(2, 4), torch.ones(3, 5))

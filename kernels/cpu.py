@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-pthread")
 _COMPILER_SECONDS = 300
-# Multiply-adds that a thread of its own is worth, some 20 µs: it takes a few to begin.
-_WORTH_A_THREAD = 1 << 19
+# Multiply-adds that a thread of its own is worth, some 10 µs: one that is awake takes a few to begin.
+_WORTH_A_THREAD = 1 << 18
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),

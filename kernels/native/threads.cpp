@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr std::chrono::microseconds AWAKE{100};  // several times what lies between two operations of a step
+constexpr std::chrono::microseconds AWAKE{200};  // longer than what lies between most operations of a step
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)

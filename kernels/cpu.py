@@ -46,7 +46,7 @@ _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._Simple
     "dsa_lightning_indexer_scratch": ([c_int64] * 4, c_int64),
     "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 10, c_int64),
     "dsa_linear": ([c_void_p] * 3 + [c_int64] * 5, None),
-    "dsa_rms_norm": ([c_void_p] * 5 + [c_int64] * 3 + [c_float, c_int64], None),
+    "dsa_rms_norm": ([c_void_p] * 6 + [c_int64] * 3 + [c_float, c_int64], None),
     "dsa_rope": ([c_void_p] * 4 + [c_int64] * 11, None),
     "dsa_route_scratch": ([c_int64] * 2, c_int64),
     "dsa_route": ([c_void_p] * 6 + [c_int64] * 6 + [c_float, c_int64], None),

@@ -83,16 +83,18 @@ struct Pool {
 
 }  // namespace
 
-// x [rows, width] with any row stride; with a residual [rows, width], their sum is written and normed.
+// x [rows, width] with any row stride; with a residual [rows, width], their sum is written and normed, and `also`, if
+// there is one, is added to x first.
 extern "C" void dsa_rms_norm(
-    const float* x, const float* residual, const float* weight, float* normed, float* summed, int64_t rows,
+    const float* x, const float* also, const float* residual, const float* weight, float* normed, float* summed, int64_t rows,
     int64_t width, int64_t x_stride, float eps, int64_t threads) {
     for_rows(rows, (int)threads, nullptr, 0, [&](int64_t first, int64_t end, float*) {
         for (int64_t row = first; row < end; row++) {
             const float* from = x + row * x_stride;
             if (residual) {
                 float* sum = summed + row * width;
-                for (int64_t i = 0; i < width; i++) sum[i] = residual[row * width + i] + from[i];
+                const float *rest = residual + row * width, *second = also ? also + row * width : nullptr;
+                for (int64_t i = 0; i < width; i++) sum[i] = rest[i] + (second ? from[i] + second[i] : from[i]);
                 from = sum;
             }
             rms_norm_row(from, weight, width, eps, normed + row * width);

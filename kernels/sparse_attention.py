@@ -168,8 +168,7 @@ def _run_native(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By ``native/sparse_attention.cpp``: a token at a time and thread, whose rows are all gathered."""
     (tokens, heads, width), k = q.shape, slots.shape[1]
-    library = cpu.library()
-    assert library is not None
+    library = cpu.kernels()
     out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads)
     rows = pool.view(-1, width)
     threads = cpu.threads_for(tokens * heads * k * (width + value_dim))

@@ -15,6 +15,7 @@ from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.dense_attention import dense_attention
 from dsa_engine.kernels.dense_mla import dense_mla
 from dsa_engine.kernels.gather_latent import gather_latent
+from dsa_engine.kernels.head_product import head_product
 from dsa_engine.kernels.paged import store_rows
 from dsa_engine.kernels.rms_norm import rms_norm
 from dsa_engine.kernels.rope import apply_rope
@@ -117,7 +118,7 @@ class Attention(Weighted):
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
             self._mha(q_mha, latent_pool, batch, out)
         with stage("MLA epilog"):
-            _per_head(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
+            head_product(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
@@ -177,7 +178,7 @@ class Attention(Weighted):
             turned = mha[..., nope:]
             apply_rope(turned, batch.cos[:border], batch.sin[:border], interleaved=interleaved, out=turned)
         mqa = q.new_empty(others.shape[0], config.num_attention_heads, config.latent_dim)
-        _per_head(others[..., :nope], self.w_uk, mqa[..., :rank])
+        head_product(others[..., :nope], self.w_uk, mqa[..., :rank])
         apply_rope(
             others[..., nope:], batch.cos[border:], batch.sin[border:], interleaved=interleaved, out=mqa[..., rank:]
         )
@@ -225,7 +226,7 @@ class Attention(Weighted):
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
                 k, v = self._expand(pool, part.key_slots, heads, eighth)
-                out[rows, heads] = dense_attention(
+                dense_attention(
                     q[rows, heads],
                     k,
                     v,
@@ -233,6 +234,7 @@ class Attention(Weighted):
                     part.cu_seqlens_k,
                     scale=config.softmax_scale,
                     workspace=4 * eighth,
+                    out=out[rows, heads],
                 )
 
     def _expand(
@@ -248,14 +250,9 @@ class Attention(Weighted):
         block = max(_FEWEST_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
         for first in range(0, slots.shape[0], block):
             some = slice(first, first + block)
-            latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype).split((rank, rope), dim=-1)
-            k[some, :, :nope] = torch.einsum("sr,hdr->shd", latent, w_uk)
-            k[some, :, nope:] = k_rope[:, None]
-            v[some] = torch.einsum("sr,hdr->shd", latent, w_uv)
+            latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype)[:, None].split((rank, rope), dim=-1)
+            for_heads = latent.expand(-1, k.shape[1], -1)
+            head_product(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
+            k[some, :, nope:] = k_rope
+            head_product(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v
-
-
-def _per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, strided as it may be."""
-    if x.shape[0]:
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

@@ -1,12 +1,15 @@
 """Compiles every kernel at production sizes, with no GPU needed, and shows what it takes on the chip.
 
-"at most" is the share of the tensor cores' ceiling that the inner loop can reach: a bound from its machine code (SASS),
-not measured. It is the time of the products over that of the unit named, which takes longest; JSON has all units.
+"at most" is the share of its ceiling that the inner loop can reach: a bound from its machine code (SASS), not measured.
+The ceiling is that of the tensor cores, or of the memory where what an operation has to read and write takes longer
+than what it has to multiply. A kernel has a line for each ceiling that some operation gives it, with the operation that
+has least of it; "limit" is the unit that takes longest. JSON has all units and all operations.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,8 +59,7 @@ def main() -> None:
         write(args.json, result, missing)
     for name, kernels in result.items():
         print(f"{name}: bytes spilled a thread, bytes of shared memory a program; not run, not timed")
-        table = [(*(k[c] for c in COLUMNS), *bound(k), f"{k['operation']}: {k['shape']}") for k in kernels]
-        print(format_table((*COLUMNS, "at most", "limit", "first launched by"), table))
+        print(format_table((*COLUMNS, "at most", "of", "limit", "for instance in"), list(lines(kernels))))
         for kernel in kernels:
             for fault in kernel["faults"]:
                 print(f"{kernel['kernel']} ({kernel['operation']}: {kernel['shape']}) {fault}")
@@ -66,9 +68,17 @@ def main() -> None:
         print()
 
 
-def bound(kernel: dict[str, Any]) -> tuple[str, str]:
-    share = kernel["bound"]["tensor_share"]
-    return "" if share is None else f"{share:.0%}", kernel["bound"]["limit"]
+def lines(kernels: Iterable[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
+    for kernel in kernels:
+        least: dict[str, dict[str, Any]] = {}
+        for judged in kernel["at_most"]:
+            share, before = judged["share"], least.get(judged["ceiling"])
+            if before is None or share is not None and share < (before["share"] or 0):
+                least[judged["ceiling"]] = judged
+        for ceiling, judged in least.items():
+            share = "" if judged["share"] is None else f"{judged['share']:.0%}"
+            where = f"{judged['operation']}: {judged['shape']}"
+            yield *(kernel[c] for c in COLUMNS), share, ceiling, judged["limit"], where
 
 
 def write(path: str, result: dict[str, Any], missing: dict[str, list[str]]) -> None:

@@ -219,7 +219,8 @@ def test_inspection_report(run_script: Callable[..., Any], tmp_path: Path) -> No
     for kernel in result["kernels"]["sm_90"]:
         assert kernel["registers"] > 0 and kernel["faults"] == []
         assert kernel["kernel"] in done.stdout
-        assert kernel["bound"]["tensor_share"] is None and kernel["bound"]["cycles"]["issue"] > 0
+        assert kernel["bound"]["operations"] == 0 and kernel["bound"]["cycles"]["issue"] > 0
+        assert len(kernel["at_most"]) >= 1 and {judged["ceiling"] for judged in kernel["at_most"]} == {"memory"}
     assert result["not_compiled"] == {"sm_90": []}
 
 

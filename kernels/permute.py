@@ -19,8 +19,9 @@ from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
 
-# Most pairs that are ranked by counting, which is one launch but takes the square of them; more are sorted.
-COUNTED_PAIRS = 8192
+# Most pairs that are ranked by comparing all with all, which is one launch but takes the square of them. More are
+# compared within blocks of so many, whose counts are added up before.
+COMPARED_PAIRS, BLOCK_PAIRS = 8192, 256
 
 
 class Order(NamedTuple):
@@ -68,6 +69,69 @@ def order_kernel(
     tl.store(ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
 
 
+@triton.jit
+def _keys(experts, pair, pairs, count):
+    """The expert of each pair; ``count`` where nobody serves it."""
+    expert = tl.load(experts + pair, mask=pair < pairs, other=-1)
+    return tl.where(expert < 0, count, expert)
+
+
+@triton.jit(do_not_specialize=["pairs", "count", "blocks"])
+def order_count_kernel(experts, counts, pairs, count, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """A block of pairs a program: how many of them each expert has, ``counts [count + 1, blocks]``."""
+    block = tl.program_id(0)
+    pair = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.where(pair < pairs, _keys(experts, pair, pairs, count), -1)
+    for first in range(0, count + 1, EXPERTS):
+        number = first + tl.arange(0, EXPERTS)
+        here = tl.sum((keys[:, None] == number[None, :]).to(tl.int32), axis=0)
+        tl.store(counts + number.to(tl.int64) * blocks + block, here, mask=number <= count)
+
+
+@triton.jit(do_not_specialize=["pairs", "count", "blocks"])
+def order_place_kernel(
+    experts, upto, tokens, ends, places, pairs, count, blocks,
+    K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """A block of pairs a program. ``upto [count + 1, blocks]`` has the counts added up, expert by expert and within one
+    block by block: a pair's row is behind all that were added up before its block's, and behind the pairs of its expert
+    that stand before it in the block."""
+    block = tl.program_id(0).to(tl.int64)
+    inside = tl.arange(0, BLOCK)
+    pair = block * BLOCK + inside
+    known = pair < pairs
+    key = _keys(experts, pair, pairs, count)
+    at = key.to(tl.int64) * blocks + block
+    row = tl.load(upto + at - 1, mask=known & (at > 0), other=0)
+    for first in range(0, BLOCK, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        others = _keys(experts, block * BLOCK + column, pairs, count)
+        before = (others[None, :] == key[:, None]) & (column[None, :] < inside[:, None])
+        row += tl.sum(before.to(tl.int32), axis=1)
+    tl.store(tokens + row, (pair // K).to(tl.int32), mask=known)
+    tl.store(places + pair, tl.where(key == count, -1, row), mask=known)
+    if block == 0:
+        for first in range(0, count, EXPERTS):
+            number = first + tl.arange(0, EXPERTS)
+            end = tl.load(upto + (number.to(tl.int64) + 1) * blocks - 1, mask=number < count, other=0)
+            tl.store(ends + number, end, mask=number < count)
+
+
+def _order_by_blocks(experts: torch.Tensor, order: Order) -> None:
+    """Fills ``order`` by a counting sort. Compiled for sm_90, not yet measured on a device."""
+    pairs, count, blocks = experts.numel(), len(order.ends), cdiv(experts.numel(), BLOCK_PAIRS)
+    counts = torch.empty(count + 1, blocks, dtype=torch.int32, device=experts.device)
+    order_count_kernel[(blocks,)](
+        experts, counts, pairs, count, blocks, BLOCK=BLOCK_PAIRS, EXPERTS=min(32, next_power_of_2(count + 1)),
+        num_warps=4,
+    )  # fmt: skip
+    upto = counts.view(-1).cumsum(0, dtype=torch.int32)
+    order_place_kernel[(blocks,)](
+        experts, upto, *order, pairs, count, blocks,
+        K=experts.shape[1], BLOCK=BLOCK_PAIRS, COLUMNS=32, EXPERTS=256, num_warps=8,
+    )  # fmt: skip
+
+
 @operation()
 def expert_order(experts: torch.Tensor, count: int) -> Order:
     """Sorts token-expert pairs by expert, with no synchronisation of host and device.
@@ -81,18 +145,21 @@ def expert_order(experts: torch.Tensor, count: int) -> Order:
     if not 0 < count < 1 << 15:
         raise ValueError(f"{count} experts; from 1 to 32,767 can be ordered")
     pairs = experts.numel()
-    if not runs_triton(experts) or not 0 < pairs <= COUNTED_PAIRS:
+    if not runs_triton(experts) or not pairs:
         return expert_order_reference(experts, count)
     experts = experts.contiguous()
     tokens = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     ends = torch.empty(count, dtype=torch.int32, device=experts.device)
-    places = torch.empty_like(experts)
+    order = Order(tokens, ends, torch.empty_like(experts))
+    if pairs > COMPARED_PAIRS:
+        _order_by_blocks(experts, order)
+        return order
     # Compiled for sm_90, not yet measured on a device.
     queries, block = 32, 128
     order_kernel[(cdiv(pairs + count, queries),)](
-        experts, tokens, ends, places, pairs, count, K=experts.shape[1], QUERIES=queries, BLOCK=block, num_warps=4
+        experts, *order, pairs, count, K=experts.shape[1], QUERIES=queries, BLOCK=block, num_warps=4
     )
-    return Order(tokens, ends, places)
+    return order
 
 
 def combine_reference(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

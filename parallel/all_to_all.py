@@ -16,6 +16,7 @@ import torch
 from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.permute import Order, expert_order
 from dsa_engine.kernels.permute import combine as weighted_sum
+from dsa_engine.kernels.token_ranks import token_ranks
 from dsa_engine.parallel.dispatch import Arrived, Dispatch, unpacked
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
@@ -33,17 +34,14 @@ class Sendings(NamedTuple):
     """Which of a rank's tokens go where: a row is a token on its way to a rank."""
 
     order: Order  # rows sorted by rank and, within one, by token
-    owners: torch.Tensor  # [T, k] int64: the rank of every choice; as many as there are ranks where nobody serves it
+    ranks: torch.Tensor  # [T, k] int32: of every choice, −1 where nobody serves it
     counts: torch.Tensor  # [size, 2] int32: rows to each rank, and choices of them that it serves
 
     @classmethod
-    def of(cls, owners: torch.Tensor, size: int) -> Sendings:
-        """``owners [T, k]`` as above, of ``size`` ranks."""
-        order = expert_order(_first_of_each(owners, size), size)
-        choices = torch.zeros(size + 1, dtype=torch.int32, device=owners.device)  # the last are nobody's
-        choices.scatter_add_(0, owners.flatten(), choices.new_ones(()).expand(owners.numel()))
-        rows = order.ends.diff(prepend=order.ends.new_zeros(1))
-        return cls(order, owners, torch.stack((rows, choices[:-1]), dim=1))
+    def of(cls, experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> Sendings:
+        """Of the physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.token_ranks.token_ranks`."""
+        ranks, first, counts = token_ranks(experts, rank_of, size)
+        return cls(expert_order(first, size), ranks, counts)
 
 
 class Rounds(NamedTuple):
@@ -67,11 +65,11 @@ def rounds_needed(most: int, most_pairs: int, size: int, k: int) -> int:
 
 def in_rounds(sendings: Sendings, rows: int, rounds: int) -> Rounds:
     """Cuts what goes to each rank into ``rounds`` parts of as many choices; ``rows`` is how many rows there are."""
-    order, owners, counts = sendings
-    size, device = len(counts), owners.device
+    order, ranks, counts = sendings
+    size, device = len(counts), ranks.device
     source = order.tokens[:rows]
     rank = torch.searchsorted(order.ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
-    served = (owners[source] == rank[:, None]).sum(dim=1)
+    served = (ranks[source] == rank[:, None]).sum(dim=1)
     choices = counts[:, 1].long()
     before = served.cumsum(0) - served - (choices.cumsum(0) - choices)[rank]  # choices ahead of a row, of its rank's
     number = before * rounds // choices[rank].clamp(min=1)
@@ -134,10 +132,3 @@ class AllToAll(Dispatch):
     def combine(self) -> torch.Tensor:
         assert self._returned is not None
         return weighted_sum(self._returned, self._places)
-
-
-def _first_of_each(owners: torch.Tensor, nobody: int) -> torch.Tensor:
-    """``owners [T, k]`` as int32, −1 for ``nobody`` and where an earlier choice of the token has the same owner."""
-    earlier = torch.ones(owners.shape[1], owners.shape[1], dtype=torch.bool, device=owners.device).tril(-1)
-    again = ((owners[:, :, None] == owners[:, None, :]) & earlier).any(dim=-1)
-    return owners.int().masked_fill_(again | (owners == nobody), -1)

@@ -108,7 +108,7 @@ class ExpertParallel:
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, most_pairs: int
     ) -> Dispatch:
         group, k = self.group, experts.shape[1]
-        sendings = Sendings.of(self.placement.owners(experts), group.size)
+        sendings = Sendings.of(experts, self.placement.rank_of, group.size)
         whole, most = self.exchange_counts(sendings.counts)
         rows, rounds = sum(whole.send), rounds_needed(most, most_pairs, group.size, k)
         if rounds == 1:

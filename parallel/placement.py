@@ -20,6 +20,9 @@ class ExpertPlacement:
             numbers of them.
         device: of the tensors that choices are mapped with.
 
+    Attributes:
+        rank_of: int32 ``[experts]``, the rank of each physical expert.
+
     Raises:
         ValueError: an expert is missing, or held twice, or a rank has none.
     """
@@ -34,12 +37,12 @@ class ExpertPlacement:
         physical = [0] * self.experts
         for number, expert in enumerate(logical):
             physical[expert] = number
-        owners = [rank for rank, experts in enumerate(self.held) for _ in experts]
-        # The last entry is that of expert −1: nobody.
         self._physical: torch.Tensor | None = None
         if physical != list(range(self.experts)):
+            # The last entry is that of expert −1: nobody.
             self._physical = torch.tensor([*physical, -1], dtype=torch.int32, device=device)
-        self._owners = torch.tensor([*owners, len(self.held)], dtype=torch.int64, device=device)
+        ranks = [rank for rank, experts in enumerate(self.held) for _ in experts]
+        self.rank_of = torch.tensor(ranks, dtype=torch.int32, device=device)
 
     @classmethod
     def contiguous(cls, experts: int, ranks: int, device: torch.device) -> ExpertPlacement:
@@ -88,10 +91,6 @@ class ExpertPlacement:
         counts = torch.tensor([len(held) for held in self.held], device=experts.device)
         of_rank = torch.tensor(self._first[:-1], device=experts.device)
         return (of_rank[rank] + turn % counts[rank]).to(experts.dtype).where(experts >= 0, experts)
-
-    def owners(self, physical: torch.Tensor) -> torch.Tensor:
-        """The rank of each physical expert, int64; for −1 the number of ranks."""
-        return self._owners[physical.long()]
 
     def local(self, physical: torch.Tensor, rank: int) -> torch.Tensor:
         """The same experts counted within those of ``rank``, −1 for those that lie elsewhere."""

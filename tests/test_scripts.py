@@ -223,8 +223,10 @@ def test_fewer_layers_are_scaled_on_a_line_of_their_own(run: Run, tmp_path: Path
 def test_compare_transformers(run: Run, tmp_path: Path) -> None:
     report = tmp_path / "compare.json"
     sizes = ["--seq-len", 300, "--context", 280, "--batch-size", 2, "--output-len", 4, "--repeat", 1]
-    done = run("compare_transformers.py", *sizes, "--threads", 1, "--json", report)
+    plot = tmp_path / "compare.png"
+    done = run("compare_transformers.py", *sizes, "--threads", 1, "--json", report, "--plot", plot)
     assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
     prefill, decode = json.loads(report.read_text())["results"]
     assert prefill["relative_error"] < 1e-4 and decode["equal_tokens"] == decode["tokens"] == 8
     assert prefill["ratio"] > 0 and decode["transformers_peak_bytes"] > 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ import torch
 from dsa_engine.checkpoint import dequantize_checkpoint
 from dsa_engine.llm import LLM
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
+from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.sampling_params import SamplingParams
+
+MOST_ERROR = 1e-3  # relative, of float32 logits; near ties of index scores may select other tokens
 
 
 @dataclass
@@ -62,8 +67,12 @@ def load_transformers(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int) -> dict[str, Any]:
-    """Prefill of one prompt, to the logits of its last token."""
+def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int, bar: Any) -> dict[str, Any]:
+    """Prefill of one prompt, to the logits of its last token; ``bar`` is told of every run.
+
+    Raises:
+        ValueError: the logits of the first runs differ by more than :data:`MOST_ERROR`.
+    """
     prompt = random_prompt(llm.engine, length)
     ids = torch.tensor([prompt])
     logits: dict[str, torch.Tensor] = {}
@@ -78,14 +87,28 @@ def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int) -> dict[str
         logits["transformers"] = theirs(ids, use_cache=True, logits_to_keep=1).logits[0, -1].float()
         return time.perf_counter() - begin
 
-    a, b = _in_turn(engine, transformers, repeat)
-    error = (logits["engine"] - logits["transformers"]).norm() / logits["transformers"].norm()
-    return _result(f"prefill of {length:,}", "tokens/s", length, a, b) | {"relative_error": error.item()}
+    def error() -> float:
+        return ((logits["engine"] - logits["transformers"]).norm() / logits["transformers"].norm()).item()
+
+    def check() -> None:
+        if not error() <= MOST_ERROR:  # NaN too
+            raise ValueError(
+                f"the logits after {length:,} tokens differ by {error():.1e} (relative), more than {MOST_ERROR:.0e}: "
+                "the two do not compute the same, so their times cannot be compared"
+            )
+
+    a, b = _in_turn(engine, transformers, repeat, bar, check)
+    return _result(f"prefill of {length:,}", "tokens/s", length, a, b) | {"relative_error": error()}
 
 
 @torch.inference_mode()
-def compare_decode(llm: LLM, theirs: Any, context: int, batch: int, count: int, repeat: int) -> dict[str, Any]:
-    """Decode of ``count`` tokens, greedy, after ``context`` tokens; only the tokens after the first are timed."""
+def compare_decode(
+    llm: LLM, theirs: Any, context: int, batch: int, count: int, repeat: int, bar: Any
+) -> dict[str, Any]:
+    """Decode of ``count`` tokens, greedy, after ``context`` tokens; only the tokens after the first are timed.
+
+    ``transformers`` prefills in its first run and decodes from a copy of that cache in the others.
+    """
     prompts = [random_prompt(llm.engine, context, seed=i) for i in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     tokens: dict[str, list[list[int]]] = {}
@@ -96,30 +119,42 @@ def compare_decode(llm: LLM, theirs: Any, context: int, batch: int, count: int, 
         # Those that were prefilled before others have also waited for these; the quickest has only decoded.
         return min(o.metrics.tpot_s or 0.0 for o in outputs) * (count - 1)
 
+    @cache
+    def prefilled() -> Any:
+        return theirs(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+
     def transformers() -> float:
-        out = theirs(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-        chosen = [out.logits[:, -1].argmax(-1, keepdim=True)]
+        past = copy.deepcopy(prefilled().past_key_values)
+        chosen = [prefilled().logits[:, -1].argmax(-1, keepdim=True)]
         begin = time.perf_counter()
         for _ in range(count - 1):
-            out = theirs(chosen[-1], past_key_values=out.past_key_values, use_cache=True)
+            out = theirs(chosen[-1], past_key_values=past, use_cache=True)
             chosen.append(out.logits[:, -1].argmax(-1, keepdim=True))
         seconds = time.perf_counter() - begin
         tokens["transformers"] = torch.cat(chosen, dim=1).tolist()
         return seconds
 
-    a, b = _in_turn(engine, transformers, repeat)
+    a, b = _in_turn(engine, transformers, repeat, bar)
     pairs = zip(tokens["engine"], tokens["transformers"], strict=True)
     same = sum(x == y for mine, other in pairs for x, y in zip(mine, other, strict=True))
     name = f"decode at {context:,}, batch {batch}"
     return _result(name, "tokens/s", batch * (count - 1), a, b) | {"equal_tokens": same, "tokens": batch * count}
 
 
-def _in_turn(engine: Callable[[], float], transformers: Callable[[], float], repeat: int) -> tuple[Side, Side]:
-    """Alternating runs, so that a drift of the machine's speed meets both."""
+def _in_turn(
+    engine: Callable[[], float],
+    transformers: Callable[[], float],
+    repeat: int,
+    bar: Any,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Side, Side]:
+    """Alternating runs, so that a drift of the machine's speed meets both; ``check`` is called after each pair."""
     a, b = Side(), Side()
     for _ in range(repeat):
-        a.measure(engine)
-        b.measure(transformers)
+        for side, work in ((a, engine), (b, transformers)):
+            side.measure(work)
+            bar.update(1)
+        check()
     return a, b
 
 
@@ -135,3 +170,23 @@ def _result(name: str, unit: str, amount: int, a: Side, b: Side) -> dict[str, An
         "engine_peak_bytes": a.peak_bytes,
         "transformers_peak_bytes": b.peak_bytes,
     }
+
+
+def plot_comparison(results: list[dict[str, Any]], path: str, title: str) -> None:
+    """Tokens a second and the memory that a run adds, of both sides in every case, as a PNG."""
+    figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    cases = range(len(results))
+    for i, (side, label) in enumerate((("engine", "dsa_engine"), ("transformers", "transformers"))):
+        at = [case + (i - 0.5) * 0.4 for case in cases]
+        left.bar(at, [r[side] for r in results], 0.36, label=label)
+        right.bar(at, [r[f"{side}_peak_bytes"] / 2**20 for r in results], 0.36, label=label)
+    for case, r in zip(cases, results, strict=True):
+        left.annotate(f"{r['ratio']:.1f}×", (case - 0.2, r["engine"]), ha="center", va="bottom")
+    for axes, what in ((left, "tokens a second"), (right, "memory that the run added, MiB")):
+        axes.set_yscale("log")
+        axes.set_ylim(top=axes.get_ylim()[1] * 3)  # room for the ratios and the legend
+        axes.set_ylabel(what)
+        axes.set_xticks(cases, [r["name"].replace(" at ", "\nat ").replace(" of ", "\nof ") for r in results])
+        axes.legend(fontsize="small")
+    save(figure, path)

@@ -44,11 +44,18 @@ def test_order(tokens: int, k: int, count: int, elsewhere: float, device: str) -
     check(expert_order(experts.to(device), count), experts, count)
 
 
-@pytest.mark.parametrize("elsewhere", [0.0, 0.9])
-def test_order_of_many(elsewhere: float, device: str) -> None:
-    """More pairs than are ranked by counting."""
-    experts = choices(1100, 8, 40, elsewhere)
-    assert experts.numel() > permute.COUNTED_PAIRS
+@pytest.mark.parametrize(("tokens", "k", "count", "elsewhere"), [(1100, 8, 40, 0.0), (2800, 3, 150, 0.9)])
+def test_order_of_many(tokens: int, k: int, count: int, elsewhere: float, device: str) -> None:
+    """More pairs than are compared with all others; several blocks, the last of them not full."""
+    experts = choices(tokens, k, count, elsewhere)
+    assert experts.numel() > permute.COMPARED_PAIRS and experts.numel() % permute.BLOCK_PAIRS
+    check(expert_order(experts.to(device), count), experts, count)
+
+
+@pytest.mark.parametrize("same", [0, 39, -1])
+def test_order_of_many_that_are_alike(same: int, device: str) -> None:
+    """All pairs of an expert: the rows of one block stand behind those of the block before."""
+    experts = torch.full((1100, 8), same, dtype=torch.int32)
     check(expert_order(experts.to(device), 40), experts, 40)
 
 

@@ -20,11 +20,11 @@ from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 
 
-def owners_of(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
-    """Random ranks, a part of them all the same one, and nobody now and then."""
+def choices(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
+    """Random experts of which each rank has one, a part of them all the same, and nobody now and then."""
     generator = torch.Generator().manual_seed(seed)
-    owners = torch.randint(0, size + 1, (tokens, k), generator=generator)
-    return owners.masked_fill_(torch.rand(tokens, k, generator=generator) < hot, seed % size)
+    experts = torch.randint(-1, size, (tokens, k), generator=generator, dtype=torch.int32)
+    return experts.masked_fill_(torch.rand(tokens, k, generator=generator) < hot, seed % size)
 
 
 @given(
@@ -35,15 +35,15 @@ def test_no_rank_serves_more_than_the_bound(
     tokens: int, k: int, size: int, hot: float, most_pairs: int, seed: int
 ) -> None:
     """All ranks of a world, each with its own tokens."""
-    all_owners = [owners_of(tokens, k, size, hot, seed + rank) for rank in range(size)]
-    sendings = [Sendings.of(owners, size) for owners in all_owners]
+    everybodys = [choices(tokens, k, size, hot, seed + rank) for rank in range(size)]
+    sendings = [Sendings.of(experts, torch.arange(size, dtype=torch.int32), size) for experts in everybodys]
     served = sum(one.counts[:, 1] for one in sendings)
     for rank in range(size):
-        assert served[rank] == sum(int((owners == rank).sum()) for owners in all_owners)
+        assert served[rank] == sum(int((experts == rank).sum()) for experts in everybodys)
     rounds = rounds_needed(int(served.max()), most_pairs, size, k)
     assert rounds == 1 or int(served.max()) > most_pairs
     total = 0
-    for owners, one in zip(all_owners, sendings, strict=True):
+    for experts, one in zip(everybodys, sendings, strict=True):
         rows = int(one.counts[:, 0].sum())
         source, places, counts = in_rounds(one, rows, rounds)
         assert torch.equal(counts.sum(dim=0), one.counts) and len(source) == rows
@@ -53,11 +53,11 @@ def test_no_rank_serves_more_than_the_bound(
             for rank, n in enumerate(of_round):
                 sent = source[first : first + n]
                 assert sent.tolist() == sorted(set(sent.tolist()))
-                assert bool((owners[sent.long()] == rank).any(dim=1).all())
+                assert bool((experts[sent.long()] == rank).any(dim=1).all())
                 first += n
         # A row says which token it is, so each token gets itself back as often as ranks serve it.
         own = torch.arange(1.0, tokens + 1)[source.long()][:, None]
-        ranks = torch.tensor([len(set(row) - {size}) for row in owners.tolist()], dtype=torch.float32)
+        ranks = torch.tensor([len(set(row) - {-1}) for row in experts.tolist()], dtype=torch.float32)
         assert torch.equal(combine(own, places)[:, 0], torch.arange(1.0, tokens + 1) * ranks)
     assert int(total.max()) <= max(most_pairs, size * (k + 1))
 

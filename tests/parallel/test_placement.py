@@ -36,12 +36,11 @@ def test_contiguous(experts: int, ranks: int, counts: list[int]) -> None:
 def test_every_expert_is_served_once(experts: int, ranks: int) -> None:
     placement = ExpertPlacement.contiguous(experts, ranks, CPU)
     choices = torch.arange(-1, experts, dtype=torch.int32)
-    owners = placement.owners(choices)
-    assert owners[0] == ranks, "nobody"
+    rank_of = torch.cat((torch.tensor([-1]), placement.rank_of))  # nobody first
     for rank in range(ranks):
         local = placement.local(choices, rank)
         assert local.dtype == torch.int32
-        assert torch.equal(local >= 0, owners == rank)
+        assert torch.equal(local >= 0, rank_of == rank)
         assert local[local >= 0].tolist() == list(range(placement.count(rank)))
 
 
@@ -51,7 +50,7 @@ def test_any_order() -> None:
     logical = torch.tensor([[0, 1, 2], [3, 4, -1]], dtype=torch.int32)
     physical = placement.to_physical(logical)
     assert physical.dtype == torch.int32 and physical.tolist() == [[1, 3, 4], [0, 2, -1]]
-    assert placement.owners(physical).tolist() == [[1, 1, 2], [0, 1, 3]]
+    assert placement.rank_of.tolist() == [0, 1, 1, 1, 2]
     assert placement.local(physical, 1).tolist() == [[0, 2, -1], [-1, 1, -1]]
     for rank, held in enumerate(placement.held):
         own = placement.local(placement.to_physical(torch.tensor(held, dtype=torch.int32)), rank)
@@ -95,5 +94,5 @@ def test_even_routing_adds_up_over_the_ranks(ranks: int) -> None:
     parts = [ExpertParallel(Group(tuple(range(ranks)), rank, None), placement) for rank in range(ranks)]
     for part in parts:
         part.even = True
-    owners = torch.cat([placement.owners(part.to_physical(choices)) for part in parts])
-    assert owners.flatten().bincount(minlength=ranks).tolist() == [28] * ranks
+    serving = torch.cat([placement.rank_of[part.to_physical(choices).long()] for part in parts])
+    assert serving.flatten().bincount(minlength=ranks).tolist() == [28] * ranks

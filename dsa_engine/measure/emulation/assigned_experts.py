@@ -52,14 +52,14 @@ class StepChoices:
     def arriving(self) -> tuple[torch.Tensor, list[int]]:
         """The choices ``[R, k]`` of the tokens that come to this rank's experts, counted within these, and how many
         tokens come from each rank."""
-        mine = (self.placement.owners(self.physical) == self.rank).any(dim=1)
-        counts = [int(part.sum()) for part in mine.split(self.tokens)]
-        return self.placement.local(self.physical[mine], self.rank), counts
+        local = self.placement.local(self.physical, self.rank)
+        mine = (local >= 0).any(dim=1)
+        return local[mine], [int(part.sum()) for part in mine.split(self.tokens)]
 
     @cached_property
     def most_served(self) -> int:
         """Choices that the most loaded rank serves."""
-        return int(self.placement.owners(self.physical).flatten().bincount(minlength=self.placement.ranks).max())
+        return int(self.placement.rank_of[self.physical.flatten().long()].bincount(minlength=1).max())
 
 
 @dataclass

@@ -22,6 +22,7 @@ from dsa_engine.kernels.packed_tokens import (
 from dsa_engine.kernels.permute import combine, combine_reference, expert_order, expert_order_reference
 from dsa_engine.kernels.router import route, route_reference
 from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
+from dsa_engine.kernels.token_ranks import token_ranks, token_ranks_reference
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 
@@ -90,6 +91,7 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     for tokens in (sizes.tokens, *sizes.batches[:3]):
         yield _route(make, tokens)
         yield _order(make, tokens)
+        yield _ranks(make, tokens)
         yield _combine(make, tokens)
         yield _gate(make, tokens)
         yield _pack(make, tokens)
@@ -119,6 +121,20 @@ def _order(make: Inputs, tokens: int) -> Case:
         flops=0.0,
         bytes=3.0 * choices.nbytes,
         baselines={"torch sort, searchsorted": lambda: expert_order_reference(choices, EXPERTS)},
+    )
+
+
+def _ranks(make: Inputs, tokens: int) -> Case:
+    """Of 64 ranks with 4 experts each."""
+    choices = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32)
+    rank_of = (torch.arange(EXPERTS, device=make.device) // 4).int()
+    return Case(
+        "ranks that tokens go to",
+        shape=f"{tokens} x {CHOICES}",
+        run=lambda: token_ranks(choices, rank_of, 64),
+        flops=0.0,
+        bytes=3.0 * choices.nbytes,
+        baselines={"torch": lambda: token_ranks_reference(choices, rank_of, 64)},
     )
 
 

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import triton
 
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.kernel_cases.cases import CASES, named
+from dsa_engine.measure.kernel_cases.compile_counts import counts, renewed
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.output_files import check_outputs
@@ -42,13 +44,18 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    parser.add_argument("--counts", metavar="PATH", help="renew in this file what this Triton compiles for the targets")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     names = named(args.only)
-    check_outputs(args.json)
+    if args.counts and args.only:
+        raise ValueError("--counts counts all kernels; leave --only out")
+    check_outputs(args.json, args.counts)
+    if args.counts:
+        renewed(args.counts, triton.__version__, {})  # a wrong file is named before minutes of compiling
     result: dict[str, Any] = {}
     missing: dict[str, list[str]] = {}
     for target in args.target:
@@ -57,6 +64,9 @@ def main() -> None:
             kernel["faults"] = faults(kernel, target)
     if args.json:
         write(args.json, result, missing)
+    if args.counts:
+        counted = {target: counts(kernels, missing[target]) for target, kernels in result.items()}
+        write_json(args.counts, renewed(args.counts, triton.__version__, counted))
     for name, kernels in result.items():
         print(f"{name}: bytes spilled a thread, bytes of shared memory a program; not run, not timed")
         print(format_table((*COLUMNS, "at most", "of", "limit", "for instance in"), list(lines(kernels))))
@@ -77,7 +87,7 @@ def lines(kernels: Iterable[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
                 least[judged["ceiling"]] = judged
         for ceiling, judged in least.items():
             share = "" if judged["share"] is None else f"{judged['share']:.0%}"
-            where = f"{judged['operation']}: {judged['shape']}"
+            where = f"{judged['operation']}: {judged['shapes'][0]}"
             yield *(kernel[c] for c in COLUMNS), share, ceiling, judged["limit"], where
 
 

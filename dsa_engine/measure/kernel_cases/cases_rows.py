@@ -128,7 +128,9 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> Case:
     return Case(
         "store index keys" + (", FP8" if quantised else ""),
         shape=f"{tokens} tokens",
-        run=lambda: store_index_keys(projected, weight, bias, EPS, cos, sin, pool, slots, interleaved=False),
+        run=lambda: store_index_keys(
+            projected, weight, bias, EPS, cos, sin, pool, slots, interleaved=False, power_of_two=quantised
+        ),
         flops=2.0 * projected.numel() * INDEX_DIM if quantised else 0.0,  # the Hadamard transform
         bytes=float(projected.nbytes + tokens * (pool.shape[-1] * pool.element_size() + 4 * ROPE)),
         baselines=baselines,

@@ -25,7 +25,7 @@ class Inspection(NamedTuple):
     Attributes:
         kernels: every compiled kernel once: the case and shape that first launched it, its grid there, the fields of
             :class:`~dsa_engine.kernels.compile_only.Resources`, as "bound" what :func:`.loop_bound` says, and as
-            "at_most" what :func:`.at_most` says for every case that launches it.
+            "at_most" what :func:`.at_most` says for the cases that launch it: the operation and the shapes.
         missing: a sentence for each operation that cannot be compiled.
     """
 
@@ -59,10 +59,12 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
 
 
 def _judge(kernel: dict[str, Any], case: Case, capability: int) -> None:
-    judged = {"operation": case.kernel, "shape": case.shape}
-    judged |= at_most(kernel["bound"], case.flops, case.bytes, capability)
-    if judged not in kernel["at_most"]:
-        kernel["at_most"].append(judged)
+    judged = {"operation": case.kernel, **at_most(kernel["bound"], case.flops, case.bytes, capability)}
+    for before in kernel["at_most"]:
+        if judged == {name: value for name, value in before.items() if name != "shapes"}:
+            before["shapes"] += [case.shape] if case.shape not in before["shapes"] else []
+            return
+    kernel["at_most"].append(judged | {"shapes": [case.shape]})
 
 
 def _of(launch: Launch, capability: int) -> dict[str, Any]:

@@ -33,8 +33,10 @@ def dense_attention_reference(
     cu_seqlens_k: CuSeqlens,
     scale: float,
     workspace: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
     for (first, last), (first_key, last_key) in zip(cu_seqlens_q, cu_seqlens_k):
         keys, values = k[first_key:last_key], v[first_key:last_key]
         _attend(q[first:last], keys, values, scale, workspace, out[first:last])
@@ -85,6 +87,7 @@ def dense_attention(
     *,
     scale: float,
     workspace: int = 256 << 20,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last n of S tokens of every sequence: flash-attn where it is installed and fits, else PyTorch's
     own, sequence by sequence.
@@ -97,6 +100,7 @@ def dense_attention(
         cu_seqlens_k: which rows of k and v.
         scale: softmax scale.
         workspace: bytes that masks and scores may take; queries are taken in blocks where it would be more.
+        out: where the result goes, of any strides; default: a new tensor.
 
     Returns:
         ``[T, heads, value_dim]`` in q's dtype.
@@ -111,6 +115,8 @@ def dense_attention(
             f"{len(cu_seqlens_q)} sequences of {cu_seqlens_q.rows} queries and {len(cu_seqlens_k)} of "
             f"{cu_seqlens_k.rows} keys do not fit together with q {tuple(q.shape)} and k {tuple(k.shape)}"
         )
+    if out is not None and (out.shape != (*q.shape[:2], v.shape[-1]) or out.dtype != q.dtype):
+        raise ValueError(f"out is {[*q.shape[:2], v.shape[-1]]} in {q.dtype}, not {list(out.shape)} in {out.dtype}")
     if any(last - first > stop - start for (first, last), (start, stop) in zip(cu_seqlens_q, cu_seqlens_k)):
         raise ValueError("the queries and keys do not fit together: a sequence has more queries than tokens")
     half_precision = q.dtype in (torch.float16, torch.bfloat16)
@@ -119,8 +125,8 @@ def dense_attention(
     if flash_attn_3_varlen_func is not None and fits_flash and capability(q) == 90:
         flash = flash_attn_3_varlen_func
     if flash is None or not fits_flash:
-        return dense_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, workspace)
-    out = flash(
+        return dense_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, workspace, out)
+    attended = flash(
         q,
         k,
         _widened(v, q.shape[-1]),  # FlashAttention-2 wants values as wide as the keys
@@ -132,4 +138,5 @@ def dense_attention(
         causal=True,
     )
     # Some versions of FlashAttention-3 return the log-sum-exp too.
-    return (out[0] if isinstance(out, tuple) else out)[..., : v.shape[-1]]
+    attended = (attended[0] if isinstance(attended, tuple) else attended)[..., : v.shape[-1]]
+    return attended if out is None else out.copy_(attended)

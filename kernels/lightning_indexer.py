@@ -75,7 +75,7 @@ def lightning_indexer(
         piece = segments if last - first == segments.rows else segments.part(first, last)
         rows = slice(first, last)
         scores = indexer_scores(q[rows], weights[rows], pool, block_tables, piece, workspace=workspace // 2)
-        positions[rows] = select_topk(scores, k, piece.visible)[0]
+        select_topk(scores, k, piece.visible, out=positions[rows])
         del scores  # before the next piece's are made
     return positions
 

@@ -21,14 +21,17 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 @triton.jit
 def rms_norm_kernel(
-    x, residual, weight, normed, summed, x_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x, also, residual, weight, normed, summed, x_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row a program, held in registers. With ADD, ``x + residual`` is stored and then normalised."""
+    """One row a program, held in registers. With ADD, ``x + also + residual`` is stored and then normalised; there may
+    be no ``also``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if ADD:
+        if also is not None:  # rounded before the residual is added, as where it is added apart
+            values = (values + tl.load(also + row * width + columns, mask=inside, other=0.0)).to(x.dtype.element_ty)
         values = values + tl.load(residual + row * width + columns, mask=inside, other=0.0)
         tl.store(summed + row * width + columns, values, mask=inside)
     full = values.to(tl.float32)
@@ -39,7 +42,11 @@ def rms_norm_kernel(
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    also: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x [rows, width]`` with any row stride; the sum is x itself where there is no residual."""
     rows, width = x.shape
@@ -50,7 +57,7 @@ def _launch(
         # 8 elements, one 16-byte load, a thread at least, and at most 16 warps: 7168 columns take 16 a thread.
         warps = min(16, max(1, block // 256))
         rms_norm_kernel[(rows,)](
-            x, residual, weight, normed, summed, x.stride(0), width, eps,
+            x, also, residual, weight, normed, summed, x.stride(0), width, eps,
             ADD=residual is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return normed, summed
@@ -69,14 +76,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @operation()
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    also: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual + x``, and its RMSNorm: returns ``(normed, summed)``, both ``[T, width]``."""
-    if x.shape != residual.shape or x.shape[-1] != weight.shape[0]:
+    """``residual + x``, and its RMSNorm: returns ``(normed, summed)``, both ``[T, width]``.
+
+    ``also [T, width]`` is added to x first, with a rounding of its own.
+    """
+    if x.shape != residual.shape or x.shape[-1] != weight.shape[0] or (also is not None and also.shape != x.shape):
+        second = "" if also is None else f" + {tuple(also.shape)}"
         raise ValueError(
-            f"x {tuple(x.shape)}, residual {tuple(residual.shape)} and weight {tuple(weight.shape)} do not fit together"
+            f"x {tuple(x.shape)}{second}, residual {tuple(residual.shape)} and weight {tuple(weight.shape)} do not fit "
+            "together"
         )
     if not runs_triton(x):
-        summed = residual + x
+        summed = residual + (x if also is None else x + also)
         return rms_norm_reference(summed, weight, eps), summed
-    return _launch(x.contiguous(), residual.contiguous(), weight, eps)
+    return _launch(x.contiguous(), residual.contiguous(), weight, eps, None if also is None else also.contiguous())

@@ -107,6 +107,7 @@ def _launch(
     config: Config,
     slices: int,
     payload: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions ``[R, k]`` and counts ``[R]``. Of several slices, positions ``[R, slices · k]`` and their scores, which
     are −inf behind the last of a slice. A payload, laid out like the scores, gives the position of each column."""
@@ -115,7 +116,7 @@ def _launch(
     staged = 2 * config.chunk + config.piece
     candidates = torch.empty(programs, config.capacity + staged, dtype=torch.float32, device=device)
     columns = torch.empty(programs, config.capacity + staged // 4, dtype=torch.int32, device=device)
-    positions = torch.empty(rows, slices * k, dtype=torch.int32, device=device)
+    positions = torch.empty(rows, slices * k, dtype=torch.int32, device=device) if out is None else out
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     best = torch.empty(positions.shape if slices > 1 else 0, dtype=torch.float32, device=device)
     select_topk_kernel[(programs,)](
@@ -130,7 +131,12 @@ def _launch(
 
 
 def select_by_kernel(
-    scores: torch.Tensor, k: int, lengths: torch.Tensor | None, config: Config, slices: int
+    scores: torch.Tensor,
+    k: int,
+    lengths: torch.Tensor | None,
+    config: Config,
+    slices: int,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`select_topk` by the kernel, with the launch given; k at most ``config.largest_k``."""
     if scores.stride(1) != 1 and scores.shape[1] > 1:
@@ -138,13 +144,15 @@ def select_by_kernel(
     if lengths is not None:
         lengths = lengths.contiguous()
     if slices == 1:
-        return _launch(scores, k, lengths, config, 1)
+        return _launch(scores, k, lengths, config, 1, out=out)
     positions, best = _launch(scores, k, lengths, config, slices)
-    return _launch(best, k, None, config, 1, positions)
+    return _launch(best, k, None, config, 1, positions, out)
 
 
-@operation()
-def select_topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+@operation(writes=("out",))
+def select_topk(
+    scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The k best positions of each row of ``scores [R, W]`` (float32).
 
     Args:
@@ -152,6 +160,7 @@ def select_topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = Non
         k: how many to select. The kernel takes up to 4096; beyond, the reference runs.
         lengths: ``[R]`` int32, how many columns of each row count. All, if not given. The reference overwrites what
             lies behind them, the kernel does not.
+        out: int32 ``[R, k]``, contiguous: gets the positions; default: a new tensor.
 
     Returns:
         positions ``[R, k]`` int32, ascending, −1 behind the last; counts ``[R]`` int32, how many were selected.
@@ -163,9 +172,12 @@ def select_topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = Non
     if lengths is not None and lengths.shape != scores.shape[:1]:
         raise ValueError(f"lengths must be [{scores.shape[0]}], one for each row, not {tuple(lengths.shape)}")
     rows, width = scores.shape
+    if out is not None and (out.shape != (rows, k) or out.dtype != torch.int32 or not out.is_contiguous()):
+        raise ValueError(f"out must be contiguous int32 [{rows}, {k}], not {out.dtype} {list(out.shape)}")
     if not runs_triton(scores) or k > LARGEST_K or not rows:
-        return select_topk_reference(scores, k, lengths)
+        positions, counts = select_topk_reference(scores, k, lengths)
+        return positions if out is None else out.copy_(positions), counts
     processors = multiprocessors(scores)
     slices = slices_of(rows, width, k, processors)
     config = config_for(FEW_ROWS if rows * slices <= processors else MANY_ROWS, scores)
-    return select_by_kernel(scores, k, lengths, config, slices)
+    return select_by_kernel(scores, k, lengths, config, slices, out)

@@ -2,23 +2,28 @@
 
 It needs nothing of the main thread but that it does not hold Python's lock: waits inside CUDA and NCCL, and other calls
 of PyTorch, release it. A rank that holds it (a call of some library that waits) is killed by another one of its machine
-(:func:`see_off`). Only a failure that a rank has left word of ends anything: being slow ends nothing.
+(:func:`see_off`). Only a failure that a rank has left word of ends anything: being slow ends nothing, and a store that
+is slow, or drops its connections for a while, is asked again.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch.distributed as dist
 
 from dsa_engine.parallel.peers import kill, state_of
-from dsa_engine.parallel.run_store import STORE_WAIT, connect
+from dsa_engine.parallel.run_store import STORE_WAIT, connect, has_listener
+
+logger = logging.getLogger(__name__)
 
 LEFT = "left"
 _POLL_S = 0.5
+_RETRY_S = 15.0  # longest pause before the store is tried again: an attempt that nobody answers leaves a thread behind
+_GONE_S = 60.0  # a store where nobody has listened for so long is given up
 _OTHERS_S = 5.0  # how long the other ranks get to read why they end
 _STOP_S = 10.0
 
@@ -44,12 +49,30 @@ class FailureWatch:
         self._thread.join(_STOP_S)
 
     def _watch(self) -> None:
-        with suppress(Exception):  # the store has ended: so has the run, or its failure shows in another way
-            store = connect(STORE_WAIT.total_seconds())
-            while not store.check(["first"]):
-                if self._over.wait(_POLL_S):
+        pause, absent = _POLL_S, 0.0  # since when nobody has listened
+        while True:
+            absent = 0.0 if has_listener() else absent or time.monotonic()
+            if absent and time.monotonic() - absent > _GONE_S:
+                break
+            try:
+                if not absent:
+                    store = connect(STORE_WAIT.total_seconds())
+                    pause = _POLL_S
+                    while not store.check(["first"]):
+                        if self._over.wait(_POLL_S):
+                            return
+                    self._failed(store)
                     return
-            self._failed(store)
+            except Exception as error:
+                logger.debug("the store of the run has not answered (%s); it is tried again", error)
+            if self._over.wait(pause):
+                return
+            pause = min(2 * pause, _RETRY_S)
+        logger.warning(
+            "the store of the run is gone, for %g seconds nobody has listened there: should another rank fail, this "
+            "one learns of it only from its communication, or after the timeout",
+            _GONE_S,
+        )
 
 
 def see_off(store: dist.Store, rank: int, world_size: int) -> None:

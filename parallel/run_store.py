@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -20,11 +21,7 @@ def connect(patience_s: float) -> dist.Store:
         TimeoutError: whoever listens there does not answer as a store.
     """
     # A connection of its own: that of the process group may be in use by a thread that waits in it.
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ValueError(
-            "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"
-        )
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = _address()
     found: list[dist.Store | Exception] = []
 
     def attempt() -> None:
@@ -48,3 +45,21 @@ def connect(patience_s: float) -> dist.Store:
     found[0].set_timeout(STORE_WAIT)
     # torchrun keeps its store when it restarts the ranks.
     return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found[0])
+
+
+def has_listener() -> bool:
+    """Whether anybody accepts connections where the store of the run was. PyTorch's own attempt, where nobody does,
+    takes its whole timeout and writes pages to stderr."""
+    try:
+        with socket.create_connection(_address(), _MUTE_S):
+            return True
+    except OSError:
+        return False
+
+
+def _address() -> tuple[str, int]:
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError(
+            "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"
+        )
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -15,7 +15,7 @@ from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases.bench import measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
-from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.report import environment, format_table, write_so_far
 from dsa_engine.model.config import DTYPES
 from dsa_engine.output_files import check_outputs
 
@@ -47,12 +47,13 @@ def main() -> None:
         f"ceilings: {ceilings.flops_per_s / 1e12:.4g} TFLOP/s ({args.dtype} matrix product), "
         f"{ceilings.bytes_per_s / 1e9:.4g} GB/s (copy, read plus written)"
     )
-    results, left_out = [], []
+    results: list[dict[str, Any]] = []
+    left_out: list[str] = []
     failed: dict[str, str] = {}
 
-    def write(measured: list[dict[str, Any]]) -> None:
+    def write(complete: bool) -> None:
         about = {**where, "ceilings": ceilings.to_json(), "left_out": left_out, "failed": failed}
-        write_json(args.json, {**about, "results": measured})
+        write_so_far(args.json, about, results, complete=complete)
 
     where = environment(device, dtype, 1)
     for name in names:
@@ -71,10 +72,8 @@ def main() -> None:
                 failed[f"{case.kernel}: {case.shape}"] = f"{type(error).__name__}: {reason:.200}"
         print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
         results += measured
-        if args.json and args.json != "-":
-            write(results)  # what there is so far, should somebody end this
-    if args.json:
-        write(results)
+        write(complete=False)
+    write(complete=True)
     if left_out:
         print(f"left out for lack of time: {', '.join(left_out)}")
     for what, reason in failed.items():

@@ -225,7 +225,7 @@ class Attention(Weighted):
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
                 k, v = self._expand(pool, part.key_slots, heads, eighth)
-                out[rows, heads] = dense_attention(
+                dense_attention(
                     q[rows, heads],
                     k,
                     v,
@@ -233,6 +233,7 @@ class Attention(Weighted):
                     part.cu_seqlens_k,
                     scale=config.softmax_scale,
                     workspace=4 * eighth,
+                    out=out[rows, heads],
                 )
 
     def _expand(
@@ -248,10 +249,11 @@ class Attention(Weighted):
         block = max(_FEWEST_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
         for first in range(0, slots.shape[0], block):
             some = slice(first, first + block)
-            latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype).split((rank, rope), dim=-1)
-            k[some, :, :nope] = torch.einsum("sr,hdr->shd", latent, w_uk)
-            k[some, :, nope:] = k_rope[:, None]
-            v[some] = torch.einsum("sr,hdr->shd", latent, w_uv)
+            latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype)[:, None].split((rank, rope), dim=-1)
+            for_heads = latent.expand(-1, k.shape[1], -1)
+            _per_head(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
+            k[some, :, nope:] = k_rope
+            _per_head(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v
 
 

@@ -16,7 +16,8 @@ from dsa_engine.model.runtime import Runtime, Streams
 
 
 class DecoderLayer(Weighted):
-    """Pre-norm layer. The residual addition is fused into the next norm, so what a layer adds is passed beside it."""
+    """Pre-norm layer. The residual addition is fused into the next norm, so what a layer adds is passed beside it: one
+    or two summands."""
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
@@ -34,27 +35,38 @@ class DecoderLayer(Weighted):
 
     def forward(
         self,
-        delta: torch.Tensor,
+        delta: list[torch.Tensor],
         residual: torch.Tensor | None,
         batch: ForwardBatch,
         cache: KVCache,
         topk_slots: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``delta [T, hidden]`` is what the layer before adds to ``residual [T, hidden]``; None before the first.
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+        """``delta``, one or two of ``[T, hidden]``, is what the layer before adds to ``residual [T, hidden]``. Before
+        the first there is no residual, and one delta. It is emptied: its memory is free while the layer runs.
 
         Returns:
             what this layer adds, the residual that it is to be added to, and the selection that it used.
         """
         with stage("MLA prolog"):
             if residual is None:
-                normed, residual = rms_norm(delta, self.input_norm, self.eps), delta
+                residual = delta.pop()
+                normed = rms_norm(residual, self.input_norm, self.eps)
             else:
-                normed, residual = add_rms_norm(delta, residual, self.input_norm, self.eps)
+                normed, residual = add_delta(delta, residual, self.input_norm, self.eps)
         attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
         if self.moe is not None:
-            return self.moe(normed, batch), residual, topk_slots
+            return list(self.moe(normed, batch)), residual, topk_slots
         assert self.mlp is not None
         with stage("dense MLP"):
-            return self.mlp(normed), residual, topk_slots
+            return [self.mlp(normed)], residual, topk_slots
+
+
+def add_delta(
+    delta: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer adds, added to the residual: the norm of the sum, and the sum. Empties ``delta``."""
+    first, *second = delta
+    delta.clear()
+    return add_rms_norm(first, residual, weight, eps, *second)

@@ -58,12 +58,12 @@ class Indexer(Weighted):
         """Index queries ``[sparse rows, heads, dim]``, in FP8 where the keys are, and head weights ``[sparse rows,
         heads]`` of the rows in sparse MQA form.
 
-        ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold every scale of the score.
+        ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold the scales of the FP8 queries. The
+        paper's ``heads^-0.5 · dim^-0.5`` is left out: all scores have this factor, so it changes no choice.
         """
         config, first = self.config, batch.first_sparse
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
-        scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-        weights = self.weights_proj(x[first:]) * scale
+        weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
         if stored.fp8:
             q, scales = quantize_index_queries(q, cos, sin, interleaved=interleaved, power_of_two=stored.power_of_two)

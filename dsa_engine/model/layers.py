@@ -79,6 +79,11 @@ class Weighted(nn.Module):
             self.sources = [source for source in self.sources if source.name not in names]
         return weight
 
+    def arrange_weights(self) -> None:
+        """Called once, when the weights have been loaded, before :meth:`weights_loaded`."""
+        for weights in self._weights:
+            weights.loaded()
+
     def weights_loaded(self) -> None:
         """Called once, when the weights have been loaded: the time to derive others from them."""
 

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.kernels.rms_norm import add_rms_norm
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.decoder_layer import DecoderLayer
+from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
@@ -52,20 +51,22 @@ class Model(Weighted):
 
     def weights_loaded(self) -> None:
         """To be called once, when all of :meth:`weight_sources` have been loaded."""
-        for module in self.modules():
-            if isinstance(module, Weighted) and module is not self:
-                module.weights_loaded()
+        modules = [module for module in self.modules() if isinstance(module, Weighted) and module is not self]
+        for module in modules:
+            module.arrange_weights()
+        for module in modules:
+            module.weights_loaded()
 
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
         """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed.
 
         ``layers``: to run these only, of which the first selects for itself; for trying what they run.
         """
-        x, residual, topk_slots = self._embedded(batch, self.embed), None, None
+        delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
-            x, residual, topk_slots = layer(x, residual, batch, cache, topk_slots)
+            delta, residual, topk_slots = layer(delta, residual, batch, cache, topk_slots)
         assert residual is not None
-        return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
+        return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def draft(self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Runs an MTP module, counted from 0, over the step's rows; see :meth:`.mtp.MTPModule.forward`."""

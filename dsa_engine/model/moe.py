@@ -33,8 +33,9 @@ class MoE(Weighted):
         self.most_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``. The shared expert runs beside gate and dispatch."""
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x [T, hidden]``: the routed experts' sums and the shared expert's, ``[T, hidden]`` each, to be added. The
+        shared expert runs beside gate and dispatch."""
         config = self.config
         with stage("MoE shared"):
             shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
@@ -56,7 +57,7 @@ class MoE(Weighted):
         for number in range(dispatch.rounds):
             self._serve(dispatch, number, counts=batch.live is None)
         with stage("MoE combine"):
-            return dispatch.combine() + shared()
+            return dispatch.combine(), shared()
 
     def _serve(self, dispatch: Dispatch, number: int, counts: bool) -> None:
         """One round. ``counts``: whether the host may ask the device how many choices are served here; not in a padded

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
+from dsa_engine.kernels.rms_norm import rms_norm
 from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.decoder_layer import DecoderLayer
+from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
@@ -82,5 +82,5 @@ class MTPModule(Weighted):
         with stage("MLA prolog"):
             joined = (rms_norm(embedded, self.embedding_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps))
             x = F.linear(torch.cat(joined, dim=-1), self.projection)
-        added, residual, _ = self.layer(x, None, batch, cache, None)
-        return add_rms_norm(added, residual, self.norm, self.eps)[0]
+        delta, residual, _ = self.layer([x], None, batch, cache, None)
+        return add_delta(delta, residual, self.norm, self.eps)[0]

@@ -53,6 +53,9 @@ def test_several_sequences(sizes: list[tuple[int, int]], workspace: int) -> None
     queries, keys = (CuSeqlens.of([size[i] for size in sizes]) for i in range(2))
     out = dense_attention(q, k, v, queries, keys, scale=SCALE, workspace=workspace)
     assert out.shape == (sum(count for count, _ in sizes), 3, 8)
+    wide = torch.full((*out.shape[:2], 11), 5.0)
+    dense_attention(q, k, v, queries, keys, scale=SCALE, workspace=workspace, out=wide[..., 1:9])
+    assert torch.equal(wide[..., 1:9], out) and (wide[..., [0, 9, 10]] == 5).all()
     for (first, last), part in zip(queries, parts, strict=True):
         torch.testing.assert_close(out[first:last].double(), naive(*part), rtol=1e-4, atol=1e-5)
 
@@ -78,6 +81,12 @@ def test_memory_stays_within_the_workspace(
     inputs_and_outputs = 4 * (2 * q.numel() + 2 * k.numel() + 2 * v.numel())
     print(f"peak {peak / 2**20:.1f} MiB")
     assert peak < workspace + inputs_and_outputs + (1 << 20)
+
+
+def test_an_out_that_does_not_fit() -> None:
+    q, k, v = problem(3, 7, 2, 8, 4)
+    with pytest.raises(ValueError, match=r"out is \[3, 2, 4\] in torch.float32, not \[3, 2, 8\] in torch.float32"):
+        attend(q, k, v, scale=SCALE, out=torch.empty(3, 2, 8))
 
 
 def test_bad_arguments() -> None:

@@ -59,8 +59,20 @@ def test_with_the_residual(device: str) -> None:
     )
 
 
+def test_with_two_summands(dtype: torch.dtype, device: str) -> None:
+    """As if they were added to each other before: the same bits."""
+    g = torch.Generator().manual_seed(0)
+    x, also, residual, weight = (torch.randn(n, generator=g).to(dtype).to(device) for n in ((7, 12),) * 3 + ((12,),))
+    for one, other in zip(
+        add_rms_norm(x, residual, weight, 1e-5, also), add_rms_norm(x + also, residual, weight, 1e-5), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="x has width 4, the weight has 5"):
         rms_norm(torch.ones(2, 4), torch.ones(5), 1e-6)
     with pytest.raises(ValueError, match=r"x \(2, 4\), residual \(1, 4\) and weight \(4,\) do not fit"):
         add_rms_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), 1e-6)
+    with pytest.raises(ValueError, match=r"x \(2, 4\) \+ \(1, 4\), residual"):
+        add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-6, torch.ones(1, 4))

@@ -218,6 +218,15 @@ def test_compiled(chip: int, rows: int, width: int) -> None:
         assert len(wide) == groups + sampled
 
 
+@pytest.mark.parametrize("width", [300, 20])
+def test_into_rows_of_a_table(width: int, device: str) -> None:
+    scores = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(device)
+    table = torch.full((5, 30), 7, dtype=torch.int32, device=device)
+    selected = select_topk(scores, 30, out=table[1:4])
+    compare(selected, scores.tolist(), 30)
+    assert torch.equal(table[1:4], selected[0]) and (table[[0, 4]] == 7).all()
+
+
 def test_bad_arguments() -> None:
     scores = torch.randn(2, 5)
     with pytest.raises(ValueError, match=r"float32 \[rows, width > 0\], not torch.float64 \(2, 5\)"):
@@ -230,3 +239,5 @@ def test_bad_arguments() -> None:
         select_topk(scores, 0)
     with pytest.raises(ValueError, match=r"lengths must be \[2\], one for each row, not \(3,\)"):
         select_topk(scores, 2, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"out must be contiguous int32 \[2, 3\], not torch.int64 \[2, 3\]"):
+        select_topk(torch.zeros(2, 8), 3, out=torch.zeros(2, 3, dtype=torch.int64))

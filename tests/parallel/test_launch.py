@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch
+from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, run_store
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.agreement import differences
 from dsa_engine.parallel.launch_environment import launched_rank, local_world_size, several_processes
@@ -174,6 +176,7 @@ def test_only_ranks_that_may_be_the_cause_are_named(
 
 def test_the_watch_for_failures_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
+    monkeypatch.setattr(failure_watch, "has_listener", lambda: True)
     monkeypatch.setattr(failure_watch, "connect", lambda seconds: store)
     heard: list[dist.Store] = []
     watches = [failure_watch.FailureWatch(heard.append) for _ in range(2)]
@@ -186,14 +189,96 @@ def test_the_watch_for_failures_ends_with_the_run(monkeypatch: pytest.MonkeyPatc
     assert heard == [store]
     watches[1].stop()
 
-    def gone(seconds: float) -> dist.Store:
-        raise TimeoutError("no store")
 
-    monkeypatch.setattr(failure_watch, "connect", gone)
-    alone = failure_watch.FailureWatch(heard.append)
-    alone.start()
-    alone._thread.join()
-    assert heard == [store], "a store that is gone ends nothing"
+class Relay:
+    """Stands between a store and those who ask it: accepts connections, but while ``silent`` no answer comes back."""
+
+    def __init__(self, port: int):
+        self.silent, self.accepted = True, 0
+        self._store, self._server = port, socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.port = self._server.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def drop(self) -> None:
+        """All connections that there are."""
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.silent = False
+        self._server.shutdown(socket.SHUT_RDWR)
+        self.drop()
+        for thread in self._threads:
+            thread.join()
+        for end in (self._server, *self._ends):
+            end.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = [self._server.accept()[0], socket.create_connection(("127.0.0.1", self._store))]
+                self._ends += ends
+                self.accepted += 1
+                for source, target, answers in ((*ends, False), (*reversed(ends), True)):
+                    passing = threading.Thread(target=self._pass_on, args=(source, target, answers), daemon=True)
+                    self._threads.append(passing)
+                    passing.start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(4096):
+                while answers and self.silent:
+                    time.sleep(0.01)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """``AssertionError`` where it has not come true within half a minute."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_watch_outlives_a_store_that_is_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not answer at first, then it drops its connections, then a rank fails; and once it has gone for good."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    relay = Relay(store.port)
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", relay.port)):
+        monkeypatch.setenv(name, str(value))
+    for module, name, seconds in (
+        (failure_watch, "_POLL_S", 0.01),
+        (failure_watch, "_RETRY_S", 0.01),
+        (failure_watch, "_GONE_S", 0.05),
+        (run_store, "_MUTE_S", 0.1),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+    monkeypatch.setattr(failure_watch, "STORE_WAIT", timedelta(seconds=0.1))
+    heard: list[str] = []
+    watch, other = (failure_watch.FailureWatch(lambda found: heard.append(found.get("first").decode())) for _ in "12")
+    watch.start()
+    until(lambda: relay.accepted >= 5)  # an attempt takes two connections
+    assert watch._thread.is_alive()
+    relay.silent = False
+    for _ in range(2):
+        time.sleep(0.3)  # some questions and answers
+        relay.drop()
+    assert watch._thread.is_alive() and heard == [] and not caplog.records
+    dist.PrefixStore("dsa_engine/failure/0", store).set("first", "rank 0: a failure")
+    watch._thread.join(30)
+    assert heard == ["rank 0: a failure"]
+    relay.close()
+    other.start()
+    other._thread.join(30)
+    assert not other._thread.is_alive() and len(heard) == 1, "a store that is gone ends nothing"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.message.startswith("the store of the run is gone")
 
 
 def test_who_does_not_react_is_killed(

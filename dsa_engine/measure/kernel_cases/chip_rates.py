@@ -7,8 +7,8 @@ units are asked for more.
 Lanes: "Throughput of Native Arithmetic Instructions", until CUDA 12 in the programming guide and since 13 in the best
 practices guide: float32, integer addition, multiplication and logic, MUFU, shuffles, conversions by F2F, and pairs of
 16-bit numbers. That F2FP (two numbers to 16 bits) belongs to the ALU is from Nsight Compute's description of its
-pipelines. Assumed, as no source was found: F2FP to and from 8 bits and I2FP as F2FP to 16 bits; F2I and I2F as F2F (on
-12.0 the guide has F2I at 2 lanes).
+pipelines. Assumed, as no source was found: F2FP to and from 8 bits and I2FP as F2FP to 16 bits; F2I and I2F as F2F. The
+guide has F2I at 2 lanes on 12.0, and float32 minima at 128 on 10.0, which are counted here with the ALU's 64.
 
 Shared memory: 32 banks of 4 bytes a cycle (programming guide). That a warpgroup's product reads B, and A where it is no
 register, once from there agrees with rates measured for narrow products (arXiv 2501.12084: full from 64 columns on).

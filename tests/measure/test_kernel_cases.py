@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure import lost_device
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.kernel_cases import cases_fp8_products, cases_int
+from dsa_engine.measure.kernel_cases import bench, cases_fp8_products, cases_int
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES
 from dsa_engine.measure.kernel_cases.compile_counts import counts, renewed
@@ -197,6 +198,36 @@ def test_the_benchmark_on_a_cpu(run_script: Callable[..., Any], tmp_path: Path, 
         assert r["ms"] > 0 and r["share_of_ceiling"] > 0, r
         assert not [b for b in r["baselines"].values() if "skipped" in b], r
     assert "ceilings:" in done.stdout and "of matmul" in done.stdout and "of copy" in done.stdout
+
+
+def test_a_kernel_that_loses_the_device_does_not_lose_the_others(
+    run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process measures them, and adds to the same file."""
+    report, lost = tmp_path / "k.json", []
+
+    def breaks_the_device(*args: Any) -> Any:
+        lost.append(True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
+
+    def in_another_process(command: list[str]) -> int:
+        assert command[0] == sys.executable and json.loads(report.read_text())["complete"] is False
+        with monkeypatch.context() as there:
+            there.setattr(bench, "measure", measure)
+            there.setattr(lost_device, "is_lost", lambda device: False)
+            return run_script(Path(command[1]).name, *command[2:]).returncode
+
+    measure = bench.measure
+    monkeypatch.setattr(bench, "measure", breaks_the_device)
+    monkeypatch.setattr(lost_device, "is_lost", lambda device: bool(lost))
+    monkeypatch.setattr(subprocess, "call", in_another_process)
+    small = ["--small", "--device", "cpu", "--dtype", "float32", "--time-limit", "300", "--json", str(report)]
+    done = run_script("bench_kernels.py", *small, "--only", "sparse_decode,top_k")
+    assert done.returncode == 1 and len(lost) == 1, done.stderr
+    result = json.loads(report.read_text())
+    assert result["complete"] and {r["kernel"].partition(",")[0] for r in result["results"]} == {"top-k"}
+    (reason,) = result["failed"].values()
+    assert reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
 
 
 @pytest.mark.parametrize("script", ["bench_kernels.py", "inspect_kernels.py"])

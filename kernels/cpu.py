@@ -21,6 +21,8 @@ import shlex
 import shutil
 import stat
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
@@ -32,30 +34,41 @@ from dsa_engine.kernels import launch
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "native"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-pthread")
 _COMPILER_SECONDS = 300
-# Multiply-adds that a thread of its own is worth: it takes some 30 µs to start, in which a core does a few million.
-_WORTH_A_THREAD = 8 << 20
+# Multiply-adds that a thread of its own is worth, some 10 µs: one that is awake takes a few to begin.
+_WORTH_A_THREAD = 1 << 18
 
-_FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData]]] = {
+_FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),
     "dsa_expert_mlp": ([c_void_p] * 7 + [c_int64] * 6, c_int64),
+    "dsa_head_product": ([c_void_p] * 3 + [c_int64] * 12, None),
     "dsa_lightning_indexer_scratch": ([c_int64] * 4, c_int64),
     "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 10, c_int64),
+    "dsa_linear": ([c_void_p] * 3 + [c_int64] * 5, None),
+    "dsa_rms_norm": ([c_void_p] * 6 + [c_int64] * 3 + [c_float, c_int64], None),
+    "dsa_rope": ([c_void_p] * 4 + [c_int64] * 11, None),
+    "dsa_route_scratch": ([c_int64] * 2, c_int64),
+    "dsa_route": ([c_void_p] * 6 + [c_int64] * 6 + [c_float, c_int64], None),
+    "dsa_silu_mul": ([c_void_p] * 2 + [c_int64] * 4, None),
+    "dsa_slots_of": ([c_void_p] * 4 + [c_int64] * 7, c_int64),
     "dsa_sparse_attention_scratch": ([c_int64] * 3, c_int64),
     "dsa_sparse_attention": ([c_void_p] * 7 + [c_int64] * 7 + [c_float, c_int64], c_int64),
+    "dsa_store_index_keys": ([c_void_p] * 7 + [c_int64] * 11 + [c_float, c_int64], c_int64),
+    "dsa_store_latent": ([c_void_p] * 6 + [c_int64] * 11 + [c_float, c_int64], c_int64),
 }
 
 
-def serves(*tensors: torch.Tensor) -> bool:
-    """Whether operations on these run the CPU's kernels, which are compiled if they have not been: on float32 CPU
-    tensors without a gradient, where neither Triton nor the references are to run."""
-    return (
-        all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
-        and launch.runs_native()
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        and library() is not None
-    )
+def serves(*tensors: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether operations on these run the CPU's kernels, which are compiled if they have not been: on CPU tensors of
+    the dtype without a gradient, where neither Triton nor the references are to run."""
+    if not launch.runs_native():
+        return False
+    graded = torch.is_grad_enabled()
+    for x in tensors:  # plainly: it is asked many times a step
+        if x.dtype != dtype or not x.is_cpu or (graded and x.requires_grad):
+            return False
+    return library() is not None
 
 
 def runs_kernel(x: torch.Tensor) -> bool:
@@ -66,6 +79,18 @@ def runs_kernel(x: torch.Tensor) -> bool:
 def threads_for(multiply_adds: int) -> int:
     """How many threads so much work is given: those that PyTorch may use, and fewer where it is not worth them."""
     return max(1, min(torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
+
+
+def kernels() -> ctypes.CDLL:
+    """The compiled kernels, for whoever has asked :func:`serves`."""
+    loaded = library()
+    assert loaded is not None
+    return loaded
+
+
+def row_threads(numbers: int) -> int:
+    """:func:`threads_for`, of an operation that reads and writes so many and multiplies little: it waits for memory."""
+    return threads_for(4 * numbers)
 
 
 @functools.cache
@@ -139,20 +164,28 @@ def _load() -> ctypes.CDLL:
 def _compile(built: Path) -> None:
     """Writes the library whole or not at all."""
     unfinished = built.with_suffix(f".{os.getpid()}")
-    sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
+    sources = sorted(_SOURCES.glob("*.cpp"))
     logger.info("compiling the CPU kernels, once for this machine: some seconds")
     try:
-        done = subprocess.run(
-            [*_compiler(), *_FLAGS, "-o", str(unfinished), *sources],
-            capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS,
-        )  # fmt: skip
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-            raise RuntimeError(f"they do not compile: {lines[0]:.300}")
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [os.path.join(folder, f"{source.stem}.o") for source in sources]
+            [*pool.map(lambda source, into: _run("-c", "-o", into, str(source)), sources, objects)]
+            _run("-shared", "-o", str(unfinished), *objects)
         unfinished.chmod(0o755)
         unfinished.replace(built)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _run(*arguments: str) -> None:
+    """The compiler; ``RuntimeError`` with its first error where it has one."""
+    done = subprocess.run(
+        [*_compiler(), *_FLAGS, *arguments],
+        capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS,
+    )  # fmt: skip
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+        raise RuntimeError(f"they do not compile: {lines[0]:.300}")
 
 
 def _compiler() -> list[str]:

@@ -125,8 +125,7 @@ def _run_native(
 ) -> torch.Tensor:
     """By ``native/expert_mlp.cpp``: an expert at a time and thread."""
     (tokens, choices), (count, hidden, intermediate) = experts.shape, down.shape
-    library = cpu.library()
-    assert library is not None
+    library = cpu.kernels()
     out = torch.empty_like(x)
     threads = min(count, cpu.threads_for(3 * experts.numel() * hidden * intermediate))
     scratch = x.new_empty(library.dsa_expert_mlp_scratch(experts.numel(), count, hidden, intermediate))

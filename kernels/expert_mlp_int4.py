@@ -55,7 +55,8 @@ def expert_mlp_int4(
     Args:
         x, experts, weights, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
         gate_up: int32 ``[experts, 2·intermediate, hidden / 8]`` and its scales ``[…, hidden / size]``.
-        down: int32 ``[experts, hidden, intermediate / 8]`` and its scales ``[…, intermediate / size]``.
+        down: int32 ``[experts, hidden, intermediate / 8]`` and its scales ``[…, intermediate / size]``; both
+            arranged by :func:`.int4.arrange_int4_`.
         int8_activations: W4A8; else W4A16, in x's dtype.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Products of consecutive groups of rows with packed INT4 matrices (``int4.py``), one for each group of rows.
+"""Products of consecutive groups of rows with INT4 matrices, one for each group, packed in planes (``int4.py``).
 
 out[r] = Σ_c scale[g, :, c] · (code[g, :, c] · x[source[r], c])    for the rows r of group g, c the groups of columns
 
@@ -23,7 +23,7 @@ from dsa_engine.kernels.grouped_tiles import (
     rows_by_group,
     rows_of_tile,
 )
-from dsa_engine.kernels.int4 import check_groups, dequantize_int4
+from dsa_engine.kernels.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors
 
@@ -35,11 +35,12 @@ def matmul_int4_reference(
     x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """``x [R, in]`` by one matrix ``[out, in / 8]``: ``[R, out]``."""
+    planes = planes_for(x_scale is not None)
     out = torch.empty(x.shape[0], packed.shape[0], dtype=dtype, device=x.device)
     x = x.float()
     for top in range(0, packed.shape[0], _REFERENCE_ROWS):
         part = slice(top, top + _REFERENCE_ROWS)
-        sums = x @ dequantize_int4(packed[part], scale[part], torch.float32).t()
+        sums = x @ dequantize_int4(packed[part], scale[part], torch.float32, planes).t()
         out[:, part] = sums if x_scale is None else sums.mul_(x_scale[:, None])
     return out
 
@@ -61,20 +62,21 @@ def grouped_matmul_int4_reference(
 
 @triton.jit
 def grouped_matmul_int4_kernel(
-    x, x_scale, source, ends, packed, scale, out, x_stride, width, inner, groups,
+    x, x_scale, source, ends, packed, scale, out, x_stride, packed_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles of products as in :func:`.grouped_matmul.grouped_matmul_kernel`, transposed: weights are the left operand,
     which a warpgroup's product takes from registers, where they are unpacked. A step is one group of SIZE columns.
-    CODES: x holds INT8 codes. ``packed`` is read by the byte: two columns each."""
+    CODES: x holds INT8 codes. ``packed`` is read by the unit of its planes: 8 bits with CODES, else 16."""
     shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
     starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
     row_tiles = tl.sum(tiles)
     column_tiles = tl.cdiv(width, shown)
     column = tl.arange(0, COLUMNS)
     depth = tl.arange(0, SIZE)
-    pair = tl.arange(0, SIZE // 2)
+    UNITS: tl.constexpr = SIZE // 2 if CODES else SIZE // 4
+    unit = tl.arange(0, UNITS)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
         start = column_tile * shown
@@ -89,23 +91,24 @@ def grouped_matmul_int4_kernel(
         else:
             weight_row = tl.minimum(start + column, width - 1) + group.to(tl.int64) * width
         x_at = x + place.to(tl.int64)[None, :] * x_stride + depth[:, None]
-        packed_at = packed + weight_row[:, None] * (inner // 2) + pair[None, :]
+        packed_at = packed + weight_row[:, None] * packed_stride + unit[None, :]
         scale_at = scale + weight_row * (inner // SIZE)
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         for _ in range(0, inner, SIZE):
             right = tl.load(x_at, mask=inside[None, :], other=0)
-            halves = tl.load(packed_at)
-            codes = tl.interleave((halves & 15).to(tl.int8), (halves >> 4).to(tl.int8)) - 8
+            units = tl.load(packed_at)
             if CODES:
-                sums = tl.dot(codes, right, out_dtype=tl.int32).to(tl.float32)
+                sums = tl.dot(unpack_codes(units, COLUMNS, SIZE), right, out_dtype=tl.int32).to(tl.float32)
             else:
-                sums = tl.dot(codes.to(x.dtype.element_ty), right, input_precision=PRECISION)
+                left = unpack_numbers(units, x.dtype.element_ty, COLUMNS, SIZE)
+                sums = tl.dot(left, right, input_precision=PRECISION)
             total += sums * tl.load(scale_at).to(tl.float32)[:, None]
             x_at += SIZE
-            packed_at += SIZE // 2
+            packed_at += UNITS
             scale_at += 1
         if CODES:
-            total *= tl.load(x_scale + place, mask=inside, other=0.0)[None, :]
+            # Codes of weights were 16 times as large.
+            total *= tl.load(x_scale + place, mask=inside, other=0.0)[None, :] * 0.0625
         total = tl.trans(total)
         if GATED:
             gate, up = tl.split(tl.reshape(total, (ROWS, shown, 2)))
@@ -145,7 +148,8 @@ def grouped_matmul_int4_triton(
     Args:
         x: ``[R, in]``, or ``[S, in]`` with ``source``: floating point, or int8 codes.
         x_scale: float32, one for each row of x; None where x is floating point.
-        packed: int32 ``[groups, out, in / 8]``; with ``gated`` ``[groups, 2 · out, in / 8]``, gate before up.
+        packed: int32 ``[groups, out, in / 8]``, in 2 planes for codes and else in 4; with ``gated``
+            ``[groups, 2 · out, in / 8]``, gate before up.
         scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
         ends: int32 ``[groups]`` on the device, ascending, the last at most R.
         dtype: of the result.
@@ -166,11 +170,12 @@ def grouped_matmul_int4_triton(
         table = _CODES if x_scale is not None else _SMALL if x.dtype == torch.float32 else _CONFIGS
         choices = config_for(table, x)
         tiles = fitting(choices, (rows if expected is None else expected) / groups)
+        units = packed.contiguous().view(torch.int16 if x_scale is None else torch.uint8)
         column_tiles = cdiv(packed.shape[1], tiles.columns)
         programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
         grouped_matmul_int4_kernel[(programs,)](
             x, scale if x_scale is None else x_scale, ends if source is None else source, ends.contiguous(),
-            packed.contiguous().view(torch.uint8), scale.contiguous(), out, x.stride(0), width, inner, groups,
+            units, scale.contiguous(), out, x.stride(0), units.shape[2], width, inner, groups,
             GATHER=source is not None, GATED=gated, CODES=x_scale is not None, ROWS=tiles.rows,
             COLUMNS=tiles.columns, SIZE=inner // scale.shape[2], BAND=16, GROUPS_PAD=next_power_of_2(groups),
             PRECISION=dot_precision(x.dtype), num_warps=tiles.warps, num_stages=tiles.stages,

@@ -92,8 +92,7 @@ def _select_natively(
     """Fills ``positions [T, k]``. Each thread has a tile's keys and best scores, of as many queries as fit in its part
     of the workspace; of one query at least."""
     (rows, heads, dim), k = q.shape, positions.shape[1]
-    library = cpu.library()
-    assert library is not None
+    library = cpu.kernels()
     threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
     queries = min(_MOST_QUERIES, max(_FEWEST_QUERIES, cdiv(rows, 4 * threads)))
     while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k) > workspace:

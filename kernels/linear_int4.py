@@ -27,7 +27,7 @@ def linear_int4(
 
     Args:
         x: ``[..., in]``, floating point.
-        packed: int32 ``[out, in / 8]``.
+        packed: int32 ``[out, in / 8]``, arranged by :func:`.int4.arrange_int4_`.
         scale: ``[out, in / group]``, floating point.
         int8_activations: W4A8; else W4A16, in x's dtype.
         largest: float32 ``[...]``, the largest magnitude of each whole row where x holds only some of its columns; of

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
@@ -47,6 +48,12 @@ def as_pool(out: torch.Tensor, slots: torch.Tensor | None, rows: int, width: int
     if pool.stride(2) != 1 or (pool.shape[1] > 1 and pool.stride(1) != width):
         raise ValueError(f"the rows of a page must be contiguous; the strides of the destination are {out.stride()}")
     return pool
+
+
+def check_written(outside: int, pool: torch.Tensor) -> None:
+    """Raises ``IndexError`` where a kernel of the CPU has found slots ``outside`` of the pool."""
+    if outside:
+        raise IndexError(f"slots must be below {pool.shape[0] * pool.shape[1]}, the rows of the pool")
 
 
 @triton.jit
@@ -168,7 +175,23 @@ def slots_of_kernel(
     tl.store(slots + at, slot.to(tl.int32), mask=inside)
 
 
-@operation()
+def _slots_of_native(
+    positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """By ``native/rows.cpp``; all are int32."""
+    positions, tables, sequences = positions.contiguous(), block_tables.contiguous(), sequences.contiguous()
+    slots = torch.empty_like(positions)
+    rows, columns = positions.shape[0], math.prod(positions.shape[1:])
+    outside = cpu.kernels().dsa_slots_of(
+        positions.data_ptr(), tables.data_ptr(), sequences.data_ptr(), slots.data_ptr(), rows, columns,
+        *tables.shape, tables.stride(0), page_size, cpu.row_threads(positions.numel()),
+    )  # fmt: skip
+    if outside:
+        raise IndexError(f"positions or sequences lie outside of the block tables {list(tables.shape)}")
+    return slots
+
+
+@operation(runs=lambda positions: runs_triton(positions) or cpu.serves(positions, dtype=torch.int32))
 def slots_of(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:
@@ -184,6 +207,8 @@ def slots_of(
     """
     if positions.shape[0] != sequences.shape[0]:
         raise ValueError(f"{positions.shape[0]} rows of positions, but {sequences.shape[0]} sequence numbers")
+    if cpu.serves(positions, block_tables, sequences, dtype=torch.int32):
+        return _slots_of_native(positions, block_tables, sequences, page_size)
     if not runs_triton(positions):
         return slots_of_reference(positions, block_tables, sequences, page_size)
     slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)

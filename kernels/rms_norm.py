@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
@@ -63,18 +64,39 @@ def _launch(
     return normed, summed
 
 
-@operation()
+def _run_native(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    also: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`_launch`, by ``native/rows.cpp``."""
+    rows, width = x.shape
+    normed = x.new_empty(rows, width)
+    summed = x if residual is None else torch.empty_like(normed)
+    cpu.kernels().dsa_rms_norm(
+        x.data_ptr(), None if also is None else also.data_ptr(), None if residual is None else residual.data_ptr(),
+        weight.data_ptr(), normed.data_ptr(), summed.data_ptr(), rows, width, x.stride(0), eps,
+        cpu.row_threads(rows * width),
+    )  # fmt: skip
+    return normed, summed
+
+
+@operation(runs=cpu.runs_kernel)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises ``x [..., width]`` and scales it by ``weight [width]``; the result has the dtype of ``x``."""
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x has width {x.shape[-1]}, the weight has {weight.shape[0]}")
-    if not runs_triton(x):
+    native = cpu.serves(x, weight)
+    if not native and not runs_triton(x):
         return rms_norm_reference(x, weight, eps)
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-    return _launch(rows, None, weight, eps)[0].view(x.shape)
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    run = _run_native if native else _launch
+    return run(rows, None, weight.contiguous(), eps)[0].view(x.shape)
 
 
-@operation()
+@operation(runs=cpu.runs_kernel)
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -92,7 +114,10 @@ def add_rms_norm(
             f"x {tuple(x.shape)}{second}, residual {tuple(residual.shape)} and weight {tuple(weight.shape)} do not fit "
             "together"
         )
-    if not runs_triton(x):
+    native = cpu.serves(x, residual, weight) and (also is None or cpu.serves(also))
+    if not native and not runs_triton(x):
         summed = residual + (x if also is None else x + also)
         return rms_norm_reference(summed, weight, eps), summed
-    return _launch(x.contiguous(), residual.contiguous(), weight, eps, None if also is None else also.contiguous())
+    also = None if also is None else also.contiguous()
+    run = _run_native if native else _launch
+    return run(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, also)

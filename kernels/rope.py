@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
@@ -122,7 +123,17 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
     return x.view(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
-@operation(writes=("out",))
+def _run_native(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    """``x, out [T, heads, dim]``, by ``native/rows.cpp``."""
+    tokens, heads, dim = x.shape
+    cpu.kernels().dsa_rope(
+        x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2,
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0), sin.stride(0), interleaved,
+        cpu.row_threads(x.numel()),
+    )  # fmt: skip
+
+
+@operation(writes=("out",), runs=cpu.runs_kernel)
 def apply_rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -145,13 +156,16 @@ def apply_rope(
     for name, tensor in (("x", x), ("out", x if out is None else out)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"the last dimension of {name} must be contiguous; its strides are {tensor.stride()}")
-    if not runs_triton(x):
+    native = cpu.serves(x, cos, sin) and (out is None or cpu.serves(out))
+    if not native and not runs_triton(x):
         turned = apply_rope_reference(x, cos, sin, interleaved)
         return turned if out is None else out.copy_(turned)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     source, target = _by_heads(x), _by_heads(result)
     tokens, heads, dim = source.shape
-    if source.numel():
+    if native:
+        _run_native(source, target, cos, sin, interleaved)
+    elif source.numel():
         padded = next_power_of_2(dim // 2)
         at_once = max(1, _TILE // (2 * padded))
         heads_at_once = min(next_power_of_2(heads), at_once)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import multiprocessors, runs_triton
 from dsa_engine.kernels.operation import operation
@@ -149,7 +150,31 @@ def _launch(
     return experts, weights
 
 
-@operation()
+def _run_native(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    normalise: bool,
+    factor: float,
+    live: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By ``native/router.cpp``."""
+    (rows, count), library = logits.shape, cpu.kernels()
+    logits, bias = logits.contiguous(), bias.contiguous()
+    live = None if live is None else live.contiguous()
+    experts, weights = logits.new_empty(rows, top_k, dtype=torch.int32), logits.new_empty(rows, top_k)
+    threads = cpu.row_threads(4 * logits.numel())
+    scratch = logits.new_empty(threads * library.dsa_route_scratch(count, groups))
+    library.dsa_route(
+        logits.data_ptr(), bias.data_ptr(), None if live is None else live.data_ptr(), experts.data_ptr(),
+        weights.data_ptr(), scratch.data_ptr(), rows, count, groups, top_groups, top_k, normalise, factor, threads,
+    )  # fmt: skip
+    return experts, weights
+
+
+@operation(runs=cpu.runs_kernel)
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor,
@@ -184,4 +209,6 @@ def route(
         raise ValueError(f"live must be bool [{logits.shape[0]}], not {live.dtype} {list(live.shape)}")
     if runs_triton(logits):
         return _launch(logits, bias, top_k, groups, top_groups, normalise, factor, live)
+    if cpu.serves(logits, bias):
+        return _run_native(logits, bias, top_k, groups, top_groups, normalise, factor, live)
     return route_reference(logits, bias, top_k, groups, top_groups, normalise, factor, live)

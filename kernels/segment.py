@@ -54,12 +54,10 @@ class Segments:
             if s.row != rows or s.length < 1:
                 raise ValueError(f"{s} must have a length and begin at row {rows}, where the segment before it ends")
             rows += s.length
-        lengths = torch.tensor([s.length for s in segments], dtype=torch.int64)
-        sequences = torch.tensor([s.sequence for s in segments], dtype=torch.int32).repeat_interleave(lengths)
-        # Position less row, of each segment: added to the rows' numbers it gives their positions.
-        offsets = torch.tensor([s.start - s.row for s in segments], dtype=torch.int32).repeat_interleave(lengths)
-        visible = torch.arange(1, rows + 1, dtype=torch.int32) + offsets
-        return cls(segments, upload(sequences, device), upload(visible, device))
+        sequences = [s.sequence for s in segments for _ in range(s.length)]
+        visible = [count for s in segments for count in range(s.start + 1, s.end + 1)]
+        on_host = torch.tensor(sequences, dtype=torch.int32), torch.tensor(visible, dtype=torch.int32)
+        return cls(segments, upload(on_host[0], device), upload(on_host[1], device))
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
@@ -33,19 +34,23 @@ def silu_mul_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-@operation()
+@operation(runs=cpu.runs_kernel)
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``[..., 2·width]`` (gate, then up) to ``[..., width]``."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even width, not {gate_up.shape[-1]}")
-    if not runs_triton(gate_up):
+    native = cpu.serves(gate_up)
+    if not native and not runs_triton(gate_up):
         return silu_mul_reference(gate_up)
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(gate_up.shape[:-1].numel(), 2 * width)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     out = torch.empty(rows.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
-    if out.numel():
+    if native:
+        threads = cpu.row_threads(out.numel())
+        cpu.kernels().dsa_silu_mul(rows.data_ptr(), out.data_ptr(), *out.shape, rows.stride(0), threads)
+    elif out.numel():
         # 8 elements, 16 bytes of each half, a thread. Compiled for sm_90, not yet measured on a device.
         block = min(1024, next_power_of_2(width))
         warps = max(1, block // 256)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.cache_format import IndexKeyFormat, stored_dtype
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.fp8_cache import index_key_views
@@ -22,7 +23,7 @@ from dsa_engine.kernels.hadamard import check_size, hadamard_of_parts, hadamard_
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
-from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
+from dsa_engine.kernels.paged import as_pool, check_written, page_and_offset, store_rows_reference
 from dsa_engine.kernels.quantize import quantize_rows_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
 
@@ -145,7 +146,24 @@ def parts(dim: int, rotated: int, least: int) -> dict[str, int]:
     }
 
 
-@operation(writes=("out",))
+def _run_native(
+    projected: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float, cos: torch.Tensor,
+    sin: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor | None, interleaved: bool,
+) -> None:  # fmt: skip
+    """By ``native/rows.cpp``."""
+    projected = projected if projected.stride(1) == 1 else projected.contiguous()
+    norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
+    slots = None if slots is None else slots.contiguous()
+    outside = cpu.kernels().dsa_store_index_keys(
+        projected.data_ptr(), norm_weight.data_ptr(), norm_bias.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        pool.data_ptr(), None if slots is None else slots.data_ptr(), *projected.shape, cos.shape[1],
+        projected.stride(0), cos.stride(0), sin.stride(0), slots is not None and slots.dtype == torch.int64,
+        pool.shape[0], pool.shape[1], pool.stride(0), interleaved, eps, cpu.row_threads(projected.numel()),
+    )  # fmt: skip
+    check_written(outside, pool)
+
+
+@operation(writes=("out",), runs=cpu.runs_kernel)
 def store_index_keys(
     projected: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -189,7 +207,13 @@ def store_index_keys(
     pool = as_pool(out, slots, tokens, key_format.columns)
     if fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4 or dim % 4):
         raise ValueError(f"FP8 keys must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
-    if not runs_triton(projected):
+    if cpu.serves(projected, norm_weight, norm_bias, cos, sin):
+        direct = pool.dtype == projected.dtype
+        into, at = (pool, slots) if direct else (projected.new_empty(tokens, 1, dim), None)
+        _run_native(projected, norm_weight, norm_bias, eps, cos, sin, into, at, interleaved)
+        if not direct:
+            store_fp8_keys_reference(pool, into[:, 0], slots, power_of_two)
+    elif not runs_triton(projected):
         keys = index_keys_reference(projected, norm_weight, norm_bias, eps, cos, sin, interleaved)
         if fp8:
             store_fp8_keys_reference(pool, keys, slots, power_of_two)

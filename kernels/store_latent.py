@@ -12,13 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels import cpu
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
-from dsa_engine.kernels.paged import as_pool, page_and_offset, store_rows_reference
+from dsa_engine.kernels.paged import as_pool, check_written, page_and_offset, store_rows_reference
 from dsa_engine.kernels.rms_norm import rms_norm_reference
 from dsa_engine.kernels.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
 
@@ -91,7 +92,23 @@ def store_latent_kernel(
         store_pairs(target + ROTATED_AT, a.to(element), b.to(element), keep, HALF, HALF_PADDED, INTERLEAVED)
 
 
-@operation(writes=("out",))
+def _run_native(
+    compressed: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor,
+    pool: torch.Tensor, slots: torch.Tensor | None, interleaved: bool,
+) -> None:  # fmt: skip
+    """By ``native/rows.cpp``."""
+    compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
+    norm_weight, slots = norm_weight.contiguous(), None if slots is None else slots.contiguous()
+    outside = cpu.kernels().dsa_store_latent(
+        compressed.data_ptr(), norm_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), pool.data_ptr(),
+        None if slots is None else slots.data_ptr(), len(compressed), len(norm_weight), cos.shape[1],
+        compressed.stride(0), cos.stride(0), sin.stride(0), slots is not None and slots.dtype == torch.int64,
+        pool.shape[0], pool.shape[1], pool.stride(0), interleaved, eps, cpu.row_threads(compressed.numel()),
+    )  # fmt: skip
+    check_written(outside, pool)
+
+
+@operation(writes=("out",), runs=cpu.runs_kernel)
 def store_latent(
     compressed: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -130,7 +147,13 @@ def store_latent(
     pool = as_pool(out, slots, tokens, row_format.columns)
     if row_format.fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4):
         raise ValueError(f"FP8 rows must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
-    if not runs_triton(compressed):
+    if cpu.serves(compressed, norm_weight, cos, sin):
+        direct = pool.dtype == compressed.dtype
+        into, at = (pool, slots) if direct else (compressed.new_empty(tokens, 1, rank + rope), None)
+        _run_native(compressed, norm_weight, eps, cos, sin, into, at, interleaved)
+        if not direct:
+            store_rows_reference(pool, row_format.pack(into[:, 0], power_of_two), slots)
+    elif not runs_triton(compressed):
         rows = latent_rows_reference(compressed, norm_weight, eps, cos, sin, interleaved)
         store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
     elif tokens:

@@ -80,6 +80,12 @@ def before_end(call: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
+def blameless() -> bool:
+    """Whether another thread than the main one ends this process because another rank has failed, and that for a reason
+    of its own: not in communication, where it may have waited for this process in vain."""
+    return _reporter is not None and _reporter.blameless
+
+
 def leave_run() -> None:
     """Leaves word that this process has come to the end of its program, before others miss it in a collective."""
     with suppress(Exception):
@@ -93,6 +99,7 @@ class _Reporter:
     def __init__(self, show: ExceptHook):
         self.store: dist.Store | None = None
         self.brief: tuple[type[Exception], ...] = ()
+        self.blameless = False
         self._show = show
         self._rank, self._world_size = launched_rank()
         self._ending = threading.Lock()  # whose thread has it ends the process
@@ -162,6 +169,7 @@ class _Reporter:
             if store.compare_set(f"told {machine()}", "", mine).decode() == mine:  # of this machine's ranks, one
                 said = f"{said}\n{store.get('traceback').decode()}".rstrip()
         _say(said)
+        self.blameless = not _names_transport(first)
         self.store = store  # that of the main thread may be in use
         self._end(code, _AFTER_S)
 
@@ -237,8 +245,11 @@ _SILENT: dict[State, str] = {  # what may have happened to a rank of which nothi
 
 
 def _is_transport_error(error: BaseException) -> bool:
-    words = ("gloo", "nccl", "connection", "timed out", "timeout")
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    return isinstance(error, RuntimeError) and _names_transport(str(error))
+
+
+def _names_transport(text: str) -> bool:
+    return any(word in text.lower() for word in ("gloo", "nccl", "connection", "timed out", "timeout"))
 
 
 def _text(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.linear import linear
 from dsa_engine.parallel.group import Group
 
 
@@ -84,5 +85,5 @@ def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, group: Gro
     Returns:
         float32 ``[n, vocab]``, the same on all ranks.
     """
-    shards = group.all_gather(F.linear(hidden, weight).float())
+    shards = group.all_gather(linear(hidden, weight).float())
     return shards.view(group.size, hidden.shape[0], -1).transpose(0, 1).flatten(1)

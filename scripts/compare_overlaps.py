@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import sys
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths,
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
-from dsa_engine.measure.report import format_table, run_report, write_json
+from dsa_engine.measure.report import format_table, run_report, write_so_far
 from dsa_engine.output_files import check_outputs
+from dsa_engine.parallel.launch_environment import several_processes
 
 # What is turned off, and the options that do it.
 VARIANTS = {
@@ -49,15 +51,48 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     check_outputs(args.json)
-    results: list[dict[str, Any]] = []
-    for name, options in VARIANTS.items():
-        chosen = copy.copy(args)
-        for option in options:
-            setattr(chosen, option, True)
-        llm, links = measured_llm(chosen)
-        engine, mesh = llm.engine, llm.engine.mesh
-        above = heading(engine, links)
-        about = run_report(llm, reported(args), num_processes(engine)) | to_json(engine, links)
+    comparison = Comparison(args)
+    try:
+        for name in VARIANTS:
+            comparison.measure(name)
+    finally:  # also what was measured before an error, or Ctrl-C
+        comparison.show()
+    if comparison.failed:
+        sys.exit(1)
+
+
+class Comparison:
+    """What has been measured so far. The file holds each result as soon as it is there."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.failed: dict[str, str] = {}
+        self._args = args
+        self._results: list[dict[str, Any]] = []
+        self._about: dict[str, Any] = {}
+        self._reports, self._device, self._above = False, "", ""
+
+    def measure(self, name: str) -> None:
+        """All lengths without what the variant turns off. In a single process a variant that does not run is a finding:
+        the others may."""
+        try:
+            self._measure(name)
+        except RuntimeError as error:
+            if several_processes():
+                raise
+            self.failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+        self._write(complete=name == list(VARIANTS)[-1])
+        gc.collect()
+        torch.cuda.empty_cache()  # the next engine looks at what is free; none is running
+
+    def _measure(self, name: str) -> None:
+        args = copy.copy(self._args)
+        for option in VARIANTS[name]:
+            setattr(args, option, True)
+        llm, links = measured_llm(args)
+        engine = llm.engine
+        self._reports, self._device = engine.mesh.reports, engine.mesh.device.type
+        self._above = heading(engine, links)
+        self._about = run_report(llm, reported(self._args), num_processes(engine)) | to_json(engine, links)
         for input_len in args.input_len:  # all of them, before any is measured
             check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)
         for input_len in args.input_len:
@@ -72,36 +107,46 @@ def main() -> None:
                 fill_cache=True,
             )
             graphs = engine.graphs.memory_bytes if engine.graphs else 0
-            results.append({"turned_off": name, "graph_memory_bytes": graphs, **measured.to_json()})
+            self._results.append({"turned_off": name, "graph_memory_bytes": graphs, **measured.to_json()})
+            self._write(complete=False)
         if engine.graphs:
             engine.graphs.close()
-        del llm, engine
-        gc.collect()
-        torch.cuda.empty_cache()  # the next engine looks at what is free; none is running
-    if not mesh.reports:
-        return
-    if args.json:
-        write_json(args.json, {**about, "results": results})
-    if above:
-        print(above + "\n")
-    figure = "computed TPOT" if above else "TPOT"
-    print(
-        format_table(("turned off", *(f"{figure} ms at {n:,}" for n in args.input_len)), table(results, args.input_len))
-    )
-    if mesh.device.type != "cuda":
-        print("\nOn a CPU there is nothing to turn off: all rows are the same work, and their ratios are noise.")
+
+    def show(self) -> None:
+        """The table for people; nothing where nothing has been measured."""
+        if not self._reports:
+            return
+        if self._results:
+            if self._above:
+                print(self._above + "\n")
+            sizes = self._args.input_len
+            figure = "computed TPOT" if self._above else "TPOT"
+            header = ("turned off", *(f"{figure} ms at {n:,}" for n in sizes))
+            print(format_table(header, table(self._results, sizes)))
+            if self._device != "cuda":
+                print(
+                    "\nOn a CPU there is nothing to turn off: all rows are the same work, and their ratios are noise."
+                )
+        for name, reason in self.failed.items():
+            print(f"FAILED with {name} turned off: {reason}")
+
+    def _write(self, complete: bool) -> None:
+        if self._reports:
+            write_so_far(self._args.json, {**self._about, "failed": self.failed}, self._results, complete=complete)
 
 
 def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:
-    """A row for each variant: the median time, and its ratio to that with everything on."""
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for result in results:
-        times[result["turned_off"]].append(result.get("median_tpot_ms") or result["median_computed_tpot_ms"])
-    base = times["nothing"]
-    return [
-        (name, *(f"{ms:.2f} ({ms / base[i]:.2f}x)" for i, ms in enumerate(times[name][: len(input_lens)])))
-        for name in VARIANTS
-    ]
+    """A row for each variant: the median times that there are, and their ratio to those with everything on."""
+    times = {
+        (r["turned_off"], r["input_len"]): r.get("median_tpot_ms") or r["median_computed_tpot_ms"] for r in results
+    }
+
+    def cell(name: str, length: int) -> str:
+        ms, base = times.get((name, length)), times.get(("nothing", length))
+        return "" if ms is None else f"{ms:.2f}" + (f" ({ms / base:.2f}x)" if base else "")
+
+    measured = dict.fromkeys(r["turned_off"] for r in results)
+    return [(name, *(cell(name, length) for length in input_lens)) for name in measured]
 
 
 if __name__ == "__main__":

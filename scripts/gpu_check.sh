@@ -30,8 +30,9 @@ trap 'rm -rf "$site"' EXIT
 ln -s "$root/dsa_engine" "$site/dsa_engine"
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
+trap '' HUP # a connection that is lost ends nothing
 
-"$python" -c 'import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name(), torch.__version__)' || {
+timeout 120 "$python" -c 'import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name(), torch.__version__)' || {
 	echo "gpu_check.sh needs a CUDA device and a CUDA build of torch; '$python' has none." >&2
 	echo "Without a GPU: make test, and scripts/inspect_kernels.py, which compiles the kernels." >&2
 	exit 1
@@ -63,8 +64,8 @@ tests() {
 	part "$limit" "$name" "$python" -c "$module" pytest "$@" -q --maxfail=20 -o minversion=8 --junit-xml="$out/$name.xml" $processes
 }
 
-doctor() { # whether this machine runs the engine at all
-	part 90 doctor "$python" -c "$module" dsa_engine doctor --json "$out/doctor.json"
+doctor() { # SECONDS: whether this machine runs the engine at all; it compiles the kernels that the others use
+	part "$1" doctor "$python" -c "$module" dsa_engine doctor --json "$out/doctor.json"
 }
 
 kernels() {
@@ -85,19 +86,21 @@ json.dump(released_config("deepseek_v32"), open(sys.argv[1], "w"))' "$model/conf
 }
 
 graphs=(tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py tests/engine/test_steps.py)
-doctor
 case $what in
 all)
+	doctor 150
 	kernels
 	latency
 	tests 240 tests_graphs "${graphs[@]}"
 	tests 480 tests_kernels tests/kernels
 	;;
 kernels)
+	doctor 90
 	tests 210 tests_kernels tests/kernels
 	kernels
 	;;
 latency)
+	doctor 90
 	tests 100 tests_graphs "${graphs[@]}"
 	latency
 	;;

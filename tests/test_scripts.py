@@ -17,6 +17,7 @@ import pytest
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.cli import main as dsa_engine_command
+from dsa_engine.measure import generation_benchmark, latency_command, prefill_command
 from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -206,6 +207,55 @@ def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
         for ms, its_base in zip(times, base, strict=True):
             assert f"{ms:.2f} ({ms / its_base:.2f}x)" in row
     assert done.stdout.startswith("EMULATED: rank 0 of 2")
+
+
+@pytest.mark.parametrize("script", ["measure_tpot.py", "compare_overlaps.py", "bench_prefill.py"])
+def test_what_was_measured_is_not_lost_to_an_interrupt(
+    script: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and the tables have the first length; Ctrl-C, or a limit in time, came in the second."""
+    where, name = {
+        "measure_tpot.py": (latency_command, "measure_latency"),
+        "compare_overlaps.py": (generation_benchmark, "measure_latency"),
+        "bench_prefill.py": (prefill_command, "measure_prefill"),
+    }[script]
+    measure, calls = getattr(where, name), iter(range(2))
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return measure(*args, **named)
+
+    monkeypatch.setattr(where, name, interrupted)
+    report, length = tmp_path / "out.json", "--seq-len" if script == "bench_prefill.py" else "--input-len"
+    options = [] if script == "bench_prefill.py" else ["--output-len", 3]
+    done = run(script, length, "64,128", "--repeat", 1, "--json", report, *options)
+    assert done.returncode == 130, done.stderr
+    result = json.loads(report.read_text())
+    assert result["complete"] is False
+    assert [r["input_len"] for r in result["results"]] == [64]
+    table = {"measure_tpot.py": "64 × 1", "compare_overlaps.py": "(1.00x)", "bench_prefill.py": "64 tokens: TTFT"}
+    assert table[script] in done.stdout and "128" not in done.stdout.replace("ms at 128", "")
+
+
+@pytest.mark.slow
+def test_a_variant_that_does_not_run_leaves_the_others(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = generation_benchmark.measure_latency
+
+    def fails_with_graphs(llm: LLM, *args: Any, **named: Any) -> Any:
+        if llm.engine.options.enforce_eager:
+            return measure(llm, *args, **named)
+        raise RuntimeError("CUDA error: graphs are broken\nand how")
+
+    monkeypatch.setattr(generation_benchmark, "measure_latency", fails_with_graphs)
+    report = tmp_path / "out.json"
+    done = run("compare_overlaps.py", "--input-len", 64, "--output-len", 3, "--repeat", 1, "--json", report)
+    assert done.returncode == 1 and "FAILED with nothing turned off: RuntimeError: CUDA error: graphs" in done.stdout
+    result = json.loads(report.read_text())
+    assert result["complete"] and [r["turned_off"] for r in result["results"]] == ["CUDA graphs", "all of them"]
+    assert len(result["failed"]) == 4 and "and how" not in done.stdout
 
 
 def test_fewer_layers_are_scaled_on_a_line_of_their_own(run: Run, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
-from dsa_engine.measure.doctor import doctor_mesh, findings
+from dsa_engine.measure.doctor import Finding, doctor_mesh, findings
 from dsa_engine.measure.report import environment, write_json
 from dsa_engine.output_files import check_outputs
 
@@ -28,7 +29,8 @@ def run_doctor(args: argparse.Namespace) -> None:
     """Prints a line for every check, as it comes; exit status 1 where one failed."""
     check_outputs(args.json)
     mesh = doctor_mesh(args.device)
-    found = []
+    about = {"environment": environment(mesh.device, torch.float32, mesh.world_size)}
+    found: list[Finding] = []
     with _warnings_only():
         for finding in findings(mesh):
             found.append(finding)
@@ -36,11 +38,16 @@ def run_doctor(args: argparse.Namespace) -> None:
                 print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
                 if finding.advice:
                     print(f"  {'':<9} what to do: {finding.advice}", flush=True)
+                if args.json and args.json != "-":  # what there is so far, should a check never end
+                    _write(args.json, about, found, complete=False)
     if args.json and mesh.reports:
-        about = environment(mesh.device, torch.float32, mesh.world_size)
-        write_json(args.json, {"environment": about, "findings": [asdict(finding) for finding in found]})
+        _write(args.json, about, found, complete=True)
     if any(finding.ok is False for finding in found):
         sys.exit(1)
+
+
+def _write(path: str, about: dict[str, Any], found: list[Finding], complete: bool) -> None:
+    write_json(path, {**about, "complete": complete, "findings": [asdict(finding) for finding in found]})
 
 
 @contextmanager

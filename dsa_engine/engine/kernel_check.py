@@ -2,15 +2,14 @@
 
 What was found is kept in the cache folder, for the device, the driver, the versions, the kernels' sources and the
 model's sizes: the comparison, a few seconds, runs once. A kernel that leaves the device in an error takes the process
-with it; its name is in the file by then, and the next engine runs its reference. A process that ends without an error
-of the device may have been killed, by torchrun for another rank's sake, say: the kernel that it was at is suspected,
-and replaced when that happens a second time.
+with it; its name is in the file by then, and the next engine runs its reference. A process that ends without a word may
+have been killed for another reason: the kernel that it was at is suspected, and replaced when that happens a second
+time (`kernel_findings.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 import triton
 
 from dsa_engine.demo import cache_folder
+from dsa_engine.engine.kernel_findings import KernelFindings, taken_along
 from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels import cpu, launch, operation
@@ -28,7 +28,6 @@ from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
-from dsa_engine.output_files import write_text
 from dsa_engine.parallel import Mesh
 from dsa_engine.version import __version__
 
@@ -45,10 +44,10 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
     operation.replace({})
     if options.kernels != "checked" or not _has_kernels(model, mesh):
         return options.kernels == "reference"
-    kept = _kept_file(config, stored, mesh.device, options)
-    wrong, suspects, finished = _read(kept)
-    if max(mesh.exchange(int(not finished))):  # in step, as layers have collectives
-        wrong = _compare(model, config, mesh, stored, kept, wrong, suspects)
+    findings = KernelFindings(_kept_file(config, stored, mesh.device, options))
+    wrong = findings.wrong
+    if max(mesh.exchange(int(not findings.finished))):  # in step, as layers have collectives
+        wrong = _compare(model, config, mesh, stored, findings)
     operation.replace(wrong)
     for name, reason in operation.replaced().items():
         logger.warning(
@@ -74,39 +73,32 @@ def trial_tokens(config: ModelConfig) -> int:
 
 
 def _compare(
-    model: Model,
-    config: ModelConfig,
-    mesh: Mesh,
-    stored: CacheFormat,
-    kept: Path | None,
-    known: dict[str, str],
-    suspects: dict[str, int],
+    model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat, findings: KernelFindings
 ) -> dict[str, str]:
-    operation.replace(known)  # those that have taken a process with them are not run again
+    operation.replace(findings.wrong)  # those that have taken a process with them are not run again
     running = ""
 
     def before(name: str) -> None:
         nonlocal running
         running = name
-        _write(kept, known | found.wrong, suspects | {name: suspects.get(name, 0) + 1})
+        findings.mark(name)
 
     found = operation.Comparison(before)
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
-        with operation.compared(found):
+        with taken_along(findings), operation.compared(found):
             for _ in try_steps(model, config, mesh, stored, trial_tokens(config)):
                 if mesh.device.type == "cuda":
                     torch.cuda.synchronize(mesh.device)
     except BaseException as error:
         guilty = {running: f"it left the device in an error ({_first_line(error)})"} if _of_device(error) else {}
-        _write(kept, known | found.wrong | guilty, suspects)
+        findings.leave(found.wrong | guilty)
         raise
-    wrong = known | found.wrong
-    if not _write(kept, wrong, {}, finished=True):
+    if not findings.finish(found.wrong):
         logger.warning("what the comparison found cannot be kept in the cache folder: it runs at every start")
     worst = max(found.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
     logger.info("%s kernels compared, the largest error is %.2g (%s)", len(found.errors), worst[1], worst[0])
-    return wrong
+    return findings.wrong | found.wrong
 
 
 def _of_device(error: BaseException) -> bool:
@@ -137,27 +129,3 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
     except (OSError, CheckpointError):
         return None
     return folder / f"{digest.hexdigest()}.json"
-
-
-def _read(kept: Path | None) -> tuple[dict[str, str], dict[str, int], bool]:
-    """What was found so far: the operations that run their reference, and why; at which ones processes have ended
-    without a word, and how often; and whether all were compared."""
-    try:
-        content = json.loads(kept.read_text(encoding="utf-8")) if kept else {}
-        wrong = {str(name): str(reason) for name, reason in content["wrong"].items()}
-        suspects = {str(name): int(times) for name, times in content["suspects"].items()}
-        twice = {name: "it ended the process that compared it, twice" for name, n in suspects.items() if n > 1}
-        return twice | wrong, suspects, bool(content["finished"])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return {}, {}, False
-
-
-def _write(kept: Path | None, wrong: dict[str, str], suspects: dict[str, int], *, finished: bool = False) -> bool:
-    """Whether there is a file of it now."""
-    try:
-        if kept is not None:
-            content = {"finished": finished, "wrong": wrong, "suspects": suspects}
-            write_text(kept, json.dumps(content, indent=2) + "\n")
-        return kept is not None
-    except OSError:
-        return False

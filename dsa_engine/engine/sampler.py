@@ -119,7 +119,7 @@ class Sampler:
 
         What one request's parameters or logits make impossible is that request's error, and nobody else's.
         """
-        highest, tokens = logits.max(dim=-1)  # the choice of all greedy requests
+        highest, tokens = _highest(logits)  # the choice of all greedy requests
         drawn = [i for i, (request, _) in enumerate(wanted) if request.params.temperature > 0]
         if drawn:
             rows = upload(torch.tensor(drawn, dtype=torch.int64), logits.device)
@@ -127,6 +127,15 @@ class Sampler:
             seeds = [seed_of(request, self._seed) for request in requests]
             tokens[rows] = sample(logits[rows], [r.params for r in requests], seeds, positions)
         return tokens.where(highest != float("-inf"), _NOTHING_LEFT)
+
+
+def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest number of each row, and where it stands, ``[n]`` each."""
+    if logits.device.type != "cpu":
+        highest, places = logits.max(dim=-1)
+        return highest, places
+    places = logits.argmax(dim=-1)  # on a CPU max() lets all threads meet, for however few rows
+    return logits.gather(1, places[:, None])[:, 0], places
 
 
 def _indices(plan: StepPlan, most: int) -> dict[Request, range]:

@@ -100,15 +100,12 @@ class RankPlan:
     @cached_property
     def _by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 ``[rows]`` each: position, −1 of padding, and the chunk that the row belongs to."""
-        numbers = torch.tensor([(s.row, s.start, s.sequence, s.length) for s in self.segments], dtype=torch.int64)
-        first, start, sequence, length = numbers.view(-1, 4).unbind(1)
-        within = torch.arange(self.num_tokens) - (length.cumsum(0) - length).repeat_interleave(length)
-        rows = first.repeat_interleave(length) + within
-        positions = torch.full((self.rows,), -1, dtype=torch.int64)
-        positions[rows] = start.repeat_interleave(length) + within
-        sequences = torch.zeros(self.rows, dtype=torch.int64)
-        sequences[rows] = sequence.repeat_interleave(length)
-        return positions, sequences
+        positions, sequences = [-1] * self.rows, [0] * self.rows
+        for s in self.segments:
+            rows = slice(s.row, s.row + s.length)
+            positions[rows] = range(s.start, s.end)
+            sequences[rows] = [s.sequence] * s.length
+        return torch.tensor(positions, dtype=torch.int64), torch.tensor(sequences, dtype=torch.int64)
 
     @property
     def positions(self) -> torch.Tensor:

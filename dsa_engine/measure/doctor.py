@@ -27,6 +27,7 @@ from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.kernels import cpu, operation
 from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
 from dsa_engine.llm import LLM
+from dsa_engine.measure.lost_device import is_lost
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
@@ -66,19 +67,30 @@ class Unwell(Exception):
 
 
 def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None) -> Iterator[Finding]:
-    """Makes all checks, one after the other; every rank calls it, and gets what all ranks together have found."""
+    """Makes all checks, one after the other; every rank calls it, and gets what all ranks together have found.
+
+    Behind a check that has left the device in an error no other can be made in this process.
+    """
+    lost = ""
     for name, check in (CHECKS if checks is None else checks).items():
         started = time.perf_counter()
         try:
+            if lost:
+                raise NotHere(f"not looked at: the device is in an error since the check of {lost}")
             found = Finding(name, True, check(mesh))
         except NotHere as reason:
             found = Finding(name, None, str(reason))
         except Unwell as problem:
             found = Finding(name, False, str(problem), problem.advice)
         except Exception as error:  # whatever it is, it is this machine's finding
-            seen = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
-            found = Finding(name, False, seen, "report it, with the output of `dsa-engine env`")
+            found = Finding(name, False, _in_a_line(error), "report it, with the output of `dsa-engine env`")
+        if found.ok is False and is_lost(mesh.device):
+            lost = name
         yield _of_all_ranks(mesh, Finding(**asdict(found) | {"seconds": time.perf_counter() - started}))
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
 
 
 def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
@@ -151,13 +163,20 @@ def check_kernels(mesh: Mesh) -> str:
     kernels, or Triton's in the interpreter, at the demo model's."""
     if not max(mesh.exchange(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
         raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
-    before = operation.replaced()
+    before, running = operation.replaced(), [""]
     operation.replace({})
     try:
-        with _engine(mesh) as engine, operation.compared(operation.Comparison()) as found:
+        with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as found:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
                 for _ in try_steps(engine.model, engine.config, mesh, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
+    except RuntimeError as error:
+        if not is_lost(mesh.device):
+            raise
+        seen = f"{running[-1]} left the device in an error: {_in_a_line(error)}"
+        raise Unwell(
+            seen, "the engine (kernels='checked') runs its reference from its second start on; report it"
+        ) from error
     finally:
         operation.replace(before)
     if found.wrong:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import cached_property
+from itertools import product
+from typing import Any
 
 from dsa_engine.arguments import add_engine_arguments, json_object, lengths, reported
 from dsa_engine.engine.engine import Engine
@@ -19,7 +22,7 @@ from dsa_engine.measure.generation_benchmark import LatencyResult, check_latency
 from dsa_engine.measure.generation_tables import print_latencies, size_of
 from dsa_engine.measure.plots import check_plot, plot_latency
 from dsa_engine.measure.random_prompt import random_prompt
-from dsa_engine.measure.report import caption, run_report, write_json
+from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.output_files import check_outputs
@@ -63,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
 
 
 def run_latency(args: argparse.Namespace, metric: str) -> None:
-    """Measures every length and batch size, and reports ``metric``: files first, then tables.
+    """Measures every length and batch size, and reports ``metric``: files first, then tables. The JSON has each result
+    as soon as it is there; after Ctrl-C the tables show those that there are.
 
     Args:
         args: of :func:`add_arguments`.
@@ -82,35 +86,64 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
     for input_len in args.input_len:  # all of them, before any is measured
         for batch_size in args.batch_size:
             check_latency(engine, input_len, args.output_len, batch_size, _fills_cache(args))
-    depth = FullDepth.of(llm)
-    results = [
-        _measure(llm, args, input_len, batch_size, links, num_drafts)
-        for input_len in args.input_len
-        for batch_size in args.batch_size
-        for num_drafts in counts or [engine.runner.num_drafts]
-    ]
-    shares = Shares(engine)
-    if engine.mesh.reports:
-        scaled = [_scaled(r, depth) for r in results] if depth else [{} for _ in results]
-        listed = [
-            r.to_json() | shares.of(r) | (depth.to_json(times) if depth else {})
-            for r, times in zip(results, scaled, strict=True)
-        ]
-        about = run_report(llm, reported(args), num_processes(engine))
-        if args.json:
+    cases = list(product(args.input_len, args.batch_size, counts or [engine.runner.num_drafts]))
+    report = _Report(llm, links, args, metric)
+    try:
+        for number, (input_len, batch_size, num_drafts) in enumerate(cases, 1):
+            report.add(_measure(llm, args, input_len, batch_size, links, num_drafts))
+            report.write(complete=number == len(cases))
+        report.plot()
+        if args.profile:
+            _profile(engine, args)
+    finally:
+        report.show()
+
+
+class _Report:
+    """What has been measured so far."""
+
+    def __init__(self, llm: LLM, links: Links, args: argparse.Namespace, metric: str):
+        self._llm, self._links, self._args, self._metric = llm, links, args, metric
+        self._engine = llm.engine
+        self._depth = FullDepth.of(llm)
+        self._shares = Shares(llm.engine)
+        self._results: list[LatencyResult] = []
+        self._scaled: list[dict[str, float]] = []  # of each, milliseconds at full depth
+        self._listed: list[dict[str, Any]] = []
+
+    def add(self, result: LatencyResult) -> None:
+        depth = self._depth
+        scaled = _scaled(result, depth) if depth else {}
+        listed = result.to_json() | self._shares.of(result) | (depth.to_json(scaled) if depth else {})
+        self._results.append(result)
+        self._scaled.append(scaled)
+        self._listed.append(listed)
+
+    def write(self, complete: bool) -> None:
+        engine = self._engine
+        if engine.mesh.reports and self._args.json:
             graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-            facts = {**graphs, **shares.to_json(), **to_json(engine, links)}
-            write_json(args.json, {**about, **facts, "results": listed})
-        if args.plot:
-            plot_latency(listed, metric, args.plot, caption(about, title(engine)))
-    if args.profile:
-        _profile(engine, args)
-    if engine.mesh.reports:
-        print_latencies(metric, results, heading(engine, links))
-        print_shares([size_of(r) for r in results], listed, shares.ceilings)
-        for result, times in zip(results, scaled, strict=True):
-            if depth:
-                print(depth.line(size_of(result), metric, times))
+            facts = {**self._about, **graphs, **self._shares.to_json(), **to_json(engine, self._links)}
+            write_so_far(self._args.json, facts, self._listed, complete=complete)
+
+    def plot(self) -> None:
+        if self._engine.mesh.reports and self._args.plot:
+            plot_latency(self._listed, self._metric, self._args.plot, caption(self._about, title(self._engine)))
+
+    def show(self) -> None:
+        """The tables; nothing where nothing has been measured."""
+        if not self._engine.mesh.reports or not self._results:
+            return
+        sizes = [size_of(result) for result in self._results]
+        print_latencies(self._metric, self._results, heading(self._engine, self._links))
+        print_shares(sizes, self._listed, self._shares.ceilings)
+        if self._depth:
+            for size, times in zip(sizes, self._scaled, strict=True):
+                print(self._depth.line(size, self._metric, times))
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        return run_report(self._llm, reported(self._args), num_processes(self._engine))
 
 
 def _check(args: argparse.Namespace, metric: str) -> None:

@@ -20,7 +20,7 @@ from dsa_engine.measure.plots import check_plot, plot_prefill
 from dsa_engine.measure.prefill_benchmark import PrefillResult, measure_prefill
 from dsa_engine.measure.prefill_tables import print_prefill
 from dsa_engine.measure.random_prompt import random_prompt
-from dsa_engine.measure.report import caption, run_report, write_json
+from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.output_files import check_outputs, whole_file
 
@@ -103,9 +103,8 @@ class _Report:
         """The files, of all lengths so far: what has been measured is not lost to what comes after it."""
         args, engine = self._args, self._engine
         about = run_report(self._llm, reported(args), num_processes(engine))
-        if args.json and (last or args.json != "-"):
-            facts = {**self._shares.to_json(), **to_json(engine, self._links), **self._loaded}
-            write_json(args.json, {**about, **facts, "results": self._listed})
+        facts = {**self._shares.to_json(), **to_json(engine, self._links), **self._loaded}
+        write_so_far(args.json, {**about, **facts}, self._listed, complete=last)
         if args.dump_logits:
             with whole_file(args.dump_logits) as path, path.open("wb") as file:
                 np.save(file, self._results[-1].logits.numpy())

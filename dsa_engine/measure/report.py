@@ -113,6 +113,14 @@ def write_json(path: str | Path, result: dict[str, Any]) -> None:
     write_text(path, json.dumps(result, indent=2) + "\n")
 
 
+def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[Any], *, complete: bool) -> None:
+    """Writes results that come one by one, all that there are so far and whole each time: what has been measured is not
+    lost to what comes after it. "complete" says whether more was to come; standard output gets the last of them only.
+    """
+    if path and (complete or path != "-"):
+        write_json(path, {**about, "complete": complete, "results": list(results)})
+
+
 def _plain(value: Any) -> Any:
     """As JSON can hold it."""
     if isinstance(value, dict):

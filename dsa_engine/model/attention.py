@@ -15,6 +15,7 @@ from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.dense_attention import dense_attention
 from dsa_engine.kernels.dense_mla import dense_mla
 from dsa_engine.kernels.gather_latent import gather_latent
+from dsa_engine.kernels.head_product import head_product
 from dsa_engine.kernels.paged import store_rows
 from dsa_engine.kernels.rms_norm import rms_norm
 from dsa_engine.kernels.rope import apply_rope
@@ -117,7 +118,7 @@ class Attention(Weighted):
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
             self._mha(q_mha, latent_pool, batch, out)
         with stage("MLA epilog"):
-            _per_head(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
+            head_product(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
@@ -177,7 +178,7 @@ class Attention(Weighted):
             turned = mha[..., nope:]
             apply_rope(turned, batch.cos[:border], batch.sin[:border], interleaved=interleaved, out=turned)
         mqa = q.new_empty(others.shape[0], config.num_attention_heads, config.latent_dim)
-        _per_head(others[..., :nope], self.w_uk, mqa[..., :rank])
+        head_product(others[..., :nope], self.w_uk, mqa[..., :rank])
         apply_rope(
             others[..., nope:], batch.cos[border:], batch.sin[border:], interleaved=interleaved, out=mqa[..., rank:]
         )
@@ -251,13 +252,7 @@ class Attention(Weighted):
             some = slice(first, first + block)
             latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype)[:, None].split((rank, rope), dim=-1)
             for_heads = latent.expand(-1, k.shape[1], -1)
-            _per_head(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
+            head_product(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
             k[some, :, nope:] = k_rope
-            _per_head(for_heads, w_uv.transpose(1, 2), v[some])
+            head_product(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v
-
-
-def _per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, strided as it may be."""
-    if x.shape[0]:
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.kernels.linear import linear
 from dsa_engine.kernels.silu_mul import silu_mul
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, Weights
@@ -79,6 +79,11 @@ class Weighted(nn.Module):
             self.sources = [source for source in self.sources if source.name not in names]
         return weight
 
+    def arrange_weights(self) -> None:
+        """Called once, when the weights have been loaded, before :meth:`weights_loaded`."""
+        for weights in self._weights:
+            weights.loaded()
+
     def weights_loaded(self) -> None:
         """Called once, when the weights have been loaded: the time to derive others from them."""
 
@@ -103,7 +108,7 @@ class Float32Linear(Weighted):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.matrix.dtype == torch.float32:
-            return F.linear(x.float(), self.matrix)
+            return linear(x.float(), self.matrix)
         return torch.mm(x, self.matrix.t(), out_dtype=torch.float32)
 
 

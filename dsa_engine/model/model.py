@@ -51,9 +51,11 @@ class Model(Weighted):
 
     def weights_loaded(self) -> None:
         """To be called once, when all of :meth:`weight_sources` have been loaded."""
-        for module in self.modules():
-            if isinstance(module, Weighted) and module is not self:
-                module.weights_loaded()
+        modules = [module for module in self.modules() if isinstance(module, Weighted) and module is not self]
+        for module in modules:
+            module.arrange_weights()
+        for module in modules:
+            module.weights_loaded()
 
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
         """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed.

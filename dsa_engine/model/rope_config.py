@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -82,6 +83,10 @@ class RopeConfig:
         # Written with the roundings of `transformers`: one bit of a frequency is 0.01 radians at position 100,000.
         return 1.0 / (self.factor * powers) * (1 - kept) + plain * kept
 
+    @cached_property
+    def _frequencies(self) -> torch.Tensor:
+        return self.inverse_frequencies()
+
     def _pair_turning(self, turns: float) -> float:
         """Which pair (fractional) turns ``turns`` times over the original length."""
         period = self.original_max_positions / (turns * 2 * math.pi)
@@ -95,7 +100,7 @@ class RopeConfig:
         ``frequencies`` are :meth:`inverse_frequencies` on the device of ``positions``, for whoever must not wait.
         """
         if frequencies is None:
-            frequencies = self.inverse_frequencies().to(positions.device)
+            frequencies = self._frequencies.to(positions.device)
         angles = positions.float()[:, None] * frequencies
         return angles.cos() * self.cos_sin_scale, angles.sin() * self.cos_sin_scale
 

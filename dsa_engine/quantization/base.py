@@ -46,6 +46,10 @@ class Weights(ABC):
     tensors: tuple[torch.Tensor, ...]  # what takes memory
     sources: list[Source]  # what fills it
 
+    def loaded(self) -> None:  # noqa: B027 - most have nothing to do
+        """Called once, when ``sources`` have been loaded and before anything is multiplied or dequantised: the time to
+        arrange what is stored as the products want it."""
+
 
 class Linear(Weights):
     """``y = x · weightᵀ``."""
@@ -113,7 +117,7 @@ class WeightFormat(ABC):
 
 
 class StoredFormat(WeightFormat):
-    """Codes and scales, kept as a checkpoint holds them.
+    """Codes and scales, kept in as many bits as a checkpoint holds them.
 
     Args:
         scheme: how they are stored.

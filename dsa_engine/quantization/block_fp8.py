@@ -84,6 +84,10 @@ class SideBySide(Linear):
         self.tensors = tuple(tensor for layer in layers for tensor in layer.tensors)
         self.sources = [source for layer in layers for source in layer.sources]
 
+    def loaded(self) -> None:
+        for layer in self._layers:
+            layer.loaded()
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([layer(x) for layer in self._layers], dim=-1)
 

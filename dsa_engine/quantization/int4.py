@@ -1,6 +1,7 @@
 """INT4: weights packed eight to an int32, with a scale for each group of a row; inputs stay as they are (W4A16) or are
 quantised to INT8 by the row (W4A8). In a checkpoint: ``compressed-tensors``, ``NAME.weight_packed`` and
-``NAME.weight_scale``, beside ``NAME.weight_shape``, which says nothing that the configuration does not."""
+``NAME.weight_scale``, beside ``NAME.weight_shape``, which says nothing that the configuration does not. In memory the
+words' columns are arranged for the products (:mod:`~dsa_engine.kernels.int4`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.kernels.expert_mlp_int4 import expert_mlp_int4
-from dsa_engine.kernels.int4 import GROUP_SIZES, check_groups, dequantize_int4
+from dsa_engine.kernels.int4 import GROUP_SIZES, arrange_int4_, check_groups, dequantize_int4, planes_for
 from dsa_engine.kernels.linear_int4 import linear_int4
 from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
@@ -23,6 +24,7 @@ class _Packed:
         assert scheme.group_size is not None
         self.group = scheme.group_size
         self.int8_activations = scheme.activation_bits == 8
+        self.planes = planes_for(self.int8_activations)
         self.dtype, self.device = dtype, device
 
     def empty(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +65,9 @@ class Int4Linear(Linear):
             self.sources += stored.sources(part, packed, scale)
         self.scales_whole_rows = stored.int8_activations
 
+    def loaded(self) -> None:
+        arrange_int4_(self.packed, self._stored.planes)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear_int4(x, self.packed, self.scale, int8_activations=self._stored.int8_activations)
 
@@ -70,7 +75,7 @@ class Int4Linear(Linear):
         return linear_int4(x, self.packed, self.scale, int8_activations=True, largest=largest)
 
     def dequantized(self) -> torch.Tensor:
-        return dequantize_int4(self.packed, self.scale, self._stored.dtype)
+        return dequantize_int4(self.packed, self.scale, self._stored.dtype, self._stored.planes)
 
 
 class Int4Experts(GroupedExperts):
@@ -88,6 +93,10 @@ class Int4Experts(GroupedExperts):
             self.sources += stored.sources(Matrix(f"{prefix}.gate_proj.weight", intermediate, hidden), *gate)
             self.sources += stored.sources(Matrix(f"{prefix}.up_proj.weight", intermediate, hidden), *up)
             self.sources += stored.sources(Matrix(f"{prefix}.down_proj.weight", hidden, intermediate), *tensors[2:])
+
+    def loaded(self) -> None:
+        for packed, _ in (self.gate_up, self.down):
+            arrange_int4_(packed, self._stored.planes)
 
     def __call__(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from dsa_engine.kernels.expert_mlp import expert_mlp
+from dsa_engine.kernels.linear import linear
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat
 
 
@@ -21,7 +21,7 @@ class UnquantizedLinear(Linear):
         self.sources = [part.source(piece) for part, piece in zip(parts, self.weight.split(rows), strict=True)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
     def dequantized(self) -> torch.Tensor:
         return self.weight

@@ -3,57 +3,7 @@
 // A tile is one expert, whose weights are read once for all of its rows; lanes are columns of the weights. Every pair of
 // token and choice has a row of results, and these are added in the order of a token's choices.
 
-#include <cmath>
-
-#include "tiles.h"
-
-namespace {
-
-constexpr int OUTPUTS_AT_ONCE = 4;
-constexpr int ROWS_AT_ONCE = MANY_REGISTERS ? 4 : 2;
-
-// to(row)[output] = weight[output] . from(row), for O outputs and R rows from `row` on.
-template <int O, int R, class From, class To>
-void multiply_some(const float* weight, int64_t width, int64_t row, int64_t output, const From& from, const To& to) {
-    const float* x[R];
-    for (int r = 0; r < R; r++) x[r] = from(row + r);
-    Floats sums[O][R] = {};
-    int64_t d = 0;
-    for (; d + LANES <= width; d += LANES) {
-        Floats values[R];
-        for (int r = 0; r < R; r++) values[r] = load(x[r] + d);
-        for (int o = 0; o < O; o++) {
-            const Floats line = load(weight + (output + o) * width + d);
-            for (int r = 0; r < R; r++) sums[o][r] += line * values[r];
-        }
-    }
-    for (int o = 0; o < O; o++) {
-        for (int r = 0; r < R; r++) {
-            float sum = sum_of(sums[o][r]);
-            for (int64_t rest = d; rest < width; rest++) sum += weight[(output + o) * width + rest] * x[r][rest];
-            to(row + r)[output + o] = sum;
-        }
-    }
-}
-
-template <int O, class From, class To>
-void multiply_rows(const float* weight, int64_t width, int64_t rows, int64_t output, const From& from, const To& to) {
-    int64_t r = 0;
-    for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
-        multiply_some<O, ROWS_AT_ONCE>(weight, width, r, output, from, to);
-    for (; r < rows; r++) multiply_some<O, 1>(weight, width, r, output, from, to);
-}
-
-// The weights of some outputs are multiplied with all rows before the next are read.
-template <class From, class To>
-void multiply(const float* weight, int64_t width, int64_t outputs, int64_t rows, const From& from, const To& to) {
-    int64_t o = 0;
-    for (; o + OUTPUTS_AT_ONCE <= outputs; o += OUTPUTS_AT_ONCE)
-        multiply_rows<OUTPUTS_AT_ONCE>(weight, width, rows, o, from, to);
-    for (; o < outputs; o++) multiply_rows<1>(weight, width, rows, o, from, to);
-}
-
-}  // namespace
+#include "products.h"
 
 // Floats of scratch for all threads together: results, gate and up of every pair, and the order of the pairs.
 extern "C" int64_t dsa_expert_mlp_scratch(int64_t pairs, int64_t count, int64_t hidden, int64_t intermediate) {
@@ -87,12 +37,12 @@ extern "C" int64_t dsa_expert_mlp(
         const auto token = [&](int64_t r) { return x + order[first + r] / choices * hidden; };
         const auto gate = [&](int64_t r) { return gates + (first + r) * 2 * intermediate; };
         const auto result = [&](int64_t r) { return results + order[first + r] * hidden; };
-        multiply(gate_up + expert * 2 * intermediate * hidden, hidden, 2 * intermediate, rows, token, gate);
+        multiply(gate_up + expert * 2 * intermediate * hidden, hidden, hidden, 2 * intermediate, rows, token, gate);
         for (int64_t r = 0; r < rows; r++) {
-            float *g = gate(r), *up = g + intermediate;
-            for (int64_t i = 0; i < intermediate; i++) g[i] = g[i] / (1.0f + std::exp(-g[i])) * up[i];
+            float* g = gate(r);
+            silu_mul_row(g, g + intermediate, intermediate, g);
         }
-        multiply(down + expert * hidden * intermediate, intermediate, hidden, rows, gate, result);
+        multiply(down + expert * hidden * intermediate, intermediate, intermediate, hidden, rows, gate, result);
     });
     for (int64_t token = 0; token < tokens; token++) {
         float* sum = out + token * hidden;

@@ -25,32 +25,6 @@ struct Problem {
     std::atomic<bool>* outside;  // whether a slot is not below pool_rows; it is skipped
 };
 
-// exp(x) for x <= 0, to 1 or 2 units of the last place; at least 4e-38; NaN stays NaN.
-template <int L>
-inline typename Vectors<L>::Float exp_of(typename Vectors<L>::Float x) {
-    typedef typename Vectors<L>::Float V;
-    typedef typename Vectors<L>::Int I;
-    x = x < -86.0f ? V{} - 86.0f : x;
-    const V shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the fraction is rounded away
-    const V n = shifted - 12582912.0f;
-    V r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    V y = V{} + 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    I bits, exponent;
-    std::memcpy(&bits, &y, sizeof bits);
-    std::memcpy(&exponent, &shifted, sizeof exponent);
-    bits += exponent << 23;
-    V result;
-    std::memcpy(&result, &bits, sizeof result);
-    return y == y ? result : y;
-}
-
 // p[row][lane] of `count` rows, a multiple of ROWS_AT_ONCE: the product with head `lane` of queries [width][L].
 template <int L>
 void score(const float* rows, int64_t count, int64_t stride, int64_t width, const float* queries, float* p) {

@@ -4,9 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "threads.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -53,6 +52,21 @@ static inline void store(void* to, V values) {
     std::memcpy(to, &values, sizeof values);
 }
 
+// The first `count` lanes; the others are 0, or are not written.
+static inline Floats load_some(const float* from, int64_t count) {
+    if (count == LANES) return load(from);
+    Floats values{};
+    std::memcpy(&values, from, sizeof(float) * count);
+    return values;
+}
+
+static inline void store_some(float* to, Floats values, int64_t count) {
+    if (count == LANES)
+        store(to, values);
+    else
+        std::memcpy(to, &values, sizeof(float) * count);
+}
+
 static inline float sum_of(Floats values) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)values);
@@ -63,23 +77,63 @@ static inline float sum_of(Floats values) {
 #endif
 }
 
+// exp(x) for x <= 0, to 1 or 2 units of the last place; at least 4e-38; NaN stays NaN.
+template <int L>
+static inline typename Vectors<L>::Float exp_of(typename Vectors<L>::Float x) {
+    typedef typename Vectors<L>::Float V;
+    typedef typename Vectors<L>::Int I;
+    x = x < -86.0f ? V{} - 86.0f : x;
+    const V shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the fraction is rounded away
+    const V n = shifted - 12582912.0f;
+    V r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    V y = V{} + 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    I bits, exponent;
+    std::memcpy(&bits, &y, sizeof bits);
+    std::memcpy(&exponent, &shifted, sizeof exponent);
+    bits += exponent << 23;
+    V result;
+    std::memcpy(&result, &bits, sizeof result);
+    return y == y ? result : y;
+}
+
+// 1 / (1 + exp(-x)).
+static inline Floats sigmoid_of(Floats x) {
+    const Floats small = exp_of<LANES>(x < 0.0f ? x : -x);  // exp(-|x|)
+    return (x < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
+}
+
 static inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // Runs work(tile, scratch) for every tile below `tiles`, on at most `threads` threads of which the caller is one. Each
 // has its own part of the scratch memory, `scratch_size` floats. Work must not throw.
 template <class Work>
 static void for_tiles(int64_t tiles, int threads, float* scratch, int64_t scratch_size, const Work& work) {
+    if (threads <= 1 || tiles <= 1) {
+        for (int64_t tile = 0; tile < tiles; tile++) work(tile, scratch);
+        return;
+    }
     std::atomic<int64_t> next{0};
-    auto run = [&](int thread) {
+    const auto run = [&](int thread) {
         for (int64_t tile = next++; tile < tiles; tile = next++) work(tile, scratch + thread * scratch_size);
     };
-    std::vector<std::thread> others;
-    try {
-        if (threads > 1) others.reserve(threads - 1);
-        for (int thread = 1; thread < threads && thread < tiles; thread++) others.emplace_back(run, thread);
-    } catch (const std::exception&) {
-        // No memory or no threads left: those that there are do it all.
-    }
-    run(0);
-    for (std::thread& other : others) other.join();
+    run_on_threads(
+        tiles < threads ? (int)tiles : threads,
+        [](void* data, int thread) { (*static_cast<const decltype(run)*>(data))(thread); }, const_cast<void*>(static_cast<const void*>(&run)));
+}
+
+// The same for rows: work(first, end, scratch) for blocks of them.
+template <class Work>
+static void for_rows(int64_t rows, int threads, float* scratch, int64_t scratch_size, const Work& work) {
+    constexpr int64_t BLOCK = 64;
+    for_tiles((rows + BLOCK - 1) / BLOCK, threads, scratch, scratch_size, [&](int64_t block, float* mine) {
+        const int64_t first = block * BLOCK;
+        work(first, first + BLOCK < rows ? first + BLOCK : rows, mine);
+    });
 }

@@ -1,7 +1,7 @@
 """Ranks that wait where no Python exception can arise, one of which fails: stuck.py FOLDER, without torchrun.
 
 Rank 1 holds Python's lock while it waits. Rank 2 does not, is in the middle of a file, and acts as if on another
-machine.
+machine. Both are comparing kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from dsa_engine.engine.kernel_findings import KernelFindings, taken_along
 from dsa_engine.output_files import whole_file
 from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, peers
 
@@ -35,9 +36,11 @@ if mesh.rank == 0:
         time.sleep(0.05)
     time.sleep(0.2)
     raise LookupError("no such expert")
+findings = KernelFindings(FOLDER.parent / "kernels.json")
+findings.mark(f"the kernel of rank {mesh.rank}")
 if mesh.rank == 1:
     (FOLDER / "rank 1").touch()
     waits.pause()
-with whole_file(FOLDER / "result.json") as file:
+with taken_along(findings), whole_file(FOLDER / "result.json") as file:
     file.write_text("half")
     waits.pause()

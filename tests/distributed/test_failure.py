@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -190,3 +191,5 @@ def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
         "where it arose, there too"
     )
     assert [path.name for path in folder.iterdir()] == ["rank 1"], "nothing half-written is left"
+    marks = json.loads((tmp_path / "kernels.json").read_text())["marks"]
+    assert [name for name, _ in marks.values()] == ["the kernel of rank 1"], "rank 2 ends for another one's sake"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,18 +16,21 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine import kernel_check
+from dsa_engine.engine import kernel_check, kernel_findings
+from dsa_engine.engine.kernel_findings import KernelFindings
 from dsa_engine.engine.trial_steps import layers_of_each_kind
 from dsa_engine.kernels import operation
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
+from dsa_engine.parallel.peers import name_of
 
 ENGINES = """
 import json, sys
 from pathlib import Path
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels import operation, silu_mul
-from dsa_engine.engine import kernel_check
+from dsa_engine.engine import kernel_check, kernel_findings
+from dsa_engine.engine.kernel_findings import KernelFindings
 
 class Broken:
     def __getitem__(self, grid):
@@ -54,7 +58,7 @@ llm = engine(Broken())
 found |= {"broken": operation.replaced(), "tokens": tokens(llm)}
 engine(Broken())
 found["runs"].append(len(runs))  # what was found is kept
-kept.write_text(json.dumps({"finished": False, "wrong": {}, "suspects": {"combine": 2, "silu_mul": 1}}))
+kept.write_text(json.dumps({"finished": False, "wrong": {}, "suspects": {"combine": 2, "silu_mul": 1}, "marks": {}}))
 engine(good)
 found |= {"ended": operation.replaced(), "content": content}
 found["reference"] = tokens(engine(Broken(), kernels="reference"))
@@ -78,7 +82,8 @@ def test_a_broken_kernel_answers_no_request(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["right"] == {} and found["content"] == {"finished": True, "wrong": {}, "suspects": {}}
+    assert found["right"] == {}
+    assert found["content"] == {"finished": True, "wrong": {}, "suspects": {}, "marks": {}}
     assert list(found["broken"]) == ["silu_mul"]
     assert "its result differs from the reference by" in found["broken"]["silu_mul"]
     assert found["runs"] == [1, 2], "compared once for a device and model"
@@ -107,8 +112,9 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
     def steps(*args: Any) -> Iterator[str]:
         watched = operation._watching
         assert watched is not None
+        watched.before("topk")
         watched.before("silu_mul")
-        assert kernel_check._read(kept) == ({}, {"silu_mul": 1}, False), "should the process end without a word"
+        assert marks(kept) == ["silu_mul"], "should the process end without a word"
         raise error
         yield
 
@@ -117,12 +123,64 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
     here: Any = SimpleNamespace(device=torch.device("cpu"))
     nothing: Any = None
     with pytest.raises(type(error)):
-        kernel_check._compare(nothing, nothing, here, nothing, kept, {}, {})
-    wrong, suspects, finished = kernel_check._read(kept)
-    assert (list(wrong), suspects, finished) == (["silu_mul"] * guilty, {}, False)
-    kernel_check._write(kept, {}, {"silu_mul": 2, "topk": 1})
-    assert list(kernel_check._read(kept)[0]) == ["silu_mul"]
-    assert not kernel_check._write(tmp_path / "nowhere" / "kept.json", {}, {}), "said once, at the end"
+        kernel_check._compare(nothing, nothing, here, nothing, KernelFindings(kept))
+    found = KernelFindings(kept)
+    assert (list(found.wrong), marks(kept), found.finished) == (["silu_mul"] * guilty, [], False)
+    nowhere = KernelFindings(tmp_path / "nowhere" / "kept.json")
+    nowhere.mark("topk")
+    assert not nowhere.finish({}), "said once, at the end"
+
+
+def marks(kept: Path) -> list[str]:
+    return [name for name, _ in json.loads(kept.read_text())["marks"].values()]
+
+
+def leave_marks(kept: Path, *left: tuple[str, str]) -> None:
+    """As processes that have these names leave them, at these kernels."""
+    content = json.loads(kept.read_text())
+    content["marks"] |= {process: (name, time.time()) for process, name in left}
+    kept.write_text(json.dumps(content))
+
+
+def test_a_kernel_that_ends_its_process_twice_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a run that end at a kernel count once, and those that still compare not at all."""
+    kept, here = tmp_path / "kept.json", name_of(os.getpid())
+    ended = [f"{here.split()[0]} 1 -{number}" for number in range(2)]  # process 1 began at another time
+    assert KernelFindings(kept).finish({})
+    leave_marks(kept, (here, "silu_mul"), ("elsewhere 7 7", "combine"))
+    assert (KernelFindings(kept).finished, KernelFindings(kept)._before) == (True, {})
+    leave_marks(kept, *((process, "topk") for process in ended))
+    found = KernelFindings(kept)
+    assert (found.finished, found.wrong, found._before) == (False, {}, {"topk": 1})
+    assert found.finish({}) and KernelFindings(kept).finished, "it has passed, and is suspected no longer"
+    found = KernelFindings(kept)
+    leave_marks(kept, (ended[0], "topk"))
+    assert found.finish({}) and not KernelFindings(kept).finished, "another rank of the run was lost at it"
+    leave_marks(kept, (ended[1], "topk"), ("elsewhere 7 7", "combine"))
+    assert KernelFindings(kept).wrong == {"topk": "it ended the process that compared it, twice"}
+    monkeypatch.setattr(kernel_findings, "_ELSEWHERE_S", 0.0)
+    one, other = KernelFindings(kept), KernelFindings(kept)
+    assert one._before == {"topk": 2, "combine": 1}, "another machine's mark, and old"
+    one.leave({"rope": "it left the device in an error"})
+    other.mark("silu_mul")
+    assert list(KernelFindings(kept).wrong) == ["topk", "rope"], "no rank writes over what another one has found"
+
+
+@pytest.mark.parametrize("blameless", [True, False])
+def test_who_is_ended_for_another_rank_leaves_no_mark(
+    blameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where others have waited for it in vain: then its kernel may hang."""
+    monkeypatch.setattr(kernel_findings, "blameless", lambda: blameless)
+    kept = tmp_path / "kept.json"
+    findings = KernelFindings(kept)
+    with kernel_findings.taken_along(findings):
+        findings.mark("silu_mul")
+        kernel_findings._take_mark_away()
+        if blameless:
+            findings.mark("topk")  # the main thread goes on for a while
+    assert marks(kept) == ([] if blameless else ["silu_mul"])
+    kernel_findings._take_mark_away()  # nothing is compared any more
 
 
 def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from dsa_engine.kernels import int4
+from dsa_engine.kernels.compile_only import compile_only
 from dsa_engine.kernels.expert_mlp_int4 import expert_mlp_int4
 from dsa_engine.kernels.grouped_matmul_int4 import grouped_matmul_int4_triton
-from dsa_engine.kernels.int4 import dequantize_int4, pack_int4, quantize_int4, unpack_int4
+from dsa_engine.kernels.int4 import (
+    arrange_int4_,
+    dequantize_int4,
+    pack_int4,
+    planes_for,
+    quantize_int4,
+    unpack_int4,
+)
 from dsa_engine.kernels.int8 import quantize_rows_int8
-from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.launch import INTERPRETED, runs_triton
 from dsa_engine.kernels.linear_int4 import linear_int4
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -24,6 +34,13 @@ def int4_weight(*shape: int, group: int = 32, seed: int = 0) -> Packed:
     *rows, columns = shape
     packed = torch.randint(-(2**31), 2**31 - 1, (*rows, columns // 8), generator=g, dtype=torch.int32)
     return packed, (torch.rand(*rows, columns // group, generator=g) / 10 + 0.01).bfloat16()
+
+
+def arranged(weight: Packed, int8_activations: bool) -> Packed:
+    """A copy with its columns as products want them."""
+    packed = weight[0].clone()
+    arrange_int4_(packed, planes_for(int8_activations))
+    return packed, weight[1]
 
 
 def naive_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -48,6 +65,76 @@ def test_the_layout() -> None:
     assert torch.equal(unpack_int4(packed), codes)
     with pytest.raises(ValueError, match="rows of 12 columns cannot be packed in eights"):
         pack_int4(torch.zeros(2, 12, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("planes", [2, 4])
+def test_planes(planes: int) -> None:
+    """Nibble p of unit u of 32 columns is column 32 / planes · p + u."""
+    stored = int4_weight(3, 2, 96)[0]
+    codes, packed = unpack_int4(stored), stored.clone()
+    arrange_int4_(packed, planes)
+    assert torch.equal(unpack_int4(packed, planes), codes) and torch.equal(pack_int4(codes, planes), packed)
+    part = packed[1, 1, 4:8].tolist()  # columns 32 to 63
+    bits = sum((word % (1 << 32)) << 32 * i for i, word in enumerate(part))
+    for unit in range(32 // planes):
+        for plane in range(planes):
+            nibble = bits >> 4 * (planes * unit + plane) & 15
+            assert nibble - 8 == codes[1, 1, 32 + 32 // planes * plane + unit]
+
+
+def ptx(code: str, word: int) -> list[int]:
+    """What the instructions ``code`` make of a word of 32 bits, an output each."""
+    values: dict[str, int] = {}
+    *_, outputs = (i for i in range(5) if f"${i}" in code)
+    for line in (line.strip() for line in code.strip("{}").split(";")):
+        if not line or line.startswith(".reg"):
+            continue
+        name, *rest = line.replace(",", "").split()
+        into, *operands = rest
+        numbers = [word if o == f"${outputs}" else values[o] if o in values else int(o, 0) for o in operands]
+        if name == "lop3.b32":
+            a, b, c, table = numbers
+            bits = ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1 for i in range(32))
+            values[into] = sum((table >> index & 1) << i for i, index in enumerate(bits))
+        else:
+            shift = {"shl.b32": lambda a, b: a << b, "shr.b32": lambda a, b: a >> b}[name]
+            values[into] = shift(*numbers) & 0xFFFFFFFF
+    return [values[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("dtype, planes", [(torch.int8, 2), (torch.bfloat16, 4), (torch.float16, 4)])
+def test_instructions_on_words(dtype: torch.dtype, planes: int) -> None:
+    """The inline assembly, which the interpreter cannot run, makes of a word what its plain form does: operand words
+    that are a plane of consecutive columns each."""
+    code, above, factor = {
+        torch.int8: (int4._TO_INT8, 0, 16),
+        torch.bfloat16: (int4._ABOVE_128, 136, 1),
+        torch.float16: (int4._ABOVE_1024, 1032, 1),
+    }[dtype]
+    stored = int4_weight(8, 32, seed=5)[0]
+    packed = stored.clone()
+    arrange_int4_(packed, planes)
+    words = [ptx(code.value, word % (1 << 32)) for word in packed.flatten().tolist()]
+    operands = torch.tensor(words).to(torch.uint32).view(torch.int32).view(8, 4, planes)  # row, word, plane
+    numbers = operands.transpose(1, 2).contiguous().view(dtype).flatten(1) - above
+    assert torch.equal(numbers.double(), factor * unpack_int4(stored).double())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing can be compiled under TRITON_INTERPRET=1")
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_unpacking_takes_no_shuffles(int8_activations: bool) -> None:
+    """The planes are where Hopper's products want them: of 64 × 128 weights a thread has 8 words, and each takes as
+    many instructions as are written, with no permutation of bytes and no second way through shared memory."""
+    rows = torch.empty(64, 512, dtype=torch.int8 if int8_activations else torch.bfloat16)
+    weight, scale = torch.empty(4, 64, 64, dtype=torch.int32), torch.empty(4, 64, 4, dtype=torch.bfloat16)
+    x_scale = torch.empty(64) if int8_activations else None
+    with compile_only(90) as launches:
+        grouped_matmul_int4_triton(rows, x_scale, weight, scale, torch.empty(4, dtype=torch.int32), torch.bfloat16)
+    sass = launches[0].sass()
+    masks = "0xf0f0f0f0" if int8_activations else "0xf000f"
+    assert len(re.findall(rf"LOP3.*{masks}", sass)) == 8 * planes_for(int8_activations)
+    assert len(re.findall(r"\bPRMT\b", sass)) < 8
+    assert launches[0].kernel.asm["ttgir"].count("ttg.local_store") == 0
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -100,10 +187,11 @@ def test_linear(
 ) -> None:
     rows, out, inner = shape
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(1)).to(dtype)
-    packed, scale = int4_weight(out, inner)
+    stored = int4_weight(out, inner)
+    packed, scale = arranged(stored, int8_activations)
     y = linear_int4(x.to(device), packed.to(device), scale.to(device), int8_activations=int8_activations)
     assert y.dtype == dtype
-    assert relative_error(y, naive_rows(x, int8_activations) @ naive_weight(packed, scale).t()) < bound
+    assert relative_error(y, naive_rows(x, int8_activations) @ naive_weight(*stored).t()) < bound
     again = linear_int4(x[None].to(device), packed.to(device), scale.to(device), int8_activations=int8_activations)
     torch.testing.assert_close(again[0], y)
 
@@ -117,7 +205,8 @@ def test_grouped(
     if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("the kernel runs on CUDA or in Triton's interpreter")
     counts = [5, 0, 21, 1]
-    packed, scale = int4_weight(4, 32, 128, group=group)
+    stored = int4_weight(4, 32, 128, group=group)
+    packed, scale = arranged(stored, int8_activations)
     x = torch.randn(9, 128)
     source = torch.randint(9, (30,), dtype=torch.int32)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
@@ -127,7 +216,7 @@ def test_grouped(
         source=source.to(device), gated=gated, expected=expected,
     )  # fmt: skip
     number = [g for g, count in enumerate(counts) for _ in range(count)]
-    weight = naive_weight(packed, scale)
+    weight = naive_weight(*stored)
     multiplied = naive_rows(x, int8_activations)
     wanted = torch.stack([weight[g] @ multiplied[s] for s, g in zip(source.tolist(), number, strict=False)])
     if gated:
@@ -151,7 +240,7 @@ def test_experts(int8_activations: bool, device: str, relative_error: Error) -> 
                 hidden = gate / (1 + (-gate).exp()) * up
                 wanted[t] += weights[t, j] * (naive_rows(hidden, int8_activations) @ second[e].t())[0]
     moved = [t.to(device) for t in (x, experts, weights)]
-    stored = [tuple(t.to(device) for t in pair) for pair in (gate_up, down)]
+    stored = [tuple(t.to(device) for t in arranged(pair, int8_activations)) for pair in (gate_up, down)]
     for uncounted_bytes in (0, 1 << 30):
         out = expert_mlp_int4(*moved, *stored, int8_activations=int8_activations, uncounted_bytes=uncounted_bytes)  # type: ignore[arg-type]
         assert relative_error(out, wanted) < (1e-3 if int8_activations else 1e-5)  # a code beside a tie

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from dsa_engine.kernels.paged import gather_rows, read_rows, slots_of, store_rows
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Scatter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

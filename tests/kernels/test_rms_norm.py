@@ -9,6 +9,8 @@ import torch
 
 from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 

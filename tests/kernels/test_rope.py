@@ -9,6 +9,8 @@ import torch
 
 from dsa_engine.kernels.rope import apply_rope
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 

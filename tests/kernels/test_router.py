@@ -10,6 +10,8 @@ import torch
 
 from dsa_engine.kernels.router import route
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 
 def naive(
     logits: list[float], bias: list[float], top_k: int, groups: int, top_groups: int, normalise: bool, factor: float

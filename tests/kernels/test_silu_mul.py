@@ -8,6 +8,8 @@ import torch
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.kernels.silu_mul import silu_mul
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 

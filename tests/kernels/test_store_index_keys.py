@@ -10,6 +10,8 @@ import torch
 
 from dsa_engine.kernels.store_index_keys import store_index_keys
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 EPS = 1e-6

@@ -12,6 +12,8 @@ from dsa_engine.kernels.fp8_cache import pack_latent_rows
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.kernels.store_latent import store_latent
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 EPS = 1e-6

@@ -61,6 +61,34 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert lines[4].startswith("– roof") and lines[5].startswith("✓ floor")
 
 
+def test_what_was_found_before_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a check that never ends, and is interrupted; nor is a device that a kernel has lost blamed on what follows."""
+
+    def hangs(mesh: Mesh) -> str:
+        raise KeyboardInterrupt
+
+    def breaks_the_device(mesh: Mesh) -> str:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    report = tmp_path / "d.json"
+    monkeypatch.setattr(doctor, "CHECKS", {"floor": lambda mesh: "dry", "fan": hangs})
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--device", "cpu", "--json", str(report)])
+    result = json.loads(report.read_text())
+    assert ended.value.code == 130 and not result["complete"]
+    assert [finding["check"] for finding in result["findings"]] == ["floor"]
+    monkeypatch.setattr(doctor, "CHECKS", {"kernels": breaks_the_device, "tokens": lambda mesh: pytest.fail("tried")})
+    monkeypatch.setattr(doctor, "is_lost", lambda device: True)
+    with pytest.raises(SystemExit):
+        main(["doctor", "--device", "cpu", "--json", str(report)])
+    result = json.loads(report.read_text())
+    assert result["complete"] and [finding["ok"] for finding in result["findings"]] == [False, None]
+    shown = capsys.readouterr().out
+    assert "– tokens    not looked at: the device is in an error since the check of kernels" in shown
+
+
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
 def test_on_a_fake_device() -> None:
     with FakeDevice(memory=141 * 10**9) as device:

@@ -258,9 +258,10 @@ def test_dummy_weights(name: str, stored: Callable[[str], Path]) -> None:
     assert moe is not None
     made = moe.experts
     if isinstance(made, Int4Experts):
-        from dsa_engine.kernels.int4 import dequantize_int4
+        from dsa_engine.kernels.int4 import dequantize_int4, planes_for
 
-        weight = dequantize_int4(made.gate_up[0][0], made.gate_up[1][0], torch.float32)
+        planes = planes_for(name == "w4a8")
+        weight = dequantize_int4(made.gate_up[0][0], made.gate_up[1][0], torch.float32, planes)
     else:
         assert isinstance(made, Int8Experts)
         weight = made.gate_up[0] * made.gate_up_scale[0][:, None]

@@ -24,6 +24,7 @@ from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases import bench, cases_fp8_products, cases_int
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES
+from dsa_engine.measure.kernel_cases.compile_counts import counts, renewed
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, Inspection, faults, inspect
 
@@ -250,8 +251,29 @@ def test_inspection_report(run_script: Callable[..., Any], tmp_path: Path) -> No
     for kernel in result["kernels"]["sm_90"]:
         assert kernel["registers"] > 0 and kernel["faults"] == []
         assert kernel["kernel"] in done.stdout
-        assert kernel["bound"]["tensor_share"] is None and kernel["bound"]["cycles"]["issue"] > 0
+        assert kernel["bound"]["operations"] == 0 and kernel["bound"]["cycles"]["issue"] > 0
+        assert len(kernel["at_most"]) >= 1 and {judged["ceiling"] for judged in kernel["at_most"]} == {"memory"}
     assert result["not_compiled"] == {"sm_90": []}
+
+
+def test_counts_of_versions_and_chips(tmp_path: Path) -> None:
+    sound = {"kernel": "a", "operation": "sum", "shape": "3 rows", "spilled": 0, "bound": {"loop": True, "spills": 0}}
+    spilling = sound | {"spilled": 8, "bound": {"loop": True, "spills": 2}}
+    missing = ["x: needs instructions of sm_89", "y: needs instructions of sm_89", "z: 3 rows: RuntimeError: ptxas"]
+    found = counts([sound, spilling], missing)
+    assert found == {
+        "kernels": 2,
+        "spill": [{"kernel": "a", "first_launched_by": "sum: 3 rows", "bytes": 8, "in_loop": True}],
+        "not_compiled": {"needs instructions of sm_89": 2, "RuntimeError: ptxas": 1},
+    }
+    path = tmp_path / "counts.json"
+    for version, chip in [("3.7.1", "sm_100"), ("3.6.0", "sm_80"), ("3.7.1", "sm_90"), ("3.7.1", "sm_100")]:
+        path.write_text(json.dumps(renewed(str(path), version, {chip: found})))
+    held = json.loads(path.read_text())["triton"]
+    assert list(held) == ["3.6.0", "3.7.1"] and list(held["3.7.1"]) == ["sm_90", "sm_100"]
+    path.write_text('{"kernels": {}}')
+    with pytest.raises(ValueError, match="is no file of counts"):
+        renewed(str(path), "3.7.1", {})
 
 
 def test_inspection_is_refused_in_the_interpreter() -> None:

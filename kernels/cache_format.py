@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -35,17 +34,6 @@ ROW_ALIGNMENT = 16  # bytes: a row of the packed buffer is loaded 16 bytes at a 
 def stored_dtype(pool: torch.Tensor) -> torch.dtype:
     """The dtype in which a pool, or a buffer of its rows, stores numbers: uint8 ones hold FP8 rows."""
     return FP8 if pool.dtype == torch.uint8 else pool.dtype
-
-
-class LatentViews(NamedTuple):
-    """A latent pool as kernels address it: three typed views of the same bytes, each with its elements a row."""
-
-    values: torch.Tensor  # plain numbers, or uint8 that hold e4m3
-    value_stride: int
-    scales: torch.Tensor  # float32 of an FP8 pool; else not read
-    scale_stride: int
-    rotated: torch.Tensor  # plain numbers, or bfloat16 in an FP8 pool
-    rotated_stride: int
 
 
 class RowFormat(ABC):
@@ -139,14 +127,11 @@ class LatentFormat(RowFormat):
     def unpack_pages(self, pages: torch.Tensor) -> torch.Tensor:
         return self.unpack(pages)
 
-    def views(self, pool: torch.Tensor) -> LatentViews:
-        flat, first = pool.view(-1, self.columns), self.rotated_at
-        # In a row without rotated numbers there is no such column; nothing is read through the view then.
-        first = first if self.rope else 0
-        if not self.fp8:
-            return LatentViews(flat, self.columns, flat, self.columns, flat[:, first:], self.columns)
-        scales, rotated = flat.view(torch.float32)[:, self.rank // 4 :], flat.view(torch.bfloat16)[:, first // 2 :]
-        return LatentViews(flat, self.columns, scales, self.columns // 4, rotated, self.columns // 2)
+    def rows(self, pool: torch.Tensor) -> torch.Tensor:
+        """The rows of a pool as kernels address them: ``[rows, columns]``, or int32 ``[rows, columns / 4]``, words of
+        four bytes, of an FP8 pool."""
+        flat = pool.view(-1, self.columns)
+        return flat.view(torch.int32) if self.fp8 else flat
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.latent_rows import expand_fp8_rows, load_fp8_rows, load_plain_rows
 from dsa_engine.kernels.launch import dot_precision, runs_triton
 from dsa_engine.kernels.merge_splits import merge_splits
 from dsa_engine.kernels.online_softmax import (
@@ -21,7 +22,6 @@ from dsa_engine.kernels.online_softmax import (
     attend,
     attended_format,
     load_queries,
-    load_rows,
     plan_attention,
     store_nothing,
     store_results,
@@ -74,9 +74,25 @@ def dense_mla_reference(
 
 
 @triton.jit
+def known_position(position, end):
+    """No mask: the last position serves behind the end. Unsigned, which divides in fewer instructions."""
+    return tl.minimum(position, end - 1).to(tl.uint32)
+
+
+@triton.jit
+def load_pages(table, position, end, PAGE_SIZE: tl.constexpr):
+    return tl.load(table + known_position(position, end) // PAGE_SIZE)
+
+
+@triton.jit
+def row_of(page, position, end, PAGE_SIZE: tl.constexpr):
+    return page.to(tl.uint32) * PAGE_SIZE + known_position(position, end) % PAGE_SIZE
+
+
+@triton.jit
 def dense_mla_kernel(
-    q, values, scales, rotated, block_tables, sequences, visible, out, lse, tokens, table_stride, scale,
-    PAGE_SIZE: tl.constexpr, VALUE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, ROTATED_STRIDE: tl.constexpr,
+    q, pool, block_tables, sequences, visible, out, lse, tokens, table_stride, scale,
+    PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr,
     HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
     FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
@@ -100,15 +116,22 @@ def dense_mla_kernel(
     top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    position = first + tl.arange(0, BLOCK_ROWS)
+    if FP8:
+        row = row_of(load_pages(table, position, end, PAGE_SIZE), position, end, PAGE_SIZE)
+        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        page = load_pages(table, position + BLOCK_ROWS, end, PAGE_SIZE)
     for start in range(first, end, BLOCK_ROWS):
         position = start + tl.arange(0, BLOCK_ROWS)
-        # No mask: the last position serves behind the end.
-        known = tl.minimum(position, end - 1).to(tl.uint32)  # unsigned divides in fewer instructions
-        row = tl.load(table + known // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + known % PAGE_SIZE
-        tile, ends = load_rows(
-            values, scales, rotated, row, q.dtype.element_ty,
-            VALUE_STRIDE, SCALE_STRIDE, ROTATED_STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3,
-        )  # fmt: skip
+        if FP8:
+            # The next step's words, and the pages of the one after, come while this one multiplies.
+            tile, ends = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            row = row_of(page, position + BLOCK_ROWS, end, PAGE_SIZE)
+            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            page = load_pages(table, position + 2 * BLOCK_ROWS, end, PAGE_SIZE)
+        else:
+            row = row_of(load_pages(table, position, end, PAGE_SIZE), position, end, PAGE_SIZE)
+            tile, ends = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
         partial = start + BLOCK_ROWS > end
         top, total, acc = attend(
             q_value, q_rotated, tile, ends, position, end, partial, table, top, total, acc, scale,
@@ -126,11 +149,10 @@ def _launch(
     splits = plan.splits(segments.longest, workspace)
     out, lse = plan.results(splits)
     if tokens and heads:
-        rows = row_format.views(pool)
+        rows = row_format.rows(pool)
         dense_mla_kernel[(plan.programs, splits)](
-            q, rows.values, rows.scales, rows.rotated, block_tables, segments.sequences, segments.visible, out, lse,
-            tokens, block_tables.stride(0), scale * LOG2_E, pool.shape[1], rows.value_stride, rows.scale_stride,
-            rows.rotated_stride, PRECISION=dot_precision(q.dtype), **plan.constants,
+            q, rows, block_tables, segments.sequences, segments.visible, out, lse, tokens, block_tables.stride(0),
+            scale * LOG2_E, pool.shape[1], rows.shape[1], PRECISION=dot_precision(q.dtype), **plan.constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 

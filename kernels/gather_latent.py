@@ -14,8 +14,8 @@ import triton.language as tl
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.latent_rows import expand_fp8_rows, load_fp8_rows
 from dsa_engine.kernels.launch import capability, runs_triton
-from dsa_engine.kernels.online_softmax import load_rows
 from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import gather_rows
 
@@ -25,18 +25,15 @@ _ROWS, _WARPS = 16, 4
 
 @triton.jit(do_not_specialize=["count"])
 def gather_latent_kernel(
-    values, scales, rotated, slots, out, count,
-    VALUE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, ROTATED_STRIDE: tl.constexpr,
+    pool, slots, out, count, STRIDE: tl.constexpr,
     VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
     ROWS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     known = (entry < count)[:, None]
-    row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.int64)  # no mask: the last one serves behind the end
-    tile, ends = load_rows(
-        values, scales, rotated, row, out.dtype.element_ty,
-        VALUE_STRIDE, SCALE_STRIDE, ROTATED_STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, True, E4M3,
-    )  # fmt: skip
+    row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves behind the end
+    words, scales, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    tile, ends = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
     target = out + entry[:, None] * (VALUE + ROTATED)
     column = tl.arange(0, BLOCK_VALUE)[None, :]
     tl.store(target + column, tile, mask=known & (column < VALUE))
@@ -72,10 +69,9 @@ def gather_latent(pool: torch.Tensor, slots: torch.Tensor, rank: int, rope: int,
         return row_format.unpack(gather_rows(pool, slots)).to(dtype)
     out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=pool.device)
     if slots.shape[0]:
-        rows = row_format.views(pool)
+        rows = row_format.rows(pool)
         gather_latent_kernel[(cdiv(slots.shape[0], _ROWS),)](
-            rows.values, rows.scales, rows.rotated, slots.contiguous(), out, slots.shape[0],
-            VALUE_STRIDE=rows.value_stride, SCALE_STRIDE=rows.scale_stride, ROTATED_STRIDE=rows.rotated_stride,
+            rows, slots.contiguous(), out, slots.shape[0], STRIDE=rows.shape[1],
             VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(LATENT_BLOCK, next_power_of_2(rank)),
             BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, E4M3=capability(pool) >= 89,
             num_warps=_WARPS,

@@ -1,5 +1,5 @@
-"""What attention over latent rows shares, whichever way the rows are found: the tile sizes, the load of a block of rows
-from a pool, and one step of the online softmax.
+"""What attention over latent rows shares, whichever way the rows are found: the tile sizes, the queries and results of
+a program, and one step of the online softmax. Rows are loaded by :mod:`.latent_rows`.
 
     s = scale · log2(e) · q · rowᵀ      top' = max(top, s)      p = 2^(s − top')      r = 2^(top − top')
     total' = r · total + Σ p            acc' = r · acc + p · row[:value_dim]
@@ -23,6 +23,7 @@ import triton.language as tl
 from dsa_engine.kernels.cache_format import FP8, LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK, latent_rank
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.latent_rows import load_tile
 from dsa_engine.kernels.launch import capability, config_for, multiprocessors
 
 MOST_SPLITS = 64  # as many as merge_splits reads at a time
@@ -38,6 +39,7 @@ class Tiles(NamedTuple):
     rows: int  # a step
     warps: int
     stages: int
+    least: int = 16  # heads; where there are fewer, the last one is computed more than once
 
 
 class Tilings(NamedTuple):
@@ -55,14 +57,16 @@ class Tilings(NamedTuple):
 # the numbers of the rows a step ahead, so that their copies wait for nothing. With 32 rows there would be room for more
 # copies in flight, but a warpgroup's half of the scores would be 16 columns wide, and its products limited by reading
 # the queries from shared memory.
-# sm_90, fp8: the rows pass through registers into a buffer of their own, and at 64 rows there is room for only one of
-# raw bytes, whose copies nothing would hide; at 32 rows copies run three steps ahead.
+# fp8: the bytes of the next step's rows wait in registers (40 of a thread's on sm_90) while this step multiplies, and
+# shared memory takes rows as numbers only; nothing is left for stages to do. With 64 rows a warpgroup's product of
+# scores is 32 columns wide, with 32 rows 16, which takes 20 cycles to read its operands and 8 to multiply. Wgmma takes
+# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the most that fits in registers.
 # float32 products are no tensor core's: small tiles, for correctness.
 TILINGS = {
-    80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(32, 16, 8, 2), full=Tiles(16, 16, 8, 1)),
-    90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 32, 8, 7), full=Tiles(16, 16, 8, 1)),
-    100: Tilings(half=Tiles(64, 32, 8, 3), fp8=Tiles(32, 32, 8, 3), full=Tiles(16, 16, 8, 1)),
-    120: Tilings(half=Tiles(64, 16, 8, 2), fp8=Tiles(32, 32, 8, 3), full=Tiles(16, 16, 8, 1)),
+    80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(64, 16, 8, 1), full=Tiles(16, 16, 8, 1)),
+    90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 64, 8, 1, least=64), full=Tiles(16, 16, 8, 1)),
+    100: Tilings(half=Tiles(64, 32, 8, 3), fp8=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
+    120: Tilings(half=Tiles(64, 16, 8, 2), fp8=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
 }
 
 
@@ -139,7 +143,7 @@ def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
     value_dim, rotated, fp8 = row_format.rank, row_format.rope, row_format.fp8
     tilings = config_for(TILINGS, q)
     tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
-    block_heads = min(tiles.heads, max(16, next_power_of_2(heads)))
+    block_heads = min(tiles.heads, max(tiles.least, next_power_of_2(heads)))
     constants = {
         "HEADS": heads,
         "VALUE": value_dim,
@@ -157,16 +161,6 @@ def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
 
 
 @triton.jit
-def load_tile(first, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """``[rows, BLOCK]`` from the pointers ``first [rows, 1]``, zero from column COLUMNS on."""
-    columns = tl.arange(0, BLOCK)[None, :]
-    if COLUMNS == BLOCK:
-        return tl.load(first + columns)
-    else:
-        return tl.load(first + columns, mask=columns < COLUMNS, other=0.0)
-
-
-@triton.jit
 def load_queries(
     q, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
@@ -175,40 +169,6 @@ def load_queries(
     one's, whose results are not stored twice."""
     first = q + (token * HEADS + tl.minimum(head, HEADS - 1))[:, None] * (VALUE + ROTATED)
     return load_tile(first, VALUE, BLOCK_VALUE), load_tile(first + VALUE, ROTATED, BLOCK_ROTATED)
-
-
-@triton.jit
-def load_rows(
-    values, scales, rotated, row, dtype: tl.constexpr,
-    VALUE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, ROTATED_STRIDE: tl.constexpr,
-    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
-    FP8: tl.constexpr, E4M3: tl.constexpr,
-):  # fmt: skip
-    """The pool's rows ``row [BLOCK_ROWS]`` (int64) in ``dtype``. No row is masked: a predicate for each of a thread's
-    copies took a fifth of the loop's instructions. So all must be rows that were written, also those that ``attend``
-    leaves out: 0 · NaN is NaN."""
-    if FP8:
-        # In three dimensions a thread that reads 16 values reads their scale once.
-        group = tl.arange(0, BLOCK_VALUE // 128)[None, :]
-        within = tl.arange(0, 128)[None, None, :]
-        first = values + row[:, None] * VALUE_STRIDE + group * 128
-        factors = scales + row[:, None] * SCALE_STRIDE + group
-        if VALUE == BLOCK_VALUE:
-            numbers = tl.load(first[:, :, None] + within)
-            scale = tl.load(factors)
-        else:
-            numbers = tl.load(first[:, :, None] + within, mask=(group < VALUE // 128)[:, :, None], other=0)
-            scale = tl.load(factors, mask=group < VALUE // 128, other=0.0)
-        if E4M3:
-            numbers = numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            # As bits of float16, whose exponent has a bit more: a number 2^8 times too small, subnormals included.
-            bits = ((numbers & 0x80).to(tl.uint16) << 8) | ((numbers & 0x7F).to(tl.uint16) << 7)
-            numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        tile = (numbers * scale[:, :, None]).to(dtype).reshape(row.shape[0], BLOCK_VALUE)
-    else:
-        tile = load_tile(values + row[:, None] * VALUE_STRIDE, VALUE, BLOCK_VALUE)
-    return tile, load_tile(rotated + row[:, None] * ROTATED_STRIDE, ROTATED, BLOCK_ROTATED).to(dtype)
 
 
 @triton.jit

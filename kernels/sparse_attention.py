@@ -15,6 +15,7 @@ import triton.language as tl
 from dsa_engine.kernels import cpu
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.integers import next_power_of_2
+from dsa_engine.kernels.latent_rows import expand_fp8_rows, load_fp8_rows, load_plain_rows
 from dsa_engine.kernels.launch import dot_precision, runs_triton
 from dsa_engine.kernels.merge_splits import merge_splits
 from dsa_engine.kernels.online_softmax import (
@@ -23,7 +24,6 @@ from dsa_engine.kernels.online_softmax import (
     attend,
     attended_format,
     load_queries,
-    load_rows,
     plan_attention,
     store_nothing,
     store_results,
@@ -80,9 +80,21 @@ def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_slots(slots, entry, end):
+    """No mask: the last slot serves behind the end."""
+    return tl.load(slots + tl.minimum(entry, end - 1))
+
+
+@triton.jit
+def row_of(slot, greatest):
+    """The greatest slot serves instead of -1, which as unsigned is greater."""
+    return tl.minimum(slot.to(tl.uint32, bitcast=True), greatest.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
 def sparse_attention_kernel(
-    q, values, scales, rotated, slots, counts, out, lse, tokens, k, scale,
-    VALUE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, ROTATED_STRIDE: tl.constexpr,
+    q, pool, slots, counts, out, lse, tokens, k, scale,
+    STRIDE: tl.constexpr,
     HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
     COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
@@ -108,15 +120,22 @@ def sparse_attention_kernel(
     top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    entry = first + tl.arange(0, BLOCK_ROWS)
+    if FP8:
+        row = row_of(load_slots(chosen, entry, end), greatest)
+        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        slot = load_slots(chosen, entry + BLOCK_ROWS, end)
     for start in range(first, end, BLOCK_ROWS):
         entry = start + tl.arange(0, BLOCK_ROWS)
-        # No mask: the last slot serves behind the end, and the greatest instead of -1, which as unsigned is greater.
-        slot = tl.load(chosen + tl.minimum(entry, end - 1)).to(tl.uint32, bitcast=True)
-        row = tl.minimum(slot, greatest.to(tl.uint32, bitcast=True)).to(tl.int64)
-        tile, ends = load_rows(
-            values, scales, rotated, row, q.dtype.element_ty,
-            VALUE_STRIDE, SCALE_STRIDE, ROTATED_STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3,
-        )  # fmt: skip
+        if FP8:
+            # The next step's words, and the slots of the one after, come while this one multiplies.
+            tile, ends = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            row = row_of(slot, greatest)
+            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            slot = load_slots(chosen, entry + 2 * BLOCK_ROWS, end)
+        else:
+            row = row_of(load_slots(chosen, entry, end), greatest)
+            tile, ends = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
         partial = start + BLOCK_ROWS > hole
         top, total, acc = attend(
             q_value, q_rotated, tile, ends, entry, end, partial, chosen, top, total, acc, scale,
@@ -135,10 +154,9 @@ def _launch(
     splits = plan.splits(k, workspace)
     out, lse = plan.results(splits)
     if tokens and heads:
-        rows = row_format.views(pool)
+        rows = row_format.rows(pool)
         sparse_attention_kernel[(plan.programs, splits)](
-            q, rows.values, rows.scales, rows.rotated, slots, slots if counts is None else counts, out, lse, tokens, k,
-            scale * LOG2_E, rows.value_stride, rows.scale_stride, rows.rotated_stride,
+            q, rows, slots, slots if counts is None else counts, out, lse, tokens, k, scale * LOG2_E, rows.shape[1],
             BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
             PRECISION=dot_precision(q.dtype), **plan.constants,
         )  # fmt: skip

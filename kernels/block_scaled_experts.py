@@ -63,36 +63,41 @@ def block_scaled_experts_kernel(
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Tiles [ROWS, COLUMNS] of products of groups of rows, each program every so many; ``width`` is that of ``out``.
-    With GATED a tile is made of gate and of up, COLUMNS is a block, and the result is quantised into ``out``."""
+    With GATED a tile's columns are gate and up in turns, a block of each, and the result is quantised into ``out``."""
+    shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
     starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
     row_tiles = tl.sum(tiles)
-    column_tiles = tl.cdiv(width, COLUMNS)
+    column_tiles = tl.cdiv(width, shown)
     blocks, row_blocks = tl.cdiv(inner, _BLOCK), tl.cdiv(width, _BLOCK)
     depth = tl.arange(0, _BLOCK)[None, :]
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
-        start = column_tile * COLUMNS
+        start = column_tile * shown
         group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
         place = row
         if GATHER:
             place = tl.load(source + row, mask=inside, other=0)
         place, group, row = place.to(tl.int64), group.to(tl.int64), row.to(tl.int64)
+        # Columns beyond the last repeat it and are not stored: weights need no mask there.
+        column = tl.arange(0, COLUMNS)
         if GATED:
             group *= 2  # gate, then up
-        # Columns beyond the last repeat it and are not stored: weights need no mask there.
-        weight_row = group * width + tl.minimum(start + tl.arange(0, COLUMNS), width - 1)
+            weight_row = (group + column % 2) * width + tl.minimum(start + column // 2, width - 1)
+        else:
+            weight_row = group * width + tl.minimum(start + column, width - 1)
         x_at, x_scale_at = x + place[:, None] * inner + depth, x_scale + place * blocks
         weight_at = weight + weight_row[:, None] * inner + depth
         weight_scale_at = weight_scale + (group * row_blocks + start // _BLOCK) * blocks
-        total, up = block_products(
-            x_at, x_scale_at, inside, weight_at, weight_scale_at, 0, blocks, inner, width.to(tl.int64) * inner,
-            row_blocks * blocks, ROWS, COLUMNS, WHOLE, SWAPPED, GATED,
+        total = block_products(
+            x_at, x_scale_at, inside, weight_at, weight_scale_at, 0, blocks, inner, row_blocks * blocks, ROWS, COLUMNS,
+            WHOLE, SWAPPED, GATED,
         )  # fmt: skip
-        if GATED:
-            total = total * tl.sigmoid(total) * up
         if SWAPPED:
             total = tl.trans(total)
-        column = start + tl.arange(0, COLUMNS)[None, :]
+        if GATED:
+            gate, up = tl.split(tl.reshape(total, (ROWS, shown, 2)))
+            total = gate * tl.sigmoid(gate) * up
+        column = start + tl.arange(0, shown)[None, :]
         at, keep = out + row[:, None] * width + column, inside[:, None] & (column < width)
         if GATED:
             code, scale = quantize_tile(tl.where(column < width, total, 0.0), POWER_OF_TWO, CONVERTS)
@@ -102,12 +107,13 @@ def block_scaled_experts_kernel(
             tl.store(at, total.to(out.dtype.element_ty), mask=keep)
 
 
-# As in block_scaled_matmul.py. With gate and up two whole sums and a block's are in registers.
-# Compiled for sm_90 and sm_100 (scripts/inspect_kernels.py), not yet measured on a device.
+# As in block_scaled_matmul.py. Gated, a tile is a block of gate and one of up in one product: its warpgroups take 128
+# columns each and read the rows half as often as for one weight after the other.
+# Compiled for sm_90, sm_100 and sm_120 (scripts/inspect_kernels.py), not yet measured on a device.
 _GATED = {
-    89: (Tiles(16, 128, 8, 2, 1), Tiles(64, 128, 8, 2, 1)),
-    90: (Tiles(16, 128, 4, 3, 2, swapped=True), Tiles(64, 128, 8, 4, 1)),
-    100: (Tiles(16, 128, 8, 3, 2, swapped=True), Tiles(64, 128, 8, 4, 1)),
+    89: (Tiles(16, 256, 8, 2, 1), Tiles(64, 256, 8, 3, 1)),
+    90: (Tiles(16, 256, 4, 3, 2, swapped=True), Tiles(64, 256, 8, 4, 1)),
+    100: (Tiles(16, 256, 8, 3, 2, swapped=True), Tiles(64, 256, 8, 4, 1)),
 }
 _PLAIN = {
     89: (Tiles(16, 64, 4, 3, 3), Tiles(64, 128, 8, 3, 1)),
@@ -126,7 +132,7 @@ def _launch(
     gated = out.dtype == torch.float8_e4m3fn
     choices = config_for(_GATED if gated else _PLAIN, x)
     tiles = fitting(choices, expected / groups)
-    most = most_tiles(rows, groups, tiles.rows) * cdiv(width, tiles.columns)
+    most = most_tiles(rows, groups, tiles.rows) * cdiv(width * (1 + gated), tiles.columns)
     block_scaled_experts_kernel[(min(most, tiles.resident * multiprocessors(x)),)](
         x, x_scale, ends if source is None else source, ends, weight, weight_scale,
         out.view(torch.uint8) if gated else out, out_scale, width, inner, groups,

@@ -58,18 +58,8 @@ def block_scaled_matmul_reference(
 
 
 @triton.jit
-def _scaled_dot(left, right, scale, SWAPPED: tl.constexpr):
-    """``left [ROWS, 128]`` by ``right [COLUMNS, 128]``, rows times ``scale [ROWS]``; with SWAPPED transposed."""
-    if SWAPPED:
-        product = tl.dot(right, tl.trans(left)) * scale[None, :]
-    else:
-        product = tl.dot(left, tl.trans(right)) * scale[:, None]
-    return product
-
-
-@triton.jit
 def block_products(
-    x_at, x_scale_at, rows_inside, weight_at, weight_scale_at, begin, end, inner, to_up, to_up_scale,
+    x_at, x_scale_at, rows_inside, weight_at, weight_scale_at, begin, end, inner, to_up_scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Sums a tile over the blocks ``begin`` … ``end - 1`` of the inner dimension: float32 ``[ROWS, COLUMNS]``, or with
@@ -77,11 +67,12 @@ def block_products(
 
     ``x_at [ROWS, 128]``, ``x_scale_at [ROWS]``, ``weight_at [COLUMNS, 128]`` and ``weight_scale_at`` point to what
     belongs to block ``begin``; all COLUMNS lie in one block of the weight. WHOLE: the last block is not partial. GATED:
-    a second weight lies ``to_up`` elements and ``to_up_scale`` scales behind; returned are both sums, else one twice.
+    columns are in turns of two weights, the scales of the second ``to_up_scale`` behind those of the first.
     """
     depth = tl.arange(0, _BLOCK)
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
-    up = total
+    if GATED and SWAPPED:
+        weight_scale_at += tl.arange(0, COLUMNS) % 2 * to_up_scale
     for block in range(begin, end):
         mask = rows_inside[:, None]
         if WHOLE:
@@ -92,18 +83,22 @@ def block_products(
             right = tl.load(weight_at, mask=left_over, other=0.0)
         left = tl.load(x_at, mask=mask, other=0.0)
         scale = tl.load(x_scale_at, mask=rows_inside, other=0.0)
-        total += _scaled_dot(left, right, scale * tl.load(weight_scale_at), SWAPPED)
-        if GATED:
-            if WHOLE:
-                right = tl.load(weight_at + to_up)
-            else:
-                right = tl.load(weight_at + to_up, mask=left_over, other=0.0)
-            up += _scaled_dot(left, right, scale * tl.load(weight_scale_at + to_up_scale), SWAPPED)
+        weight_scale = tl.load(weight_scale_at)
+        if GATED and SWAPPED:
+            total += tl.dot(right, tl.trans(left)) * scale[None, :] * weight_scale[:, None]
+        elif SWAPPED:
+            total += tl.dot(right, tl.trans(left)) * (scale * weight_scale)[None, :]
+        elif GATED:
+            both = tl.join(scale * weight_scale, scale * tl.load(weight_scale_at + to_up_scale))[:, None, :]
+            product = tl.reshape(tl.dot(left, tl.trans(right)), (ROWS, COLUMNS // 2, 2)) * both
+            total += tl.reshape(product, (ROWS, COLUMNS))
+        else:
+            total += tl.dot(left, tl.trans(right)) * (scale * weight_scale)[:, None]
         x_at += _BLOCK
         x_scale_at += 1
         weight_at += _BLOCK
         weight_scale_at += 1
-    return total, up
+    return total
 
 
 @triton.jit
@@ -130,10 +125,10 @@ def block_scaled_matmul_kernel(
     # Columns beyond the last repeat it and are not stored: weights need no mask there.
     weight_row = tl.minimum(start + tl.arange(0, COLUMNS), width - 1).to(tl.int64)
     depth = begin * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    total, _ = block_products(
+    total = block_products(
         x + far_row[:, None] * x_stride + depth, x_scale + far_row * blocks + begin, inside,
         weight + weight_row[:, None] * inner + depth, weight_scale + start // _BLOCK * blocks + begin,
-        begin, end, inner, 0, 0, ROWS, COLUMNS, WHOLE, SWAPPED, False,
+        begin, end, inner, 0, ROWS, COLUMNS, WHOLE, SWAPPED, False,
     )  # fmt: skip
     if SWAPPED:
         total = tl.trans(total)

@@ -11,7 +11,7 @@ from dsa_engine.arguments import json_object
 from dsa_engine.checkpoint import released_config
 from dsa_engine.checkpoint.released import RELEASED_CONFIGS
 from dsa_engine.measure.planner.check import Check
-from dsa_engine.measure.planner.deployment import CACHES, WEIGHTS
+from dsa_engine.measure.planner.deployment import CACHES, DISPATCHES, WEIGHTS
 from dsa_engine.measure.planner.devices import DEVICES, Device, device_named
 from dsa_engine.measure.planner.efficiency import Efficiencies, read_measured
 from dsa_engine.measure.planner.plan import DRAFTS, CannotCut, Load, NothingFits, load_json
@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=name, type=kind, help=f"fix it: {about}")
     parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
     parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
+    parser.add_argument("--moe-dispatch", choices=DISPATCHES, help="fix how prefill brings tokens to experts")
+    parser.add_argument("--decode-dispatch", choices=DISPATCHES, help="fix how decode does")
     parser.add_argument(
         "--measured",
         metavar="FILES",
@@ -91,7 +93,8 @@ def run_plan(args: argparse.Namespace) -> None:
     load = Load(*figures, **_acceptance(args.acceptance))
     config = _config(args)
     device, reached = _device(args)
-    fixed = {name: getattr(args, name) for name in ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache")}
+    names = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache", "moe_dispatch", "decode_dispatch")
+    fixed = {name: getattr(args, name) for name in names}
     planner = Planner(config, device, reached, {name: value for name, value in fixed.items() if value is not None})
     about: dict[str, Any] = {"model": args.model, "device": device.to_json(), "efficiencies": reached.source}
     about |= {"load": load_json(load)}
@@ -140,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
         return
     if args.json:
         write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in found]})
-    print(f"{check.title[0].upper()}{check.title[1:]}; each stage counts by its fastest turn")
+    print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
     for one in found:
         print("\n" + one.table())
 

@@ -11,15 +11,20 @@ import torch
 
 from dsa_engine.checkpoint import released_config
 from dsa_engine.cli import main
+from dsa_engine.llm import LLM
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.work import Work
-from dsa_engine.measure.planner.deployment import Deployment, Placed, stored
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.measure.emulation.mesh import follow_steps
+from dsa_engine.measure.planner import deployment
+from dsa_engine.measure.planner.deployment import DISPATCHES, Deployment, Placed, stored
 from dsa_engine.measure.planner.devices import DEVICES, device_named
 from dsa_engine.measure.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
 from dsa_engine.measure.planner.plan import CannotCut, Load, NothingFits
 from dsa_engine.measure.planner.predict import predict_decode, predict_prefill
 from dsa_engine.measure.planner.published import POINTS
 from dsa_engine.measure.planner.search import Planner
+from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.config import ModelConfig
 
@@ -63,6 +68,51 @@ def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
     # As many bytes of weights are read by a step with drafts, which brings more tokens.
     drafting = Placed(config, H200, Deployment(64, 64, 8, cache="fp8", drafts=1))
     assert predict_decode(drafting, reached, 64, 131_072, 1.85, 132_096).tpot < few.tpot
+
+
+def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kind and order in a decode step of an emulated rank of 4; counts also by bytes, which no dtype changes."""
+    for dispatch in DISPATCHES:
+        how = EmulatedConfig(emulate_world=4, decode_dispatch=dispatch)
+        llm = LLM("demo-random", load_format="dummy", device="cpu", max_model_len=128, progress=False, parallel=how)
+        follow_steps(llm.engine)
+        run = generate_batch(llm.engine, [[5] * 20] * 8, 2, watch=True, fill_cache=True)
+        log = run.passes[run.decode_steps[0]].log
+        assert log is not None
+        made = [(c.kind, max(c.sent)) for c in log.collectives if c.stage in ("MoE dispatch", "MoE combine")]
+        modelled: list[tuple[str, int]] = []
+
+        def note(kind: str, size: int, part: int, links: Any, into: list[tuple[str, int]] = modelled) -> float:
+            into.append((kind, part))
+            return 0.0
+
+        monkeypatch.setattr(deployment, "_collective_seconds", note)
+        placed = Placed(llm.engine.config, H200, Deployment(4, dispatch=dispatch, weights="bfloat16"))
+        list(placed.collectives(2, 0, 2))
+        layers = llm.engine.config.mlp_layer_types.count("sparse")
+        kinds = [kind for kind, _ in sorted(modelled)]
+        assert sorted(kind for kind, _ in made) == sorted(kinds * layers)
+        if dispatch == "all_to_all":
+            assert [part for kind, part in modelled if kind == "all_gather"] == [
+                *{part for kind, part in made if kind == "all_gather"}
+            ]
+
+
+def test_prefill_takes_the_dispatch_that_is_faster(config: ModelConfig) -> None:
+    """Between two machines all adapters carry a gather, and one of them what goes to a peer directly."""
+    found = {}
+    for dispatch in (None, *DISPATCHES):
+        fixed = FIXED | ({"moe_dispatch": dispatch} if dispatch else {})
+        plan = Planner(config, H200, Efficiencies.assumed(), fixed).best(Load(16, 32_768, ttft=0.3))
+        found[dispatch] = (plan.ttft, plan.prefill.how.dispatch)
+    assert found["all_gather"][1] == "all_gather" and found["all_to_all"][1] == "all_to_all"
+    assert found[None] == min(found["all_gather"], found["all_to_all"])
+    combines = [
+        predict_prefill(Placed(config, H200, Deployment(16, 16, dispatch=dispatch)), Efficiencies.assumed(), 32_768)
+        for dispatch in DISPATCHES
+    ]
+    gathered, direct = (one.stages["MoE combine"].computed for one in combines)
+    assert gathered > 4 * direct, "a sum is written for every token of all ranks"
 
 
 def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
@@ -147,9 +197,10 @@ def test_efficiencies_come_back_from_measured_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
 def test_published_points(point: Any) -> None:
-    """Within the gaps that docs/PLANNING.md states; a bound is kept to."""
+    """Within the gaps that docs/PLANNING.md states; a bound is kept to. The engine's exchange of counts, which those
+    deployments' dispatch does without, is up to 0.15 of it."""
     ratio = point.predicted() / point.published
-    assert ratio < 1 if point.bound else 0.7 < ratio < 1.25
+    assert ratio < 1 if point.bound else 0.7 < ratio < 1.35
     text = (Path(__file__).resolve().parents[2] / "docs" / "PLANNING.md").read_text(encoding="utf-8")
     assert f"| {ratio:.2f} |" in next(line for line in text.splitlines() if line.startswith(f"| {point.name} "))
 

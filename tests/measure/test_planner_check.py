@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from dsa_engine.llm import LLM
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.planner import check
-from dsa_engine.measure.planner.check import Case, Check
+from dsa_engine.measure.planner.check import Case, Check, Checked
 from dsa_engine.model.profile_stages import STAGES
 
 SMALL = (Case("prefill", 300), Case("prefill", 700), Case("decode", 300), Case("decode", 600, 2))
@@ -38,6 +40,30 @@ def test_times_that_follow_the_model_are_predicted(made: Check, monkeypatch: pyt
         assert one.ratio == pytest.approx(1, rel=1e-6), one.table()
         for name, seconds in one.predicted.items():
             assert seconds == pytest.approx(one.measured[name], rel=1e-6), name
+
+
+def test_repeats_that_differ_leave_it_open(made: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow spells that come to one run and not to another; those that all runs of a turn have change nothing."""
+    monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e15))
+    calls = count()
+
+    def measured(llm: LLM, case: Case, spells: tuple[Case, ...]) -> dict[str, float]:
+        turn = next(calls) // (2 * len(SMALL) + len(LARGE))
+        slow = 3.0 if case in spells and turn % 2 else 1.0
+        return {name: slow * 1e-3 * one.passes for name, one in check._work(llm, case).items()}
+
+    monkeypatch.setattr(check, "_measured", partial(measured, spells=LARGE[1:]))
+    prefill, decode = made.run(SMALL, LARGE, turns=4)
+    assert prefill.verdict == "within 25%; the ratio lies between 1.00 and 1.00"
+    low, high = decode.interval
+    assert low == pytest.approx(1 / 3) and high == pytest.approx(1)
+    assert decode.verdict.startswith("cannot be judged: by its repeats the ratio lies between 0.33 and 1.00")
+    assert decode.to_json()["interval_90_percent"] == [low, high] and decode.verdict in decode.table()
+    calls = count()
+    monkeypatch.setattr(check, "_measured", partial(measured, spells=(*SMALL, *LARGE)))
+    assert all(one.interval == pytest.approx((1, 1)) for one in made.run(SMALL, LARGE, turns=4))
+    missed = Checked(LARGE[0], {"LM head": 2.0}, {"LM head": 1.0}, draws=(1.9, 2.0, 2.1))
+    assert missed.verdict.startswith("MISSES 25%; the ratio lies between 1.91 and 2.09")
 
 
 @pytest.mark.slow

@@ -87,6 +87,8 @@ class ModelCosts:
             weights = {"MoE experts": weights.get("MoE experts", 0.0)}
         stages = attention_work(self.config, indexer, shape, weights, self.formats)
         stages |= feed_forward_work(self.config, mlp, shape.rows, served, weights, self.formats)
+        if self.weights.held == self.config.n_routed_experts:
+            stages.pop("MoE combine", None)  # a rank that holds all experts has nothing to bring back
         return {name: replace(work, passes=1.0) for name, work in stages.items()}
 
     def head(self, rows: int) -> Stages:

@@ -14,6 +14,7 @@ from dsa_engine.engine.memory import activation_bytes
 from dsa_engine.engine.trial_steps import layers_of_each_kind
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
 from dsa_engine.measure.costs.weights import WeightBytes
+from dsa_engine.measure.costs.work import Stages, Work
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.planner.devices import Device
 from dsa_engine.measure.weight_memory import RELEASED_FP8, rank_model
@@ -24,6 +25,7 @@ from dsa_engine.parallel.collective_log import Collective, Kind
 
 WEIGHTS = ("bfloat16", "fp8", "int8", "int4-experts")
 CACHES = ("bfloat16", "fp8")
+DISPATCHES = ("all_gather", "all_to_all")
 WORKSPACE = 1 << 30
 UTILIZATION = 0.9  # of a device's memory, as the engine's gpu_memory_utilization
 _LINKED = (0.8, 0.9)  # parts of the nominal rates that arrive: inside a machine, between machines (emulation/links.py)
@@ -37,7 +39,7 @@ class Deployment:
         ranks: over which the experts are divided.
         cp_size: of them, prefill a prompt together.
         tp_size: neighbours that share embedding, o_proj and LM head.
-        dispatch: of tokens to experts: "all_to_all" or "all_gather".
+        dispatch: of tokens to experts: one of ``DISPATCHES``.
         chunk: most tokens of a rank in a prefill step.
         weights: one of ``WEIGHTS``.
         cache: one of ``CACHES``.
@@ -108,6 +110,15 @@ class Placed:
         used = self.weight_bytes + WORKSPACE + activation_bytes(self.config, rows, meeting, torch.bfloat16)
         return UTILIZATION * self.device.memory - used
 
+    def dispatched(self, stages: Stages, own: float, everybodys: float) -> Stages:
+        """The stages of passes over ``own`` of ``everybodys`` rows, with what the dispatch adds to the rank's own work:
+        where all tokens are gathered it writes a sum for each of them."""
+        others = (everybodys - own) * self.config.mlp_layer_types.count("sparse") * (self.how.dispatch == "all_gather")
+        if "MoE combine" not in stages or self.how.ranks == 1:
+            return stages
+        sums = Work(activations=others * self.config.hidden_size * 2)
+        return stages | {"MoE combine": stages["MoE combine"] + sums}
+
     def collectives(self, rows: int, gathered_rows: int, logits: int) -> Iterator[tuple[str, float, bool]]:
         """(stage, seconds, whether it runs beside the queries' prolog) of a forward pass.
 
@@ -131,7 +142,7 @@ class Placed:
                 # A token goes to each of the ranks that hold its experts once.
                 reached = rows * (1 - (1 - 1 / how.ranks) ** c.num_experts_per_tok)
                 there = self._even("all_to_all", how.ranks, reached * (row + words))
-                counts = self._even("all_to_all", how.ranks, 8)
+                counts = self._even("all_gather", how.ranks, 8 * how.ranks)  # tokens and choices for each rank
                 yield "MoE dispatch", moes * (there + counts), False
                 yield "MoE combine", moes * self._even("all_to_all", how.ranks, reached * row), False
         if how.tp_size > 1:

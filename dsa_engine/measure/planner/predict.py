@@ -104,7 +104,9 @@ def predict_prefill(placed: Placed, reached: Efficiencies, tokens: int, prompts:
     """A prefill of ``prompts`` prompts of ``tokens`` tokens by every context-parallel group, one after the other."""
     how, groups = placed.how, placed.how.ranks // placed.how.cp_size
     steps = _plans(placed.config, tokens, how.cp_size, how.chunk)
-    stages = _timed("prefill", placed, reached, placed.costs.prefill(steps, 0, how.drafts, groups))
+    own = sum(step.ranks[0].rows for step in steps)
+    work = placed.dispatched(placed.costs.prefill(steps, 0, how.drafts, groups), own, groups * tokens)
+    stages = _timed("prefill", placed, reached, work)
     sizes = Counter((step.ranks[0].rows, max(plan.rows for plan in step.ranks), step is steps[-1]) for step in steps)
     for (rows, gathered, last), count in sizes.items():
         _communicate(stages, placed, rows, gathered, int(last), len(steps), count)
@@ -126,8 +128,9 @@ def predict_decode(
     """
     how, own = placed.how, -(-requests // placed.how.ranks)
     step = Decode(own, requests, context + how.drafts, how.drafts)
-    stages = _timed("decode", placed, reached, placed.costs.decode(step))
     rows = own * (1 + how.drafts)
+    work = placed.dispatched(placed.costs.decode(step), rows, requests * (1 + how.drafts))
+    stages = _timed("decode", placed, reached, work)
     _communicate(stages, placed, rows, 0, rows)
     for number in range(how.drafts):  # each pass is one more MoE layer and head
         few = rows if number == 0 else own

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from dsa_engine.measure.planner.deployment import CACHES, WEIGHTS, Deployment, Placed
+from dsa_engine.measure.planner.deployment import CACHES, DISPATCHES, WEIGHTS, Deployment, Placed
 from dsa_engine.measure.planner.devices import Device
 from dsa_engine.measure.planner.efficiency import Efficiencies
 from dsa_engine.measure.planner.plan import DRAFTS, CannotCut, Load, NothingFits, Plan
@@ -165,7 +165,7 @@ class Planner:
             fitting = []
             whole = -(-load.input_len // cp)
             for chunk in self._choices("chunk", sorted({min(n, whole) for n in CHUNKS})):
-                for dispatch in self._choices("moe_dispatch", ("all_to_all",)):
+                for dispatch in self._choices("moe_dispatch", DISPATCHES):
                     how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch)
                     one = predict_prefill(self._placed(how), self.reached, load.input_len)
                     if one.room >= 0:
@@ -187,7 +187,7 @@ class Planner:
     def _decodes(self, base: Deployment) -> Iterator[Deployment]:
         most = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
         for drafts in self._choices("drafts", [n for n in DRAFTS if n <= most]):
-            for dispatch in self._choices("decode_dispatch", ("all_gather", "all_to_all")):
+            for dispatch in self._choices("decode_dispatch", DISPATCHES):
                 yield replace(base, drafts=drafts, dispatch=dispatch)
 
     def _batches(self, how: Deployment, load: Load, count: int, wait: float = 0.0, reserved: int = 0) -> list[int]:

@@ -193,7 +193,7 @@ def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
 
 
 def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
-    """On a CPU there is nothing to turn off, but every variant that is asked for is measured, here of an emulated rank."""
+    """On a CPU there is nothing to turn off, but what is asked for is measured, here of an emulated rank."""
     names = ("nothing", "async scheduling", "all of them")
     common = [
         "--only",

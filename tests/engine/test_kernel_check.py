@@ -29,8 +29,7 @@ import json, sys
 from pathlib import Path
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels import operation, silu_mul
-from dsa_engine.engine import kernel_check, kernel_findings
-from dsa_engine.engine.kernel_findings import KernelFindings
+from dsa_engine.engine import kernel_check
 
 class Broken:
     def __getitem__(self, grid):

@@ -75,17 +75,20 @@ def dense_mla_reference(
 
 @triton.jit
 def known_position(position, end):
-    """No mask: the last position serves behind the end. Unsigned, which divides in fewer instructions."""
+    """``position [rows]``, but the last one for those behind the end, so that loads need no mask. Unsigned, which divides
+    in fewer instructions."""
     return tl.minimum(position, end - 1).to(tl.uint32)
 
 
 @triton.jit
 def load_pages(table, position, end, PAGE_SIZE: tl.constexpr):
+    """The pages in which ``position [rows]`` lie."""
     return tl.load(table + known_position(position, end) // PAGE_SIZE)
 
 
 @triton.jit
 def row_of(page, position, end, PAGE_SIZE: tl.constexpr):
+    """The rows of the flattened pool at ``position [rows]``, of their pages."""
     return page.to(tl.uint32) * PAGE_SIZE + known_position(position, end) % PAGE_SIZE
 
 

@@ -60,7 +60,8 @@ class Tilings(NamedTuple):
 # fp8: the bytes of the next step's rows wait in registers (40 of a thread's on sm_90) while this step multiplies, and
 # shared memory takes rows as numbers only; nothing is left for stages to do. With 64 rows a warpgroup's product of
 # scores is 32 columns wide, with 32 rows 16, which takes 20 cycles to read its operands and 8 to multiply. Wgmma takes
-# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the most that fits in registers.
+# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the most that fits in registers: of 32
+# heads 4 warps compute the scores twice and 8 warps four times, and tcgen05, which takes 64, spills 104 bytes and more.
 # float32 products are no tensor core's: small tiles, for correctness.
 TILINGS = {
     80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(64, 16, 8, 1), full=Tiles(16, 16, 8, 1)),

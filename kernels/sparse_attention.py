@@ -81,21 +81,20 @@ def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_slots(slots, entry, end):
-    """No mask: the last slot serves behind the end."""
+    """The slots ``entry [rows]``, without a mask: the last one serves behind the end."""
     return tl.load(slots + tl.minimum(entry, end - 1))
 
 
 @triton.jit
 def row_of(slot, greatest):
-    """The greatest slot serves instead of -1, which as unsigned is greater."""
+    """The row to load for each slot: that of the greatest instead of -1, which as unsigned is greater."""
     return tl.minimum(slot.to(tl.uint32, bitcast=True), greatest.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def sparse_attention_kernel(
     q, pool, slots, counts, out, lse, tokens, k, scale,
-    STRIDE: tl.constexpr,
-    HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
     COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.division import divide
 from dsa_engine.kernels.launch import INTERPRETED, capability
 
 SMALLEST_AMAX = 1e-4  # a block of smaller numbers is quantised as if it held one of this size
@@ -62,5 +63,5 @@ def quantize_tile(x, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr):
         scale = bits.to(tl.float32, bitcast=True)
         scaled = x * ((254 << 23) - bits).to(tl.float32, bitcast=True)  # its reciprocal: exponents add up to 2 · 127
     else:
-        scaled = tl.div_rn(x, scale)  # Triton's `/` is off by a bit at times, and codes are those of the reference
+        scaled = divide(x, scale)  # codes are those of the reference
     return encode_e4m3(scaled, CONVERTS), scale

@@ -19,9 +19,9 @@ from dsa_engine.kernels.operation import operation
 LARGEST = 128  # a program holds all signs of the transform, in float32 too
 
 # Rows of a tile by compute capability, compiled for each (scripts/inspect_kernels.py), not yet measured on a device.
-# 64 are a warpgroup's product; before sm_89 e4m3 is computed, which takes the registers of half of them. The product
-# with a matrix of signs is exact, each product being ±x, and moves no value between threads, as butterflies would.
-ROWS = {80: 32, 90: 64}
+# 64 are a warpgroup's product, and too many registers where there is none. The product with a matrix of signs is exact,
+# each product being ±x, and moves no value between threads, as butterflies would.
+ROWS = {80: 32, 90: 64, 120: 32}
 _ROWS_FLOAT32 = 32
 _WARPS = 4
 
@@ -42,18 +42,19 @@ def hadamard_reference(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 @triton.jit
-def signs(i, j):
-    """``(−1)^popcount(i & j)`` of numbers below 256, float32."""
+def signs(i, j, dtype: tl.constexpr):
+    """``(−1)^popcount(i & j)`` of numbers below 256."""
     common = i & j
     common ^= common >> 4
-    return tl.where(((0x6996 >> (common & 15)) & 1) == 1, -1.0, 1.0)  # bit k of 0x6996: the parity of k
+    odd = ((0x6996 >> (common & 15)) & 1) == 1  # bit k of 0x6996: the parity of k
+    return tl.where(odd, tl.full((1, 1), -1.0, dtype), tl.full((1, 1), 1.0, dtype))
 
 
 @triton.jit
 def sign_rows(first, step, ROWS: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """Rows ``first, first + step, …`` of the transform's matrix: ``[ROWS, COLUMNS]``."""
     row = first + step * tl.arange(0, ROWS)
-    return signs(row[:, None], tl.arange(0, COLUMNS)[None, :]).to(dtype)
+    return signs(row[:, None], tl.arange(0, COLUMNS)[None, :], dtype)
 
 
 @triton.jit

@@ -212,7 +212,7 @@ class _Config(NamedTuple):
 # Tiles: bound by the tensor cores if two programs share a multiprocessor, one multiplying while the other weighs and
 # sums: 115,712 bytes and under 128 registers a thread just allow it. With 256 keys, not 128, queries come from L2 at 16
 # bytes a cycle at the tensor cores' full rate, not at 32.
-_TILE_CONFIGS = {80: _Config(128, 64, 4, 3), 90: _Config(256, 64, 8, 3), 120: _Config(128, 64, 4, 3)}
+_TILE_CONFIGS = {80: _Config(128, 64, 4, 3), 90: _Config(256, 64, 8, 3), 120: _Config(128, 64, 8, 3)}
 # Two programs, each with three tiles of 16 KiB under way, cover what memory needs.
 _SPAN_CONFIGS = {80: _Config(64, 128, 4, 3), 90: _Config(64, 128, 4, 4)}
 # Not for the tensor cores: a larger tile does not fit the registers.

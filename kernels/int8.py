@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsa_engine.kernels.division import divide
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
@@ -62,15 +63,15 @@ def quantize_rows_int8_kernel(
                 more = tl.load(x + row * x_stride + first + column, mask=first + column < width, other=0.0)
                 magnitude = tl.maximum(magnitude, tl.abs(more.to(tl.float32)))
         most = tl.max(magnitude)
-    # True divisions: Triton's `/` is off by a bit at times, and codes and scales are those of the reference.
+    # True divisions, as codes and scales are those of the reference.
     scale = tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38)
     tl.store(scales + row, scale)
-    tl.store(codes + row * width + column, nearest_int8(tl.div_rn(values, scale)), mask=column < width)
+    tl.store(codes + row * width + column, nearest_int8(divide(values, scale)), mask=column < width)
     if not WHOLE:
         for first in range(BLOCK, width, BLOCK):
             inside = first + column < width
             more = tl.load(x + row * x_stride + first + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(codes + row * width + first + column, nearest_int8(tl.div_rn(more, scale)), mask=inside)
+            tl.store(codes + row * width + first + column, nearest_int8(divide(more, scale)), mask=inside)
 
 
 @operation()

@@ -30,8 +30,9 @@ trap 'rm -rf "$site"' EXIT
 ln -s "$root/dsa_engine" "$site/dsa_engine"
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
+trap '' HUP # a connection that is lost ends nothing
 
-"$python" -c 'import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name(), torch.__version__)' || {
+timeout 120 "$python" -c 'import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name(), torch.__version__)' || {
 	echo "gpu_check.sh needs a CUDA device and a CUDA build of torch; '$python' has none." >&2
 	echo "Without a GPU: make test, and scripts/inspect_kernels.py, which compiles the kernels." >&2
 	exit 1
@@ -53,18 +54,21 @@ part() {
 
 # Not -m: that would put the working folder on sys.path.
 module='import runpy, sys; sys.path.pop(0); sys.argv.pop(0); runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
-# Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is.
-processes=$("$python" -c 'import os, importlib.util as u; print(f"-n{min(16, os.cpu_count())}" if u.find_spec("xdist") else "")')
+# Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is. There
+# a test that hangs, or leaves the GPU in an error (tests/conftest.py), ends its process alone, and another one goes on.
+processes=$("$python" -c 'import os, importlib.util as u
+hung = "-o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true"
+print(f"-n{min(16, os.cpu_count())} {hung}" if u.find_spec("xdist") else "")')
 
 # tests SECONDS NAME TEST…
 tests() {
 	local limit=$1 name=$2
 	shift 2
-	part "$limit" "$name" "$python" -c "$module" pytest "$@" -q --maxfail=20 -o minversion=8 --junit-xml="$out/$name.xml" $processes
+	part "$limit" "$name" "$python" -c "$module" pytest "$@" -v -o minversion=8 --junit-xml="$out/$name.xml" $processes
 }
 
-doctor() { # whether this machine runs the engine at all
-	part 90 doctor "$python" -c "$module" dsa_engine doctor --json "$out/doctor.json"
+doctor() { # SECONDS: whether this machine runs the engine at all; it compiles the kernels that the others use
+	part "$1" doctor "$python" -c "$module" dsa_engine doctor --json "$out/doctor.json"
 }
 
 kernels() {
@@ -85,19 +89,21 @@ json.dump(released_config("deepseek_v32"), open(sys.argv[1], "w"))' "$model/conf
 }
 
 graphs=(tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py tests/engine/test_steps.py)
-doctor
 case $what in
 all)
+	doctor 150
 	kernels
 	latency
 	tests 240 tests_graphs "${graphs[@]}"
 	tests 480 tests_kernels tests/kernels
 	;;
 kernels)
+	doctor 90
 	tests 210 tests_kernels tests/kernels
 	kernels
 	;;
 latency)
+	doctor 90
 	tests 100 tests_graphs "${graphs[@]}"
 	latency
 	;;

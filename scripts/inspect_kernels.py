@@ -1,18 +1,23 @@
 """Compiles every kernel at production sizes, with no GPU needed, and shows what it takes on the chip.
 
-"at most" is the share of the tensor cores' ceiling that the inner loop can reach: a bound from its machine code (SASS),
-not measured. It is the time of the products over that of the unit named, which takes longest; JSON has all units.
+"at most" is the share of its ceiling that the inner loop can reach: a bound from its machine code (SASS), not measured.
+The ceiling is that of the tensor cores, or of the memory where what an operation has to read and write takes longer
+than what it has to multiply. A kernel has a line for each ceiling that some operation gives it, with the operation that
+has least of it; "limit" is the unit that takes longest. JSON has all units and all operations.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import triton
 
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.kernel_cases.cases import CASES, named
+from dsa_engine.measure.kernel_cases.compile_counts import counts, renewed
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.output_files import check_outputs
@@ -39,13 +44,18 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    parser.add_argument("--counts", metavar="PATH", help="renew in this file what this Triton compiles for the targets")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     names = named(args.only)
-    check_outputs(args.json)
+    if args.counts and args.only:
+        raise ValueError("--counts counts all kernels; leave --only out")
+    check_outputs(args.json, args.counts)
+    if args.counts:
+        renewed(args.counts, triton.__version__, {})  # a wrong file is named before minutes of compiling
     result: dict[str, Any] = {}
     missing: dict[str, list[str]] = {}
     for target in args.target:
@@ -54,10 +64,12 @@ def main() -> None:
             kernel["faults"] = faults(kernel, target)
     if args.json:
         write(args.json, result, missing)
+    if args.counts:
+        counted = {target: counts(kernels, missing[target]) for target, kernels in result.items()}
+        write_json(args.counts, renewed(args.counts, triton.__version__, counted))
     for name, kernels in result.items():
         print(f"{name}: bytes spilled a thread, bytes of shared memory a program; not run, not timed")
-        table = [(*(k[c] for c in COLUMNS), *bound(k), f"{k['operation']}: {k['shape']}") for k in kernels]
-        print(format_table((*COLUMNS, "at most", "limit", "first launched by"), table))
+        print(format_table((*COLUMNS, "at most", "of", "limit", "for instance in"), list(lines(kernels))))
         for kernel in kernels:
             for fault in kernel["faults"]:
                 print(f"{kernel['kernel']} ({kernel['operation']}: {kernel['shape']}) {fault}")
@@ -66,9 +78,17 @@ def main() -> None:
         print()
 
 
-def bound(kernel: dict[str, Any]) -> tuple[str, str]:
-    share = kernel["bound"]["tensor_share"]
-    return "" if share is None else f"{share:.0%}", kernel["bound"]["limit"]
+def lines(kernels: Iterable[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
+    for kernel in kernels:
+        least: dict[str, dict[str, Any]] = {}
+        for judged in kernel["at_most"]:
+            share, before = judged["share"], least.get(judged["ceiling"])
+            if before is None or share is not None and share < (before["share"] or 0):
+                least[judged["ceiling"]] = judged
+        for ceiling, judged in least.items():
+            share = "" if judged["share"] is None else f"{judged['share']:.0%}"
+            where = f"{judged['operation']}: {judged['shapes'][0]}"
+            yield *(kernel[c] for c in COLUMNS), share, ceiling, judged["limit"], where
 
 
 def write(path: str, result: dict[str, Any], missing: dict[str, list[str]]) -> None:

@@ -22,11 +22,13 @@ import pytest
 import torch
 
 from dsa_engine.kernels.cpu import user_cache
+from dsa_engine.measure.lost_device import is_lost
 
 # Time decides no test: on a busy machine an example may take any time.
 hypothesis.settings.register_profile("dsa_engine", deadline=None)
 hypothesis.settings.load_profile("dsa_engine")
 
+LOST = pytest.StashKey[bool]()  # a kernel has left the GPU in an error
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 BASE: dict[str, Any] = {
@@ -105,6 +107,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {group: number for number, group in enumerate(FIRST)}
         items.sort(key=lambda item: rank.get(group_of(item.nodeid), len(FIRST)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """A kernel that leaves the GPU in an error fails one test and not all that follow: the test's process, one of
+    ``pytest -n``, ends with it, and xdist begins another one."""
+    report = yield
+    lost = report.failed and torch.cuda.is_initialized() and is_lost(torch.device("cuda"))
+    if lost and "PYTEST_XDIST_WORKER" in os.environ:
+        item.config.stash[LOST] = True
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.config.stash.get(LOST, False):  # its failure has been reported
+        os._exit(1)
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsa_engine.engine.decode_graphs import FEWEST_TOKENS
-from dsa_engine.engine.made_up_steps import decode_step
+from dsa_engine.engine.context_buckets import ContextBuckets
+from dsa_engine.engine.made_up_steps import GREEDY, decode_step
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.options import EngineOptions
@@ -20,17 +20,15 @@ def likely_buckets(mesh: Mesh, options: EngineOptions, max_model_len: int, num_d
     By default one request of any length, and any number of requests, divided evenly over the ranks, of the shortest;
     with ``cudagraph_capture_sizes`` these numbers of requests, of any length.
     """
-    longest = next_power_of_2(max(FEWEST_TOKENS, max_model_len))
-    contexts = [FEWEST_TOKENS << i for i in range(longest.bit_length()) if FEWEST_TOKENS << i <= longest]
     # What is drafted has to fit too.
-    contexts = [context for context in contexts if min(context, max_model_len) > 2 * num_drafts]
+    contexts = [n for n in ContextBuckets(max_model_len, options.page_size).all(num_drafts) if n > 2 * num_drafts]
     sizes = options.cudagraph_capture_sizes
     if sizes is not None:
         buckets = {(next_power_of_2(size), context) for size in sizes for context in contexts}
     else:
-        most = next_power_of_2(-(-options.max_num_seqs // mesh.world_size))
+        requests = next_power_of_2(-(-options.max_num_seqs // mesh.world_size))
         buckets = {(1, context) for context in contexts}
-        buckets |= {(1 << i, contexts[0]) for i in range(most.bit_length()) if contexts}
+        buckets |= {(1 << i, contexts[0]) for i in range(requests.bit_length()) if contexts}
     return sorted(buckets, reverse=True)
 
 
@@ -45,7 +43,6 @@ def capture_likely(
     buckets = likely_buckets(mesh, options, max_model_len, runner.num_drafts)
     with progress(len(buckets), "graphs", "capturing") as bar:
         for requests, context in buckets:
-            tokens = min(context, max_model_len)
-            chunks = decode_step(mesh, options.page_size, requests, tokens, runner.num_drafts, greedy=True)
+            chunks = decode_step(mesh, options.page_size, requests, context, runner.num_drafts, GREEDY)
             runner.launch(runner.plan(chunks)).read()
             bar.update(1)

@@ -2,10 +2,10 @@
 
 A decode step has few tokens and many small kernels, and the host cannot launch them as fast as the GPU runs them. A
 graph launches a whole step at once, but repeats exactly what was captured: same shapes, same addresses. So a step is
-padded to a bucket, a power of two both in its number of requests and in the length of its longest context, and its
-inputs are copied into buffers that stay. In a padded step all rows take one form of attention: all select, those that
-see few tokens get all of them. The same padded step can be run without capturing, on a CPU too, which is how it is
-tested.
+padded to a bucket, a power of two in its number of requests, and in the length of its longest context one of a few
+(`context_buckets.py`), and its inputs are copied into buffers that stay. In a padded step all rows take one form of
+attention: all select, those that see few tokens get all of them. The same padded step can be run without capturing, on
+a CPU too, which is how it is tested.
 
 All ranks choose the same bucket, since every rank knows the step of every other: so all capture at the same time, and
 collectives meet.
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.engine.batch import build_batch
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.step_plan import Bucket, StepPlan
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -28,9 +29,6 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.parallel import Mesh
-
-# Of a context bucket: shorter contexts gain nothing from graphs of their own.
-FEWEST_TOKENS = 4096
 
 
 class _Captured(NamedTuple):
@@ -44,7 +42,7 @@ class DecodeGraphs:
     Args:
         model, cache, config, mesh: of the engine.
         capture: replay CUDA graphs; False runs the same padded steps kernel by kernel.
-        fewest_tokens: the smallest context bucket; shorter contexts gain nothing from graphs of their own.
+        contexts: that the longest context of a step is padded to.
     """
 
     def __init__(
@@ -55,14 +53,14 @@ class DecodeGraphs:
         mesh: Mesh,
         *,
         capture: bool = True,
-        fewest_tokens: int = FEWEST_TOKENS,
+        contexts: ContextBuckets | None = None,
     ):
         self._model = model
         self._cache = cache
         self._config = config
         self._mesh = mesh
         self._capture = capture
-        self._fewest_tokens = fewest_tokens
+        self._contexts = contexts or ContextBuckets()
         self._batches: dict[Bucket, ForwardBatch] = {}  # whose tensors are written anew in every step
         self._graphs: dict[Hashable, _Captured] = {}  # of a bucket, or of what is run behind one
         # Of this engine alone. cuBLAS keeps a workspace for every stream that it has run on, and memory goes from one
@@ -92,7 +90,7 @@ class DecodeGraphs:
 
     def pad(self, step: StepPlan, num_drafts: int = 0) -> StepPlan:
         """A decode step, with drafts made behind it, in the rows of its bucket, as :meth:`forward` runs it."""
-        return step.padded(self._config, self._fewest_tokens, num_drafts)
+        return step.padded(self._config, self._contexts, num_drafts)
 
     def ready(self, name: Hashable) -> bool:
         """Whether :meth:`run` has nothing to capture first; the name of :meth:`forward` is the step's bucket."""

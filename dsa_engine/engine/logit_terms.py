@@ -22,6 +22,7 @@ import torch
 from dsa_engine.engine.batch import known_ids
 from dsa_engine.engine.request import Request
 from dsa_engine.interrupts import uninterrupted
+from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.sampling_params import SamplingParams
 
@@ -188,8 +189,7 @@ class RequestRows:
             taken = set(self._slots.values())
             free = [slot for slot in range(len(taken) + len(new)) if slot not in taken][: len(new)]
             if (rows := max(free) + 1) > len(self.table):
-                shape = max(rows, 2 * len(self.table)), like.shape[1]
-                grown = torch.zeros(shape, dtype=self.table.dtype, device=like.device)
+                grown = torch.zeros(next_power_of_2(rows), like.shape[1], dtype=self.table.dtype, device=like.device)
                 if len(self.table):
                     grown[: len(self.table)] = self.table
                 self.table = grown

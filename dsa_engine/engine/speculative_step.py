@@ -61,7 +61,7 @@ class _Buffers:
     tables: torch.Tensor  # [requests, pages] int32, block tables
     rows: BucketRows  # of the step
     ones: BucketRows  # one of every request, of a draft pass
-    counts: torch.Tensor  # [requests, vocab + 1] int32, see PenaltyCounts; empty until a request penalises
+    counts: torch.Tensor  # [requests, vocab + 1] int32, see PenaltyCounts; empty until a request penalises; shared
     offsets: torch.Tensor  # [rows of a request] int64: 0, 1, …
     first_rows: torch.Tensor  # [requests] int64
     keeps: KeptRows | None  # in vanilla mode
@@ -93,6 +93,7 @@ class SpeculativeSteps:
         self._passes = passes
         self._vanilla = vanilla
         self._counts = PenaltyCounts(model.config.vocab_size)
+        self._counts_in_step = torch.empty(0, dtype=torch.int32, device=mesh.device)
         self._buffers: dict[Bucket, _Buffers] = {}
 
     def kind(self, step: StepPlan, count: int, assume: Assume | None) -> Kind | None:
@@ -128,7 +129,7 @@ class SpeculativeSteps:
             torch.index_select(before.table, 0, buffers.inputs[0].clamp(min=0), out=buffers.before)
         if kind.penalises:
             if not buffers.counts.numel():
-                buffers.counts = buffers.counts.new_zeros(requests, self._model.config.vocab_size + 1)
+                buffers.counts = self._counts_of(requests)
             self._counts.update(chunks, buffers.before, buffers.counts)
         if buffers.keeps is not None:
             buffers.keeps.load(chunks)
@@ -136,6 +137,13 @@ class SpeculativeSteps:
         # Not where the graph leaves it: a step that an interrupt has cut off is launched again, and follows from this.
         samples = _samples(step, table.clone())
         return samples if buffers.keeps is None else replace(samples, last_rows=buffers.keeps.kept(chunks))
+
+    def _counts_of(self, requests: int) -> torch.Tensor:
+        """A buffer for the counts of a step: the same for all buckets but those that are larger than any before."""
+        if len(self._counts_in_step) < requests:
+            width = self._model.config.vocab_size + 1
+            self._counts_in_step = torch.zeros(requests, width, dtype=torch.int32, device=self._mesh.device)
+        return self._counts_in_step[:requests]
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], places: Mapping[Request, int]) -> torch.Tensor:
         """int64 ``[fields, requests]``: place in the outcome before, -1 where the host knows its tokens; position of

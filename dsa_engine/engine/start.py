@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dsa_engine.engine.agreement import start_facts
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, mtp_modules, refuse_extra_layers
@@ -107,7 +108,8 @@ def start(folder: Path, options: EngineOptions) -> Started:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_share=options.max_prefill_share,
     )
-    graphs = DecodeGraphs(model, cache, config, mesh) if captures else None
+    contexts = ContextBuckets(max_model_len, options.page_size)
+    graphs = DecodeGraphs(model, cache, config, mesh, contexts=contexts) if captures else None
     runner = ModelRunner(model, cache, config, mesh, options.seed, graphs, relaxed=relaxed)
     return Started(
         config=config,

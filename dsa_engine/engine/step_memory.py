@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.engine.capture import likely_buckets
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.made_up_steps import decode_step, prefill_steps
+from dsa_engine.engine.made_up_steps import DRAWN, WITH_HOST, decode_step, prefill_steps
 from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.runner import ModelRunner
@@ -50,15 +51,21 @@ def step_bytes(
     """
     drafts = options.speculation.num_speculative_tokens if options.speculation else 0
     cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
-    padded = DecodeGraphs(model, cache, config, mesh, capture=False) if graphs else None
+    contexts = ContextBuckets(max_model_len, options.page_size)
+    padded = DecodeGraphs(model, cache, config, mesh, capture=False, contexts=contexts) if graphs else None
     runner = ModelRunner(model, cache, config, mesh, options.seed, padded, relaxed=relaxed)
     runner.num_drafts = drafts
     tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
-    steps = prefill_steps(mesh, page_size, tokens, max_model_len, options.max_num_seqs)
+    kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # the first, with drafts, is sampled by the device alone
+    decodes = (decode_step(mesh, page_size, options.max_num_seqs, max_model_len, drafts, kind) for kind in kinds)
+    before = torch.cuda.memory_allocated(mesh.device)
     try:
         with mesh.even_routing():
-            prefill = max(_peak(mesh, runner, chunks) for chunks in steps)
-            decode = _peak(mesh, runner, decode_step(mesh, page_size, options.max_num_seqs, max_model_len, drafts))
+            decode = max(_peak(mesh, runner, chunks) for chunks in decodes) - before
+            # Penalties and biases of requests stay in tables from step to step.
+            kept = torch.cuda.memory_allocated(mesh.device) - before
+            steps = prefill_steps(mesh, page_size, tokens, max_model_len, options.max_num_seqs, drafts)
+            prefill = max(_peak(mesh, runner, chunks) for chunks in steps) - before
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
@@ -70,7 +77,7 @@ def step_bytes(
         return most
     # The graphs' own pool, and what stays of the warm-up on their stream.
     count = len(likely_buckets(mesh, options, max_model_len, drafts))
-    return most + 2 * decode + count * GRAPH_BYTES
+    return most + 2 * (decode - kept) + count * GRAPH_BYTES
 
 
 def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
@@ -98,10 +105,12 @@ def _in_rounds(config: ModelConfig, mesh: Mesh) -> bool:
 
 
 def _peak(mesh: Mesh, runner: ModelRunner, chunks: list[Chunk]) -> int:
+    """Most bytes that are allocated at once while a step runs; its requests end with it."""
     device = mesh.device
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     runner.launch(runner.plan(chunks)).read()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    for chunk in chunks:
+        chunk.request.finish_reason = "abort"  # others take their rows of tables
+    return torch.cuda.max_memory_allocated(device)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.paged import slots_of
@@ -183,11 +184,11 @@ class StepPlan:
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
         return bool(chunks) and all(c.length <= self.max_decode_rows and len(c.ranks) == 1 for c in chunks)
 
-    def padded(self, config: ModelConfig, fewest_tokens: int, num_drafts: int = 0) -> StepPlan:
+    def padded(self, config: ModelConfig, contexts: ContextBuckets, num_drafts: int = 0) -> StepPlan:
         """A decode step in the rows of the smallest bucket that takes it, which is the same on all ranks.
 
         Args:
-            fewest_tokens: of a bucket's context.
+            contexts: of buckets.
             num_drafts: made behind the step; the context has room for them, and every request rows to verify as many.
         """
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
@@ -195,7 +196,7 @@ class StepPlan:
         rows_per_request = max(1 + num_drafts, *(chunk.length for chunk in chunks))
         # A request with fewer rows is padded: its missing rows are counted as following its last one.
         longest = max(chunk.start for chunk in chunks) + rows_per_request + num_drafts
-        bucket = Bucket(requests, rows_per_request, next_power_of_2(max(longest, fewest_tokens)))
+        bucket = Bucket(requests, rows_per_request, contexts.of(longest, num_drafts))
         plans = [plan.padded(bucket, config.has_indexer) for plan in self.ranks]
         return StepPlan(plans, self.max_decode_rows, bucket)
 

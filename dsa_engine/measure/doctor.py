@@ -27,6 +27,7 @@ from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.kernels import cpu, operation
 from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
 from dsa_engine.llm import LLM
+from dsa_engine.measure.lost_device import is_lost
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
@@ -83,23 +84,13 @@ def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None)
             found = Finding(name, False, str(problem), problem.advice)
         except Exception as error:  # whatever it is, it is this machine's finding
             found = Finding(name, False, _in_a_line(error), "report it, with the output of `dsa-engine env`")
-        if found.ok is False and _is_lost(mesh.device):
+        if found.ok is False and is_lost(mesh.device):
             lost = name
         yield _of_all_ranks(mesh, Finding(**asdict(found) | {"seconds": time.perf_counter() - started}))
 
 
 def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
-
-
-def _is_lost(device: torch.device) -> bool:
-    """Whether a kernel has left the device unusable for this process."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
 
 
 def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
@@ -180,7 +171,7 @@ def check_kernels(mesh: Mesh) -> str:
                 for _ in try_steps(engine.model, engine.config, mesh, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
     except RuntimeError as error:
-        if not _is_lost(mesh.device):
+        if not is_lost(mesh.device):
             raise
         seen = f"{running[-1]} left the device in an error: {_in_a_line(error)}"
         raise Unwell(

@@ -17,6 +17,7 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.batch import build_batch
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
@@ -63,7 +64,7 @@ def test_padded_steps(
             return super().forward(step, sampled)
 
     engine.runner._graphs = Counted(
-        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=64
+        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=64)
     )
     padded = [o.token_ids for o in llm.generate(prompts, params)]
     assert padded == [model.greedy(prompt, 5) for prompt in prompts]
@@ -93,7 +94,7 @@ def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Ca
     prompts = [random_ids(20), random_ids(15, seed=1)]
     plain = [out.token_ids for out in llm.generate(prompts, params)]
     parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner._graphs = DecodeGraphs(*parts, capture=CUDA, fewest_tokens=32)
+    engine.runner._graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=32))
     assert [out.token_ids for out in llm.generate(prompts, params)] == plain
 
 
@@ -107,7 +108,8 @@ class Rows:
 
     def __init__(self, llm: LLM, requests: list[list[int]], *, padded: bool):
         engine = llm.engine
-        graphs = DecodeGraphs(engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=64)
+        parts = engine.model, engine.cache, engine.config, engine.mesh
+        graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=64))
         self.runner = ModelRunner(
             engine.model, engine.cache, engine.config, engine.mesh, 0, graphs if padded else None, MOST
         )
@@ -211,7 +213,7 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
     chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
     step = StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3)
     assert step.decodes and not StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=2).decodes
-    padded = step.padded(config, fewest_tokens=2)
+    padded = step.padded(config, ContextBuckets(fewest=2))
     assert padded.bucket == Bucket(requests=2, rows_per_request=3, context=16) and padded.decodes
     assert [plan.rows for plan in padded.ranks] == [6] * 3 and [plan.num_tokens for plan in padded.ranks] == [4, 2, 0]
     positions = [[5, 6, 7, 4, -1, -1], [7, 8, -1, -1, -1, -1], [-1] * 6]
@@ -228,7 +230,7 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
 
     def padded(*parts: tuple[int, int, int]) -> StepPlan:
         chunks = [Chunk(requests[i], start, length, range(1)) for i, start, length in parts]
-        return StepPlan.of(chunks, 1, config, "head_tail", max_decode_rows=2).padded(config, fewest_tokens=16)
+        return StepPlan.of(chunks, 1, config, "head_tail", max_decode_rows=2).padded(config, ContextBuckets(fewest=16))
 
     step, later = padded((0, 5, 2), (1, 4, 1), (2, 0, 2)), padded((2, 2, 1), (0, 7, 2), (1, 6, 1))
     tables = BlockTables(8, mesh.device)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.speculative_step import Kind
@@ -63,7 +64,7 @@ def test_padded_steps_with_drafts(
             return super().run(name, function)
 
     engine.runner._graphs = Counted(
-        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, fewest_tokens=32
+        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=32)
     )
     original, accepted = engine.scheduler.verified, []
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 
 ROOM = 64  # tokens in the cache
@@ -201,7 +202,7 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
 
     if ahead:
         parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner._graphs = DecodeGraphs(*parts, capture=False, fewest_tokens=ROOM)
+        engine.runner._graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=ROOM))
         engine.async_scheduling = True
     assert engine.runner.drafter is not None
     engine.runner.drafter.assume = decide

@@ -19,6 +19,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine import speculative_step
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.outcome import Columns, Outcome, Verified
 from dsa_engine.engine.request import Request
@@ -99,7 +100,7 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     llm = LLM(folder, **OPTIONS | options | {"speculative_config": {"num_speculative_tokens": drafts}})
     engine = llm.engine
     parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner._graphs = DecodeGraphs(*parts, capture=False, fewest_tokens=32)
+    engine.runner._graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
     return llm
 
 
@@ -147,6 +148,19 @@ def same(engines: Any, prompts: list[list[int]], params: list[SamplingParams]) -
         for name in ("token_ids", "text", "finish_reason", "error"):
             assert getattr(one, name) == getattr(other, name)
     return found
+
+
+def test_the_last_tokens_of_the_longest_context(
+    engines: Any, random_ids: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if no request could have more than 64 tokens: with drafts and in whole pages of 4 that is 72."""
+    llm = engines[0]
+    steps, contexts = llm.engine.runner.drafter.steps, set()
+    monkeypatch.setattr(llm.engine.runner._graphs, "_contexts", ContextBuckets(64, 4, fewest=32))
+    run = steps.run
+    monkeypatch.setattr(steps, "run", lambda step, *how: contexts.add(step.bucket.context) or run(step, *how))
+    same(engines, [random_ids(50, seed=3), random_ids(61, seed=4)], [replace(GREEDY, max_tokens=n) for n in (14, 3)])
+    assert contexts == {72}
 
 
 def test_the_same_tokens_and_drafts(engines: Any) -> None:

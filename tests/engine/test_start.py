@@ -4,6 +4,7 @@ they leave, and graphs are captured; and no step takes more than was set aside."
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,28 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
             assert len(device.captures) == 4, "two requests a rank were captured at the start"
 
 
+def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[..., Any]) -> None:
+    """A row of the vocabulary for each of as many requests as there may be; counted by the device, and with the host's
+    help."""
+    sizes = SMALL | {"max_num_seqs": 8, "max_num_batched_tokens": 512, "workspace": "16MiB", "cache_memory": None}
+    sizes |= {"speculative_config": {"num_speculative_tokens": 2}}
+    penalised = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.1, max_tokens=8)
+    with FakeDevice(memory=40 * 10**9) as device:
+        # Without graphs, whose assumed sizes leave room that hides the tables.
+        engine = fake_engine(device, "deepseek_v32", 1, **sizes, enforce_eager=True)
+        before = device.live
+        for params in (penalised, replace(penalised, logit_bias={7: 1.0}, logprobs=1)):
+            requests = [engine.add_filled(2000, params) for _ in range(8)]
+            with device.watched():
+                engine.step()
+                engine.step()
+            print(f"{engine.step_bytes:,} set aside, {device.live - before:,} kept, {device.peak - before:,} used")
+            assert device.peak - before <= engine.step_bytes
+            for request in requests:
+                engine.finish(request, "abort")
+        assert device.live - before >= 2 * 4 * 8 * 129_280, "counts and biases"
+
+
 def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> None:
     with FakeDevice(memory=8 * 10**9) as device, pytest.raises(CapacityError, match="smaller max_num_batched_tokens"):
         fake_engine(device, "deepseek_v32", 64, **SIZES)
@@ -75,7 +98,7 @@ def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
             engine = fake_engine(device, "deepseek_v32", 1, **SMALL, cudagraph_capture_sizes=sizes)
             seen.append(device.captures[before:])
             assert engine.step_bytes is None and not engine.scheduler.has_work
-        # One request: up to 4,096, 8,192 and 16,384 tokens; up to 4,096: also 2, 4, 8. Then 1 and 4 requests each.
+        # One request: up to 4,096, 8,192 and 9,024 tokens; up to 4,096: also 2, 4, 8. Then 1 and 4 requests each.
         assert [len(captures) for captures in seen] == [6, 6, 0]
         engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
@@ -101,10 +124,24 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
     with FakeDevice() as device:
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
-        assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 16384), (1, 8192), (1, 4096)]
+        assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 9024), (1, 8192), (1, 4096)]
         found = {(b.requests, b.rows_per_request, b.context, kind) for b, kind in engine.graphs._graphs}
         greedy = Kind(None, False, None)
-        assert found == {(1, 3, n, greedy) for n in (4096, 8192, 16384)}, "as requests run that decode"
+        assert found == {(1, 3, n, greedy) for n in (4096, 8192, 9024)}, "as requests run that decode"
         engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         assert len(device.captures) == 3
+
+
+def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engine: Callable[..., Any]) -> None:
+    """The largest has room for the drafts behind the last token that a request may have."""
+    with FakeDevice() as device:
+        sizes = SMALL | {"max_model_len": 8192, "speculative_config": {"num_speculative_tokens": 3}}
+        engine = fake_engine(device, "deepseek_v32", 1, **sizes, cudagraph_capture_sizes=[1])
+        assert likely_buckets(engine.mesh, engine.options, 8192, 3) == [(1, 8256), (1, 4096)]
+        request = engine.add_filled(8185, SamplingParams(temperature=0.0, max_tokens=7))
+        contexts = set()
+        engine.runner.observers.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))
+        while request.finish_reason is None:
+            engine.step()
+        assert contexts == {8256} and len(device.captures) == 2

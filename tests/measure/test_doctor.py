@@ -80,7 +80,7 @@ def test_what_was_found_before_is_not_lost(
     assert ended.value.code == 130 and not result["complete"]
     assert [finding["check"] for finding in result["findings"]] == ["floor"]
     monkeypatch.setattr(doctor, "CHECKS", {"kernels": breaks_the_device, "tokens": lambda mesh: pytest.fail("tried")})
-    monkeypatch.setattr(doctor, "_is_lost", lambda device: True)
+    monkeypatch.setattr(doctor, "is_lost", lambda device: True)
     with pytest.raises(SystemExit):
         main(["doctor", "--device", "cpu", "--json", str(report)])
     result = json.loads(report.read_text())

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.measure import lost_device
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.kernel_cases import cases_fp8_products, cases_int
+from dsa_engine.measure.kernel_cases import bench, cases_fp8_products, cases_int
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES
+from dsa_engine.measure.kernel_cases.compile_counts import counts, renewed
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, Inspection, faults, inspect
 
@@ -82,7 +84,7 @@ def test_attention_divides_its_products_and_overlaps_them(name: str) -> None:
             assert kernel["warpgroup_waits"] <= 12
             # The bound from the machine code has found the loop: a step of 64 heads, and no product done twice.
             assert kernel["bound"]["loop"] and kernel["bound"]["cycles"]["tensor"] == 2 * 64 * 64 * (576 + 512) / 4096
-            assert kernel["bound"]["tensor_share"] > 0.6
+            assert all(judged["share"] > 0.6 for judged in kernel["at_most"])
 
 
 @compiles
@@ -198,6 +200,36 @@ def test_the_benchmark_on_a_cpu(run_script: Callable[..., Any], tmp_path: Path, 
     assert "ceilings:" in done.stdout and "of matmul" in done.stdout and "of copy" in done.stdout
 
 
+def test_a_kernel_that_loses_the_device_does_not_lose_the_others(
+    run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process measures them, and adds to the same file."""
+    report, lost = tmp_path / "k.json", []
+
+    def breaks_the_device(*args: Any) -> Any:
+        lost.append(True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
+
+    def in_another_process(command: list[str]) -> int:
+        assert command[0] == sys.executable and json.loads(report.read_text())["complete"] is False
+        with monkeypatch.context() as there:
+            there.setattr(bench, "measure", measure)
+            there.setattr(lost_device, "is_lost", lambda device: False)
+            return run_script(Path(command[1]).name, *command[2:]).returncode
+
+    measure = bench.measure
+    monkeypatch.setattr(bench, "measure", breaks_the_device)
+    monkeypatch.setattr(lost_device, "is_lost", lambda device: bool(lost))
+    monkeypatch.setattr(subprocess, "call", in_another_process)
+    small = ["--small", "--device", "cpu", "--dtype", "float32", "--time-limit", "300", "--json", str(report)]
+    done = run_script("bench_kernels.py", *small, "--only", "sparse_decode,top_k")
+    assert done.returncode == 1 and len(lost) == 1, done.stderr
+    result = json.loads(report.read_text())
+    assert result["complete"] and {r["kernel"].partition(",")[0] for r in result["results"]} == {"top-k"}
+    (reason,) = result["failed"].values()
+    assert reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
 @pytest.mark.parametrize("script", ["bench_kernels.py", "inspect_kernels.py"])
 def test_unknown_kernel(run_script: Callable[..., Any], script: str) -> None:
     done = run_script(script, "--only", "top_k,attention", *(["--small"] if script.startswith("bench") else []))
@@ -219,8 +251,29 @@ def test_inspection_report(run_script: Callable[..., Any], tmp_path: Path) -> No
     for kernel in result["kernels"]["sm_90"]:
         assert kernel["registers"] > 0 and kernel["faults"] == []
         assert kernel["kernel"] in done.stdout
-        assert kernel["bound"]["tensor_share"] is None and kernel["bound"]["cycles"]["issue"] > 0
+        assert kernel["bound"]["operations"] == 0 and kernel["bound"]["cycles"]["issue"] > 0
+        assert len(kernel["at_most"]) >= 1 and {judged["ceiling"] for judged in kernel["at_most"]} == {"memory"}
     assert result["not_compiled"] == {"sm_90": []}
+
+
+def test_counts_of_versions_and_chips(tmp_path: Path) -> None:
+    sound = {"kernel": "a", "operation": "sum", "shape": "3 rows", "spilled": 0, "bound": {"loop": True, "spills": 0}}
+    spilling = sound | {"spilled": 8, "bound": {"loop": True, "spills": 2}}
+    missing = ["x: needs instructions of sm_89", "y: needs instructions of sm_89", "z: 3 rows: RuntimeError: ptxas"]
+    found = counts([sound, spilling], missing)
+    assert found == {
+        "kernels": 2,
+        "spill": [{"kernel": "a", "first_launched_by": "sum: 3 rows", "bytes": 8, "in_loop": True}],
+        "not_compiled": {"needs instructions of sm_89": 2, "RuntimeError: ptxas": 1},
+    }
+    path = tmp_path / "counts.json"
+    for version, chip in [("3.7.1", "sm_100"), ("3.6.0", "sm_80"), ("3.7.1", "sm_90"), ("3.7.1", "sm_100")]:
+        path.write_text(json.dumps(renewed(str(path), version, {chip: found})))
+    held = json.loads(path.read_text())["triton"]
+    assert list(held) == ["3.6.0", "3.7.1"] and list(held["3.7.1"]) == ["sm_90", "sm_100"]
+    path.write_text('{"kernels": {}}')
+    with pytest.raises(ValueError, match="is no file of counts"):
+        renewed(str(path), "3.7.1", {})
 
 
 def test_inspection_is_refused_in_the_interpreter() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsa_engine.demo import demo_folder
+from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
@@ -145,7 +146,7 @@ def test_rows_between_which_there_is_padding() -> None:
     parts = [(5, 1, range(1)), (4, 3, range(1)), (7, 2, range(1, 2)), (3, 1, range(1, 2))]
     chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
     config = ModelConfig.from_pretrained(demo_folder())
-    step = StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3).padded(config, fewest_tokens=8)
+    step = StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3).padded(config, ContextBuckets(fewest=8))
     assert step.bucket is not None and (step.bucket.rows, step.bucket.requests) == (6, 2)
     live = [[0, 3, 4, 5], [0, 1, 3], []]
     for rank, rows in enumerate(live):

@@ -128,8 +128,10 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> Case:
     return Case(
         "store index keys" + (", FP8" if quantised else ""),
         shape=f"{tokens} tokens",
-        run=lambda: store_index_keys(projected, weight, bias, EPS, cos, sin, pool, slots, interleaved=False),
-        flops=0.0,
+        run=lambda: store_index_keys(
+            projected, weight, bias, EPS, cos, sin, pool, slots, interleaved=False, power_of_two=quantised
+        ),
+        flops=2.0 * projected.numel() * INDEX_DIM if quantised else 0.0,  # the Hadamard transform
         bytes=float(projected.nbytes + tokens * (pool.shape[-1] * pool.element_size() + 4 * ROPE)),
         baselines=baselines,
     )
@@ -204,7 +206,7 @@ def _quantise_queries(make: Inputs, tokens: int) -> Case:
         "index queries: RoPE, Hadamard, quantise",
         shape=f"{tokens} tokens, 64 heads",
         run=lambda: quantize_index_queries(q, cos, sin, interleaved=False, power_of_two=True),
-        flops=0.0,
+        flops=2.0 * q.numel() * INDEX_DIM,  # the Hadamard transform
         bytes=float(q.nbytes + q.numel() * (1 + 4 / INDEX_DIM)),
         baselines={"torch": lambda: quantize_index_queries_reference(q, cos, sin, False, True)},
     )

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.kernels.compile_only import Launch, compile_only
+from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.cases import CASES
+from dsa_engine.measure.kernel_cases.ceiling import at_most
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.kernel_cases.loop_bound import loop_bound
 
@@ -22,7 +24,8 @@ class Inspection(NamedTuple):
 
     Attributes:
         kernels: every compiled kernel once: the case and shape that first launched it, its grid there, the fields of
-            :class:`~dsa_engine.kernels.compile_only.Resources`, and as "bound" what :func:`.loop_bound` says.
+            :class:`~dsa_engine.kernels.compile_only.Resources`, as "bound" what :func:`.loop_bound` says, and as
+            "at_most" what :func:`.at_most` says for the cases that launch it: the operation and the shapes.
         missing: a sentence for each operation that cannot be compiled.
     """
 
@@ -51,7 +54,17 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
                 for launch in launches:
                     if launch.kernel.hash not in found:
                         found[launch.kernel.hash] = about | _of(launch, capability)
+                    _judge(found[launch.kernel.hash], case, capability)
     return Inspection(list(found.values()), list(missing))
+
+
+def _judge(kernel: dict[str, Any], case: Case, capability: int) -> None:
+    judged = {"operation": case.kernel, **at_most(kernel["bound"], case.flops, case.bytes, capability)}
+    for before in kernel["at_most"]:
+        if judged == {name: value for name, value in before.items() if name != "shapes"}:
+            before["shapes"] += [case.shape] if case.shape not in before["shapes"] else []
+            return
+    kernel["at_most"].append(judged | {"shapes": [case.shape]})
 
 
 def _of(launch: Launch, capability: int) -> dict[str, Any]:
@@ -62,6 +75,7 @@ def _of(launch: Launch, capability: int) -> dict[str, Any]:
         "grid": list(launch.grid),
         **resources._asdict(),
         "bound": loop_bound(sass, resources.warps, capability),
+        "at_most": [],
     }
 
 

@@ -1,15 +1,12 @@
-"""How near to the tensor cores' ceiling a kernel's inner loop *can* come: a bound from its machine code, not measured.
+"""What the inner loop of a kernel asks of each part of a multiprocessor, counted in its machine code (SASS).
 
-Each time round, every part of a multiprocessor has so much to do, and at best all work at the same time: the loop takes
-at least as long as the busiest. The share of the ceiling is at most the tensor cores' time over that. Waiting, bank
-conflicts, memory and the rest of the kernel are in no figure, so a kernel may be far slower than its bound.
+Each time round, every part has so much to do, and at best all work at the same time: the loop takes at least as long as
+the busiest (`ceiling.py` makes shares of a ceiling of that). Waiting, bank conflicts and the rest of the kernel are in
+no figure, so a kernel may be far slower than its bound.
 
-Of the loop only what runs each time round counts, and products wherever they stand in it. Predicates count as true, and
-the threads of a warp as reading different words of shared memory. What no rate is known for takes an issue slot only.
-
-Rates are those of one multiprocessor and clock cycle: of tensor cores NVIDIA's data sheets (dense, over
-multiprocessors and boost clock; A100, H100 SXM, B200, RTX PRO 6000), else "Arithmetic Instructions" in the CUDA
-programming guide. A warpgroup's product reads B, and A where it is no register, once from shared memory.
+Of the loop only what runs each time round counts, and products and global memory wherever they stand in it. Predicates
+count as true, and the threads of a warp as reading different words of memory. What no rate is known for (rates and
+their sources: `chip_rates.py`) takes an issue slot only.
 """
 
 from __future__ import annotations
@@ -20,35 +17,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsa_engine.measure.kernel_cases.chip_rates import (
+    ISSUED,
+    RATES,
+    SHARED_BYTES,
+    Rates,
+    lane_cycles,
+    memory_bytes,
+    shared_bytes,
+)
 from dsa_engine.measure.kernel_cases.sass import Instruction, Loop, instructions, loops
-
-SHARED_BYTES = 128  # a cycle, read or written
-ISSUED = 4  # instructions a cycle, of warps
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Of a multiprocessor and cycle: operations of the tensor cores (a multiplication and an addition are two) on
-    numbers of 2 bytes, twice as many on one byte, half as many on 4; and lanes of the other units."""
-
-    tensor: int
-    fma: int  # float32
-    alu: int  # integer additions, logic, comparisons, selection
-
-
-RATES = {80: Rates(2048, 64, 64), 90: Rates(4096, 128, 64), 100: Rates(8192, 128, 64), 120: Rates(1024, 128, 128)}
-_SPECIAL = 16  # lanes: exponential, logarithm, reciprocal; conversions between whole and floating-point numbers
-_IMAD = 64  # lanes: products of whole numbers
-
-_UNITS = {
-    "fma": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 HFMA2 HADD2 HMUL2 IMAD",
-    "imad": "IMAD",
-    "alu": "IADD IADD3 VIADD LOP3 SHF SEL FSEL FMNMX FMNMX3 FSETP ISETP VIMNMX VIMNMX3 VIADDMNMX LEA PRMT I2FP F2FP "
-    "PLOP3 IABS SGXT BMSK FSET IMNMX",
-    "special": "MUFU F2I I2F F2F FRND POPC FLO BREV",
-}
-_UNIT_OF = {opcode: [unit for unit, names in _UNITS.items() if opcode in names.split()] for opcode in
-            {name for names in _UNITS.values() for name in names.split()}}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,18 +49,18 @@ class Product:
 
 
 def loop_bound(sass: str, warps: int, capability: int) -> dict[str, Any]:
-    """The bound of the loop that matters (:func:`main_loop`), or of the whole code where there is no loop.
+    """Of the loop that matters (:func:`main_loop`), or of the whole code where there is no loop.
 
     Args:
         sass: what ``cuobjdump -sass`` prints.
         warps: of a program.
-        capability: as in ``sm_90``, one of :data:`RATES`.
+        capability: as in ``sm_90``, one of :data:`.RATES`.
 
     Returns:
         ``loop``: whether it is one; ``instructions`` of a warp each time round; ``products`` with how often a program
-        issues each; ``cycles`` at least, by unit; ``limit``: the unit that takes longest; ``tensor_share``: at most
-        this share of the tensor cores' ceiling, None without products; ``spills``: loads and stores of registers that
-        there was no room for, in the loop.
+        issues each, and their ``operations``; ``cycles`` at least, by unit ("memory": all that is asked of global
+        memory, whether a cache has it or not); ``spills``: loads and stores of registers that there was no room for,
+        in the loop.
     """
     code = instructions(sass)
     loop = main_loop(code)
@@ -93,24 +71,24 @@ def loop_bound(sass: str, warps: int, capability: int) -> dict[str, Any]:
         if made := product(instruction, descriptors):
             issued[made] += 1
     made_by = {each: n * (warps // each.warps if each.warps else 1) for each, n in issued.items()}
-    cycles = _cycles(always, warps, RATES[capability])
-    cycles["tensor"] = sum(n * p.operations * p.number / 2 for p, n in made_by.items()) / RATES[capability].tensor
+    rates = RATES[capability]
+    cycles = {"tensor": sum(n * p.operations * p.number / 2 for p, n in made_by.items()) / rates.tensor}
+    cycles |= {"memory": warps * sum(memory_bytes(i.opcode) for i in body) / rates.memory}
+    cycles |= _cycles(always, warps, rates)
     cycles["shared"] += sum(n * p.shared for p, n in made_by.items()) / SHARED_BYTES
-    limit = max(cycles, key=lambda unit: cycles[unit])
     return {
         "loop": loop is not None,
         "instructions": len(always),
         "products": {str(each): n for each, n in made_by.items()},
+        "operations": sum(n * p.operations for p, n in made_by.items()),
         "cycles": {unit: round(taken, 1) for unit, taken in cycles.items()},
-        "limit": limit,
-        "tensor_share": round(cycles["tensor"] / cycles[limit], 3) if made_by else None,
         "spills": sum(i.opcode.startswith(("LDL", "STL")) for i in body),
     }
 
 
 def main_loop(code: Sequence[Instruction]) -> Loop | None:
-    """Of the innermost loops with products the one with most operations; without products the longest innermost one
-    that does more than wait; None without loops."""
+    """Of the innermost loops with products the one with most operations; without products, of those that do more than
+    wait, the one that moves most of global memory, or the longest; None without loops."""
     descriptors = _descriptors(code)
     found = [(loop, sum(_operations(i, descriptors) for i in loop.body)) for loop in loops(code)]
     found = [each for each in found if each[1]] or [
@@ -120,7 +98,11 @@ def main_loop(code: Sequence[Instruction]) -> Loop | None:
         each for each in found
         if not any(set(other.body) < set(each[0].body) for other, _ in found)
     ]  # fmt: skip
-    return max(inner, key=lambda each: (each[1], len(each[0].body)))[0] if inner else None
+    return max(inner, key=lambda each: (each[1], _moved(each[0]), len(each[0].body)))[0] if inner else None
+
+
+def _moved(loop: Loop) -> int:
+    return sum(memory_bytes(instruction.opcode) for instruction in loop.body)
 
 
 def product(instruction: Instruction, descriptors: dict[int, int]) -> Product | None:
@@ -162,22 +144,10 @@ def _descriptors(code: Iterable[Instruction]) -> dict[int, int]:
 
 
 def _cycles(always: Iterable[Instruction], warps: int, rates: Rates) -> dict[str, float]:
-    lanes = {"fma": rates.fma, "imad": _IMAD, "alu": rates.alu, "special": _SPECIAL}
-    cycles = dict.fromkeys(("tensor", "shared", *lanes, "issue"), 0.0)
+    cycles = dict.fromkeys(("shared", *rates.lanes, "issue"), 0.0)
     for instruction in always:
-        base = instruction.opcode.split(".")[0]
         cycles["issue"] += warps / ISSUED
-        for unit in _UNIT_OF.get(base, ()):
-            cycles[unit] += warps * 32 / lanes[unit] * (2 if base.endswith("A2") and base.startswith("FF") else 1)
-        cycles["shared"] += warps * _shared_bytes(instruction.opcode) / SHARED_BYTES
+        cycles["shared"] += warps * shared_bytes(instruction.opcode) / SHARED_BYTES
+        for unit, taken in lane_cycles(instruction.opcode, warps, rates).items():
+            cycles[unit] += taken
     return cycles
-
-
-def _shared_bytes(opcode: str) -> int:
-    """That an instruction of a warp reads from shared memory or writes to it; at least a cycle's."""
-    base, *words = opcode.split(".")
-    if base in ("LDSM", "STSM"):  # matrices of 8 × 8 numbers of 2 bytes
-        return SHARED_BYTES * next((int(word) for word in words if word in ("2", "4")), 1)
-    if base in ("LDS", "STS", "LDGSTS", "ATOMS"):
-        return SHARED_BYTES * next((int(word) // 32 for word in words if word in ("64", "128")), 1)
-    return 0

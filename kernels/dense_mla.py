@@ -75,8 +75,8 @@ def dense_mla_reference(
 
 @triton.jit
 def known_position(position, end):
-    """``position [rows]``, but the last one for those behind the end, so that loads need no mask. Unsigned, which divides
-    in fewer instructions."""
+    """``position [rows]``, but the last one for those behind the end: loads need no mask. Unsigned, which divides in
+    fewer instructions."""
     return tl.minimum(position, end - 1).to(tl.uint32)
 
 

@@ -24,7 +24,17 @@ from dsa_engine.kernels.block_scaled_matmul import (
 )
 from dsa_engine.kernels.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES, check_choices, served_order, sum_experts_reference
-from dsa_engine.kernels.grouped_tiles import banded, fitting, group_tiles, most_tiles, rows_by_group, rows_of_tile
+from dsa_engine.kernels.grouped_tiles import (
+    banded,
+    fitting,
+    gate_columns,
+    group_tiles,
+    most_tiles,
+    rows_by_group,
+    rows_of_tile,
+    rows_read,
+    weight_rows,
+)
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.launch import config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.operation import operation
@@ -74,17 +84,11 @@ def block_scaled_experts_kernel(
         row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
         start = column_tile * shown
         group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = row
-        if GATHER:
-            place = tl.load(source + row, mask=inside, other=0)
-        place, group, row = place.to(tl.int64), group.to(tl.int64), row.to(tl.int64)
-        # Columns beyond the last repeat it and are not stored: weights need no mask there.
-        column = tl.arange(0, COLUMNS)
+        place = rows_read(source, row, inside, GATHER).to(tl.int64)
+        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
+        group, row = group.to(tl.int64), row.to(tl.int64)
         if GATED:
             group *= 2  # gate, then up
-            weight_row = (group + column % 2) * width + tl.minimum(start + column // 2, width - 1)
-        else:
-            weight_row = group * width + tl.minimum(start + column, width - 1)
         x_at, x_scale_at = x + place[:, None] * inner + depth, x_scale + place * blocks
         weight_at = weight + weight_row[:, None] * inner + depth
         weight_scale_at = weight_scale + (group * row_blocks + start // _BLOCK) * blocks
@@ -95,8 +99,7 @@ def block_scaled_experts_kernel(
         if SWAPPED:
             total = tl.trans(total)
         if GATED:
-            gate, up = tl.split(tl.reshape(total, (ROWS, shown, 2)))
-            total = gate * tl.sigmoid(gate) * up
+            total = gate_columns(total, ROWS, COLUMNS)
         column = start + tl.arange(0, shown)[None, :]
         at, keep = out + row[:, None] * width + column, inside[:, None] & (column < width)
         if GATED:

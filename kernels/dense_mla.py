@@ -75,17 +75,20 @@ def dense_mla_reference(
 
 @triton.jit
 def known_position(position, end):
-    """No mask: the last position serves behind the end. Unsigned, which divides in fewer instructions."""
+    """``position [rows]``, but the last one for those behind the end: loads need no mask. Unsigned, which divides in
+    fewer instructions."""
     return tl.minimum(position, end - 1).to(tl.uint32)
 
 
 @triton.jit
 def load_pages(table, position, end, PAGE_SIZE: tl.constexpr):
+    """The pages in which ``position [rows]`` lie."""
     return tl.load(table + known_position(position, end) // PAGE_SIZE)
 
 
 @triton.jit
 def row_of(page, position, end, PAGE_SIZE: tl.constexpr):
+    """The rows of the flattened pool at ``position [rows]``, of their pages."""
     return page.to(tl.uint32) * PAGE_SIZE + known_position(position, end) % PAGE_SIZE
 
 
@@ -112,7 +115,7 @@ def dense_mla_kernel(
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
 
-    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
     top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
@@ -137,7 +140,7 @@ def dense_mla_kernel(
             q_value, q_rotated, tile, ends, position, end, partial, table, top, total, acc, scale,
             ROTATED, False, PRECISION,
         )  # fmt: skip
-    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
 
 
 def _launch(

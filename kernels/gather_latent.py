@@ -14,7 +14,7 @@ import triton.language as tl
 from dsa_engine.kernels.cache_format import LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.latent_rows import expand_fp8_rows, load_fp8_rows
+from dsa_engine.kernels.latent_rows import expand_fp8_rows, load_fp8_rows, value_columns
 from dsa_engine.kernels.launch import capability, runs_triton
 from dsa_engine.kernels.operation import operation
 from dsa_engine.kernels.paged import gather_rows
@@ -35,7 +35,7 @@ def gather_latent_kernel(
     words, scales, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
     tile, ends = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
     target = out + entry[:, None] * (VALUE + ROTATED)
-    column = tl.arange(0, BLOCK_VALUE)[None, :]
+    column = value_columns(BLOCK_VALUE, True)[None, :]
     tl.store(target + column, tile, mask=known & (column < VALUE))
     column = tl.arange(0, BLOCK_ROTATED)[None, :]
     tl.store(target + VALUE + column, ends, mask=known & (column < ROTATED))

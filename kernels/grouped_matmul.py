@@ -18,14 +18,17 @@ import triton.language as tl
 from dsa_engine.kernels.grouped_tiles import (
     Tiles,
     banded,
+    empty_product,
     fitting,
     group_tiles,
-    most_tiles,
+    launch_grouped,
     rows_by_group,
     rows_of_tile,
+    rows_read,
+    store_tile,
+    weight_rows,
 )
-from dsa_engine.kernels.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors, runs_triton
+from dsa_engine.kernels.launch import config_for, dot_precision, runs_triton
 from dsa_engine.kernels.operation import operation
 
 
@@ -42,31 +45,21 @@ def grouped_matmul_kernel(
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [ROWS, COLUMNS] of products, each program every so many; ``width`` is that of ``out``. With GATED a tile's
-    columns are gate and up in turns, so that both sums of a result lie in one thread. WHOLE: DEPTH divides the inner
-    dimension. SWAPPED: the product is computed transposed, for a warpgroup's products have 64 rows and few columns."""
+    """Tiles [ROWS, COLUMNS] of products, each program every so many. WHOLE: DEPTH divides the inner dimension. SWAPPED:
+    the product is computed transposed, for a warpgroup's products have 64 rows and few columns."""
     shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
     starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
     row_tiles = tl.sum(tiles)
     column_tiles = tl.cdiv(width, shown)
-    column = tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
         start = column_tile * shown
         group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = row
-        if GATHER:
-            place = tl.load(source + row, mask=inside, other=0)
-        # Columns beyond the last repeat it and are not stored: weights need no mask there.
-        if GATED:
-            weight_row = column % 2 * width + tl.minimum(start + column // 2, width - 1)
-            matrix = weight + group.to(tl.int64) * 2 * width * inner
-        else:
-            weight_row = tl.minimum(start + column, width - 1)
-            matrix = weight + group.to(tl.int64) * width * inner
+        place = rows_read(source, row, inside, GATHER)
+        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
         x_at = x + place.to(tl.int64)[:, None] * x_stride + depth[None, :]
-        weight_at = matrix + weight_row.to(tl.int64)[None, :] * inner + depth[:, None]
+        weight_at = weight + weight_row[None, :] * inner + depth[:, None]
         total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
         for done in range(0, inner, DEPTH):
             if WHOLE:
@@ -83,12 +76,7 @@ def grouped_matmul_kernel(
             weight_at += DEPTH
         if SWAPPED:
             total = tl.trans(total)
-        if GATED:
-            gate, up = tl.split(tl.reshape(total, (ROWS, shown, 2)))
-            total = gate * tl.sigmoid(gate) * up
-        target = start + tl.arange(0, shown)
-        out_at = out + row.to(tl.int64)[:, None] * width + target[None, :]
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside[:, None] & (target < width)[None, :])
+        store_tile(out, total, row, inside, start, width, ROWS, COLUMNS, GATED)
 
 
 # By capability: the first with room for a group's rows is taken, else the last. Few rows: the weights' way from memory
@@ -137,22 +125,14 @@ def grouped_matmul_triton(
         raise ValueError(
             f"ends and source must be int32, not {ends.dtype} and {source.dtype if source is not None else None}"
         )
-    if gated and weight.shape[1] % 2:
-        raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(weight.shape)}")
-    rows, groups, inner = (x if source is None else source).shape[0], weight.shape[0], weight.shape[2]
-    width = weight.shape[1] // (2 if gated else 1)
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    out = empty_product(x, source, weight, gated, x.dtype)
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
-        tiles = tiles_for(x, (rows if expected is None else expected) / groups)
-        column_tiles = cdiv(weight.shape[1], tiles.columns)
-        programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
-        grouped_matmul_kernel[(programs,)](
-            x, ends if source is None else source, ends.contiguous(), weight.contiguous(), out, x.stride(0), width,
-            inner, groups, GATHER=source is not None, GATED=gated, WHOLE=inner % tiles.depth == 0, ROWS=tiles.rows,
-            COLUMNS=tiles.columns, DEPTH=tiles.depth, SWAPPED=tiles.swapped, BAND=16,
-            GROUPS_PAD=next_power_of_2(groups), PRECISION=dot_precision(x.dtype), num_warps=tiles.warps,
-            num_stages=tiles.stages,
+        tiles = tiles_for(x, (out.shape[0] if expected is None else expected) / len(weight))
+        launch_grouped(
+            grouped_matmul_kernel, tiles, x, source, ends, (weight.contiguous(),), out, gated=gated,
+            WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
+            PRECISION=dot_precision(x.dtype),
         )  # fmt: skip
     return out
 

@@ -17,15 +17,18 @@ import triton.language as tl
 from dsa_engine.kernels.grouped_tiles import (
     Tiles,
     banded,
+    empty_product,
     fitting,
     group_tiles,
-    most_tiles,
+    launch_grouped,
     rows_by_group,
     rows_of_tile,
+    rows_read,
+    store_tile,
+    weight_rows,
 )
 from dsa_engine.kernels.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
-from dsa_engine.kernels.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.launch import config_for, dot_precision, multiprocessors
+from dsa_engine.kernels.launch import config_for, dot_precision
 
 # Rows of a matrix that the reference expands at a time.
 _REFERENCE_ROWS = 1024
@@ -62,7 +65,7 @@ def grouped_matmul_int4_reference(
 
 @triton.jit
 def grouped_matmul_int4_kernel(
-    x, x_scale, source, ends, packed, scale, out, x_stride, packed_stride, width, inner, groups,
+    x, source, ends, x_scale, packed, packed_stride, scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +76,6 @@ def grouped_matmul_int4_kernel(
     starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
     row_tiles = tl.sum(tiles)
     column_tiles = tl.cdiv(width, shown)
-    column = tl.arange(0, COLUMNS)
     depth = tl.arange(0, SIZE)
     UNITS: tl.constexpr = SIZE // 2 if CODES else SIZE // 4
     unit = tl.arange(0, UNITS)
@@ -81,15 +83,8 @@ def grouped_matmul_int4_kernel(
         row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
         start = column_tile * shown
         group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = row
-        if GATHER:
-            place = tl.load(source + row, mask=inside, other=0)
-        # Columns beyond the last repeat it and are not stored: weights need no mask there.
-        if GATED:
-            weight_row = column % 2 * width + tl.minimum(start + column // 2, width - 1)
-            weight_row = weight_row + group.to(tl.int64) * 2 * width
-        else:
-            weight_row = tl.minimum(start + column, width - 1) + group.to(tl.int64) * width
+        place = rows_read(source, row, inside, GATHER)
+        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
         x_at = x + place.to(tl.int64)[None, :] * x_stride + depth[:, None]
         packed_at = packed + weight_row[:, None] * packed_stride + unit[None, :]
         scale_at = scale + weight_row * (inner // SIZE)
@@ -110,12 +105,7 @@ def grouped_matmul_int4_kernel(
             # Codes of weights were 16 times as large.
             total *= tl.load(x_scale + place, mask=inside, other=0.0)[None, :] * 0.0625
         total = tl.trans(total)
-        if GATED:
-            gate, up = tl.split(tl.reshape(total, (ROWS, shown, 2)))
-            total = gate * tl.sigmoid(gate) * up
-        target = start + tl.arange(0, shown)
-        out_at = out + row.to(tl.int64)[:, None] * width + target[None, :]
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside[:, None] & (target < width)[None, :])
+        store_tile(out, total, row, inside, start, width, ROWS, COLUMNS, GATED)
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns, whatever
@@ -160,25 +150,17 @@ def grouped_matmul_int4_triton(
         ``[R, out]``; rows beyond the last end are not written.
     """
     check_int4(x, x_scale, packed, scale)
-    if gated and packed.shape[1] % 2:
-        raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(packed.shape)}")
-    rows, groups, inner = (x if source is None else source).shape[0], packed.shape[0], x.shape[1]
-    width = packed.shape[1] // (2 if gated else 1)
-    out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    out = empty_product(x, source, packed, gated, dtype)
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         table = _CODES if x_scale is not None else _SMALL if x.dtype == torch.float32 else _CONFIGS
         choices = config_for(table, x)
-        tiles = fitting(choices, (rows if expected is None else expected) / groups)
+        tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(packed))
         units = packed.contiguous().view(torch.int16 if x_scale is None else torch.uint8)
-        column_tiles = cdiv(packed.shape[1], tiles.columns)
-        programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
-        grouped_matmul_int4_kernel[(programs,)](
-            x, scale if x_scale is None else x_scale, ends if source is None else source, ends.contiguous(),
-            units, scale.contiguous(), out, x.stride(0), units.shape[2], width, inner, groups,
-            GATHER=source is not None, GATED=gated, CODES=x_scale is not None, ROWS=tiles.rows,
-            COLUMNS=tiles.columns, SIZE=inner // scale.shape[2], BAND=16, GROUPS_PAD=next_power_of_2(groups),
-            PRECISION=dot_precision(x.dtype), num_warps=tiles.warps, num_stages=tiles.stages,
+        operands = (x if x_scale is None else x_scale, units, units.shape[2], scale.contiguous())
+        launch_grouped(
+            grouped_matmul_int4_kernel, tiles, x, source, ends, operands, out, gated=gated, CODES=x_scale is not None,
+            SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
         )  # fmt: skip
     return out
 

@@ -16,14 +16,17 @@ import triton.language as tl
 from dsa_engine.kernels.grouped_tiles import (
     Tiles,
     banded,
+    empty_product,
     fitting,
     group_tiles,
-    most_tiles,
+    launch_grouped,
     rows_by_group,
     rows_of_tile,
+    rows_read,
+    store_tile,
+    weight_rows,
 )
-from dsa_engine.kernels.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.launch import config_for, multiprocessors
+from dsa_engine.kernels.launch import config_for
 
 # Rows of x that the reference multiplies at a time: their sums take 4 bytes, and 4 more on the way to the result.
 _REFERENCE_ROWS = 4096
@@ -58,7 +61,7 @@ def grouped_matmul_int8_reference(
 
 @triton.jit
 def grouped_matmul_int8_kernel(
-    x, x_scale, source, ends, weight, scale, out, x_stride, width, inner, groups,
+    x, source, ends, x_scale, weight, scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -67,24 +70,15 @@ def grouped_matmul_int8_kernel(
     starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
     row_tiles = tl.sum(tiles)
     column_tiles = tl.cdiv(width, shown)
-    column = tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
         start = column_tile * shown
         group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = row
-        if GATHER:
-            place = tl.load(source + row, mask=inside, other=0)
-        # Columns beyond the last repeat it and are not stored: weights need no mask there.
-        if GATED:
-            weight_row = column % 2 * width + tl.minimum(start + column // 2, width - 1)
-            first_row = group.to(tl.int64) * 2 * width
-        else:
-            weight_row = tl.minimum(start + column, width - 1)
-            first_row = group.to(tl.int64) * width
+        place = rows_read(source, row, inside, GATHER)
+        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
         x_at = x + place.to(tl.int64)[:, None] * x_stride + depth[None, :]
-        weight_at = weight + first_row * inner + weight_row.to(tl.int64)[None, :] * inner + depth[:, None]
+        weight_at = weight + weight_row[None, :] * inner + depth[:, None]
         total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.int32)
         for done in range(0, inner, DEPTH):
             if WHOLE:
@@ -100,16 +94,11 @@ def grouped_matmul_int8_kernel(
             x_at += DEPTH
             weight_at += DEPTH
         row_scale = tl.load(x_scale + place, mask=inside, other=0.0)
-        column_scale = tl.load(scale + first_row + weight_row)
+        column_scale = tl.load(scale + weight_row)
         if SWAPPED:
             total = tl.trans(total)
         sums = total.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
-        if GATED:
-            gate, up = tl.split(tl.reshape(sums, (ROWS, shown, 2)))
-            sums = gate * tl.sigmoid(gate) * up
-        target = start + tl.arange(0, shown)
-        out_at = out + row.to(tl.int64)[:, None] * width + target[None, :]
-        tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside[:, None] & (target < width)[None, :])
+        store_tile(out, sums, row, inside, start, width, ROWS, COLUMNS, GATED)
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A byte a weight: twice the depth of
@@ -152,23 +141,15 @@ def grouped_matmul_int8_triton(
         ``[R, out]``; rows beyond the last end are not written.
     """
     check_int8(x, x_scale, weight, scale)
-    if gated and weight.shape[1] % 2:
-        raise ValueError(f"gate and up must be two halves of the weight, which is {tuple(weight.shape)}")
-    rows, groups, inner = (x if source is None else source).shape[0], weight.shape[0], weight.shape[2]
-    width = weight.shape[1] // (2 if gated else 1)
-    out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    out = empty_product(x, source, weight, gated, dtype)
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
-        choices = config_for(_CONFIGS if inner % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
-        tiles = fitting(choices, (rows if expected is None else expected) / groups)
-        column_tiles = cdiv(weight.shape[1], tiles.columns)
-        programs = min(most_tiles(rows, groups, tiles.rows) * column_tiles, tiles.resident * multiprocessors(x))
-        grouped_matmul_int8_kernel[(programs,)](
-            x, x_scale, ends if source is None else source, ends.contiguous(), weight.contiguous(),
-            scale.contiguous(), out, x.stride(0), width, inner, groups, GATHER=source is not None, GATED=gated,
-            WHOLE=inner % tiles.depth == 0, ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth,
-            SWAPPED=tiles.swapped, BAND=16, GROUPS_PAD=next_power_of_2(groups), num_warps=tiles.warps,
-            num_stages=tiles.stages,
+        choices = config_for(_CONFIGS if x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
+        tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(weight))
+        operands = (x_scale, weight.contiguous(), scale.contiguous())
+        launch_grouped(
+            grouped_matmul_int8_kernel, tiles, x, source, ends, operands, out, gated=gated,
+            WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
         )  # fmt: skip
     return out
 

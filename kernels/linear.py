@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from dsa_engine.kernels import cpu
 from dsa_engine.kernels.operation import operation
 
-# Most rows for which the CPU's kernel is the quicker one.
+# Most rows for which the CPU's kernel is the quicker one, measured where the weight comes from memory.
 FEW_ROWS_ON_A_CPU = 16
 
 

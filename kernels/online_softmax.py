@@ -23,7 +23,7 @@ import triton.language as tl
 from dsa_engine.kernels.cache_format import FP8, LatentFormat, stored_dtype
 from dsa_engine.kernels.fp8_cache import LATENT_BLOCK, latent_rank
 from dsa_engine.kernels.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.latent_rows import load_tile
+from dsa_engine.kernels.latent_rows import load_tile, value_columns
 from dsa_engine.kernels.launch import capability, config_for, multiprocessors
 
 MOST_SPLITS = 64  # as many as merge_splits reads at a time
@@ -60,7 +60,8 @@ class Tilings(NamedTuple):
 # fp8: the bytes of the next step's rows wait in registers (40 of a thread's on sm_90) while this step multiplies, and
 # shared memory takes rows as numbers only; nothing is left for stages to do. With 64 rows a warpgroup's product of
 # scores is 32 columns wide, with 32 rows 16, which takes 20 cycles to read its operands and 8 to multiply. Wgmma takes
-# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the most that fits in registers.
+# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the most that fits in registers: of 32
+# heads 4 warps compute the scores twice and 8 warps four times, and tcgen05, which takes 64, spills 104 bytes and more.
 # float32 products are no tensor core's: small tiles, for correctness.
 TILINGS = {
     80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(64, 16, 8, 1), full=Tiles(16, 16, 8, 1)),
@@ -163,12 +164,13 @@ def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
 @triton.jit
 def load_queries(
     q, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[BLOCK_HEADS, BLOCK_VALUE]`` and ``[BLOCK_HEADS, BLOCK_ROTATED]``; where there is no head, the last
     one's, whose results are not stored twice."""
     first = q + (token * HEADS + tl.minimum(head, HEADS - 1))[:, None] * (VALUE + ROTATED)
-    return load_tile(first, VALUE, BLOCK_VALUE), load_tile(first + VALUE, ROTATED, BLOCK_ROTATED)
+    value = load_tile(first, value_columns(BLOCK_VALUE, FP8), VALUE, BLOCK_VALUE)
+    return value, load_tile(first + VALUE, tl.arange(0, BLOCK_ROTATED), ROTATED, BLOCK_ROTATED)
 
 
 @triton.jit
@@ -200,11 +202,12 @@ def attend(
 
 @triton.jit
 def store_results(
-    out, lse, tokens, token, head, top, total, acc, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr
-):
+    out, lse, tokens, token, head, top, total, acc, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
     """A program's share of ``out [splits, tokens, HEADS, VALUE]`` and ``lse [splits, tokens, HEADS]``, after one step
     at least. ``token`` is int64."""
-    columns = tl.arange(0, BLOCK_VALUE)[None, :]
+    columns = value_columns(BLOCK_VALUE, FP8)[None, :]
     known = head < HEADS
     row = (tl.program_id(1) * tokens + token) * HEADS + head
     result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)

@@ -81,21 +81,20 @@ def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_slots(slots, entry, end):
-    """No mask: the last slot serves behind the end."""
+    """The slots ``entry [rows]``, without a mask: the last one serves behind the end."""
     return tl.load(slots + tl.minimum(entry, end - 1))
 
 
 @triton.jit
 def row_of(slot, greatest):
-    """The greatest slot serves instead of -1, which as unsigned is greater."""
+    """The row to load for each slot: that of the greatest instead of -1, which as unsigned is greater."""
     return tl.minimum(slot.to(tl.uint32, bitcast=True), greatest.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def sparse_attention_kernel(
     q, pool, slots, counts, out, lse, tokens, k, scale,
-    STRIDE: tl.constexpr,
-    HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
     COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +115,7 @@ def sparse_attention_kernel(
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
 
-    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
     top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
@@ -141,7 +140,7 @@ def sparse_attention_kernel(
             q_value, q_rotated, tile, ends, entry, end, partial, chosen, top, total, acc, scale,
             ROTATED, True, PRECISION,
         )  # fmt: skip
-    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE)
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
 
 
 def _launch(

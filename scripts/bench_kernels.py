@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
-from dsa_engine.measure.lost_device import is_lost
+from dsa_engine.measure.lost_device import in_another_process, is_lost
 from dsa_engine.measure.report import environment, format_table, write_so_far
 from dsa_engine.model.config import DTYPES
 from dsa_engine.output_files import check_outputs
@@ -126,10 +125,10 @@ class Bench:
         if not names or not args.json or args.json == "-":
             print(f"not measured: {', '.join(names) or 'none'}" + ("; name a file with --json" if names else ""))
             return 1
-        command = [sys.executable, *sys.argv, "--only", ",".join(names), "--add"]
+        options = ["--only", ",".join(names), "--add"]
         if args.time_limit:
-            command += ["--time-limit", str(max(1.0, args.time_limit - (time.perf_counter() - self.begin)))]
-        return subprocess.call(command) or 1
+            options += ["--time-limit", str(max(1.0, args.time_limit - (time.perf_counter() - self.begin)))]
+        return in_another_process(*options)
 
 
 if __name__ == "__main__":

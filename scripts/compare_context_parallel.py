@@ -25,7 +25,7 @@ from dsa_engine.measure.context_parallel.plot import plot_forms
 from dsa_engine.measure.context_parallel.study import FORMS, ContextParallelStudy, FormResult
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
-from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.report import environment, format_table, write_so_far
 from dsa_engine.model.config import DTYPES
 from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel import Mesh, ParallelConfig
@@ -85,19 +85,19 @@ def main() -> None:
     names = args.forms or [name for name in FORMS if name not in left_out]
     counted = count_all(args, links)
     study = ContextParallelStudy(Layer(SIZES[args.size], DTYPES[args.dtype], mesh.device, args.seed), mesh, names)
+    about = environment(mesh.device, DTYPES[args.dtype], mesh.world_size)
+    assumed = {"links": links.to_json(), "tflops": args.assumed_tflops, "dtype": "bfloat16", "size": args.counted_size}
+    facts = {**about, "options": reported(args), "assumed": assumed, "counted": [c.to_json() for c in counted]}
     results: list[FormResult] = []
     with progress_bar(len(args.seq_len), "lengths", "comparing", shown=mesh.reports) as bar:
-        for length in args.seq_len:
+        for i, length in enumerate(args.seq_len, 1):
             results += study.measure(length, args.repeat)
+            if mesh.reports:
+                listed = [r.to_json() for r in results]
+                write_so_far(args.json, facts, listed, complete=i == len(args.seq_len))
             bar.update(1)
     if not mesh.reports:
         return
-    about = environment(mesh.device, DTYPES[args.dtype], mesh.world_size)
-    assumed = {"links": links.to_json(), "tflops": args.assumed_tflops, "dtype": "bfloat16", "size": args.counted_size}
-    if args.json:
-        listed, by_formula = [r.to_json() for r in results], [c.to_json() for c in counted]
-        rest = {"results": listed, "assumed": assumed, "counted": by_formula}
-        write_json(args.json, {**about, "options": reported(args), **rest})
     if args.plot:
         where = (f"{args.size}, {mesh.world_size} ranks", about["device"], args.dtype, about["date"][:10])
         modelled = f"{args.counted_size} on {args.counted_ranks} ranks at {args.assumed_tflops:g} TFLOP/s each"

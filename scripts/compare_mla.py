@@ -17,7 +17,7 @@ from dsa_engine.arguments import argument_parser, lengths, reported, run
 from dsa_engine.measure.mla_forms import FORMS, SIZES
 from dsa_engine.measure.mla_study import Counts, FormResult, MLAStudy, count, plot_mla
 from dsa_engine.measure.plots import check_plot
-from dsa_engine.measure.report import environment, format_table, write_json
+from dsa_engine.measure.report import environment, format_table, write_so_far
 from dsa_engine.model.config import DTYPES
 from dsa_engine.output_files import check_outputs
 from dsa_engine.progress import progress_bar
@@ -53,16 +53,22 @@ def main() -> None:
     counts = {form.name: count(form, SIZES[args.size]) for form in FORMS}
     study = MLAStudy(SIZES[args.size], dtype, device, args.seed)
     cases = [(batch, context) for batch in args.batch_size for context in args.context]
+    about = {
+        **environment(device, dtype, 1),
+        "options": reported(args),
+        "counted": {n: vars(counts[n]) for n in counts},
+    }
     results: list[FormResult] = []
-    with progress_bar(len(cases), "cases", "comparing") as bar:
-        for batch, context in cases:
-            results += study.measure(batch, context, args.repeat, MOST_ERROR[args.dtype])
-            bar.update(1)
-    about = environment(device, dtype, 1)
-    if args.json:
-        counted = {name: vars(c) for name, c in counts.items()}
-        listed = [r.to_json() for r in results]
-        write_json(args.json, {**about, "options": reported(args), "counted": counted, "results": listed})
+    try:
+        with progress_bar(len(cases), "cases", "comparing") as bar:
+            for batch, context in cases:
+                results += study.measure(batch, context, args.repeat, MOST_ERROR[args.dtype])
+                done = (batch, context) == cases[-1]
+                write_so_far(args.json, about, [r.to_json() for r in results], complete=done)
+                bar.update(1)
+    except KeyboardInterrupt:
+        show(counts, results)
+        raise
     if args.plot:
         where = (f"MLA of {args.size}, one layer", about["device"], args.dtype, about["date"][:10])
         plot_mla(counts, results, args.plot, " · ".join(where))

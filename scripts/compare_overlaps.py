@@ -1,7 +1,8 @@
 """What CUDA graphs and each overlap gain in decode: time per output token with all of them, and without one at a time.
 
-One process, in which the model is made anew for each; caches are filled with random rows. On a CPU there is nothing to
-turn off, and all rows are the same work.
+One process, in which the model is made anew for each; caches are filled with random rows. A variant that leaves the
+device in an error fails alone: another process measures the rest. On a CPU there is nothing to turn off, and all rows
+are the same work.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths,
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
+from dsa_engine.measure.lost_device import in_another_process, is_lost
 from dsa_engine.measure.report import format_table, run_report, write_so_far
 from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel.launch_environment import several_processes
@@ -39,24 +43,38 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=1, help="requests at once, of all ranks together")
     parser.add_argument("--output-len", type=int, default=64, help="tokens per request")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, after one that is not counted")
+    parser.add_argument("--only", metavar="NAMES", help=f"some of: {', '.join(VARIANTS)}; separated by commas")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    parser.add_argument("--add", action="store_true", help="keep what the file of --json holds, and add to it")
     add_engine_arguments(parser)
     add_emulation_arguments(parser)
     args = parser.parse_args()
     if args.output_len < 2 or min(args.repeat, args.batch_size) < 1:
         raise ValueError("--output-len must be at least 2, --repeat and --batch-size at least 1")
+    args.only = list(VARIANTS) if args.only is None else args.only.split(",")
+    for name in args.only:
+        if name not in VARIANTS:
+            raise ValueError(f"--only {name!r} is none of {', '.join(VARIANTS)}")
+    if args.add and (not args.json or args.json == "-"):
+        raise ValueError("--add adds to the file that --json names; name one")
     return args
 
 
 def main() -> None:
     args = parse()
     check_outputs(args.json)
-    comparison = Comparison(args)
+    comparison, rest = Comparison(args), []
     try:
-        for name in VARIANTS:
+        for i, name in enumerate(args.only, 1):
             comparison.measure(name)
+            if comparison.lost:
+                rest = args.only[i:] if args.json and args.json != "-" else []
+                break
     finally:  # also what was measured before an error, or Ctrl-C
-        comparison.show()
+        if not rest:
+            comparison.show()
+    if rest:
+        sys.exit(in_another_process("--only", ",".join(rest), "--add"))
     if comparison.failed:
         sys.exit(1)
 
@@ -70,6 +88,10 @@ class Comparison:
         self._results: list[dict[str, Any]] = []
         self._about: dict[str, Any] = {}
         self._reports, self._device, self._above = False, "", ""
+        self.lost = False  # a variant has left the device in an error
+        if args.add and Path(args.json).exists():
+            found = json.loads(Path(args.json).read_text(encoding="utf-8"))
+            self._results, self.failed = found["results"], found["failed"]
 
     def measure(self, name: str) -> None:
         """All lengths without what the variant turns off. In a single process a variant that does not run is a finding:
@@ -80,9 +102,11 @@ class Comparison:
             if several_processes():
                 raise
             self.failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
-        self._write(complete=name == list(VARIANTS)[-1])
+            self.lost = torch.cuda.is_initialized() and is_lost(torch.device("cuda"))
+        self._write(complete=name == self._args.only[-1])
         gc.collect()
-        torch.cuda.empty_cache()  # the next engine looks at what is free; none is running
+        if not self.lost:
+            torch.cuda.empty_cache()  # the next engine looks at what is free; none is running
 
     def _measure(self, name: str) -> None:
         args = copy.copy(self._args)

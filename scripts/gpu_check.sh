@@ -54,14 +54,17 @@ part() {
 
 # Not -m: that would put the working folder on sys.path.
 module='import runpy, sys; sys.path.pop(0); sys.argv.pop(0); runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
-# Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is.
-processes=$("$python" -c 'import os, importlib.util as u; print(f"-n{min(16, os.cpu_count())}" if u.find_spec("xdist") else "")')
+# Compiling takes most of the time, and needs no GPU: on as many processes as there are cores, where pytest-xdist is. There
+# a test that hangs, or leaves the GPU in an error (tests/conftest.py), ends its process alone, and another one goes on.
+processes=$("$python" -c 'import os, importlib.util as u
+hung = "-o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true"
+print(f"-n{min(16, os.cpu_count())} {hung}" if u.find_spec("xdist") else "")')
 
 # tests SECONDS NAME TEST…
 tests() {
 	local limit=$1 name=$2
 	shift 2
-	part "$limit" "$name" "$python" -c "$module" pytest "$@" -q --maxfail=20 -o minversion=8 --junit-xml="$out/$name.xml" $processes
+	part "$limit" "$name" "$python" -c "$module" pytest "$@" -v -o minversion=8 --junit-xml="$out/$name.xml" $processes
 }
 
 doctor() { # SECONDS: whether this machine runs the engine at all; it compiles the kernels that the others use

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.cli import main as dsa_engine_command
-from dsa_engine.measure import generation_benchmark, latency_command, prefill_command
+from dsa_engine.measure import generation_benchmark, latency_command, lost_device, prefill_command
 from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -192,14 +193,26 @@ def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
 
 
 def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
-    """On a CPU there is nothing to turn off, but every variant is measured, here of an emulated rank."""
-    common = ["--input-len", "64,300", "--output-len", 4, "--repeat", 1, "--json", tmp_path / "out.json"]
+    """On a CPU there is nothing to turn off, but what is asked for is measured, here of an emulated rank."""
+    names = ("nothing", "async scheduling", "all of them")
+    common = [
+        "--only",
+        ",".join(names),
+        "--input-len",
+        "64,300",
+        "--output-len",
+        4,
+        "--repeat",
+        1,
+        "--json",
+        tmp_path / "out.json",
+    ]
     done = run("compare_overlaps.py", *common, "--emulate-world", 2, "--batch-size", 2)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     found = {(r["turned_off"], r["input_len"]): r for r in result["results"]}
-    assert len(found) == 12 and result["emulated"]["world_size"] == 2
-    for name in ("nothing", "CUDA graphs", "async scheduling", "overlap of the shared expert", "all of them"):
+    assert len(found) == 6 and result["emulated"]["world_size"] == 2 and result["complete"]
+    for name in names:
         times = [found[name, n]["median_computed_tpot_ms"] for n in (64, 300)]
         assert min(times) > 0
         base = [found["nothing", n]["median_computed_tpot_ms"] for n in (64, 300)]
@@ -236,6 +249,35 @@ def test_what_was_measured_is_not_lost_to_an_interrupt(
     assert [r["input_len"] for r in result["results"]] == [64]
     table = {"measure_tpot.py": "64 × 1", "compare_overlaps.py": "(1.00x)", "bench_prefill.py": "64 tokens: TTFT"}
     assert table[script] in done.stdout and "128" not in done.stdout.replace("ms at 128", "")
+
+
+def test_a_variant_that_loses_the_device_does_not_lose_the_others(
+    run: Run, run_script: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process measures them, and adds to the same file."""
+    measure, report = generation_benchmark.measure_latency, tmp_path / "out.json"
+
+    def loses_the_device(*args: Any, **named: Any) -> Any:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def in_another_process(command: list[str]) -> int:
+        with monkeypatch.context() as there:
+            there.setattr(torch.cuda, "is_initialized", lambda: False)
+            there.setattr(generation_benchmark, "measure_latency", measure)
+            return run_script(Path(command[1]).name, *command[2:]).returncode
+
+    monkeypatch.setattr(generation_benchmark, "measure_latency", loses_the_device)
+    monkeypatch.setattr(lost_device, "is_lost", lambda device: True)
+    monkeypatch.setattr(subprocess, "call", in_another_process)
+    options = ["--input-len", 64, "--output-len", 3, "--repeat", 1, "--json", report]
+    done = run("compare_overlaps.py", *options, "--only", "nothing,CUDA graphs")
+    assert done.returncode == 1, done.stderr
+    result = json.loads(report.read_text())
+    assert result["complete"] and [r["turned_off"] for r in result["results"]] == ["CUDA graphs"]
+    assert result["failed"] == {"nothing": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+    done = run("compare_overlaps.py", "--only", "the light")
+    assert done.returncode == 2 and "--only 'the light' is none of nothing, CUDA graphs" in done.stderr
 
 
 @pytest.mark.slow

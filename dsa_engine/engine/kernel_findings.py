@@ -43,22 +43,27 @@ class Content:
 
     @classmethod
     def of(cls, path: Path) -> Content:
-        """What stands in the file, the marks of ended processes counted; nothing where it cannot be read."""
+        """What stands in the file; nothing where it cannot be read."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            content = cls(
+            return cls(
                 bool(found["finished"]),
                 {str(name): str(reason) for name, reason in found["wrong"].items()},
                 {str(name): int(times) for name, times in found["suspects"].items()},
                 {str(process): (str(name), float(since)) for process, (name, since) in found["marks"].items()},
             )
-            left = [process for process, (_, since) in content.marks.items() if _outlived(process, since)]
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return cls()
-        for name in {content.marks.pop(process)[0] for process in left}:  # the ranks of a run: once for a kernel
-            content.suspects[name] = content.suspects.get(name, 0) + 1
-            content.finished = False
-        return content
+
+    def outlived(self) -> list[str]:
+        """The processes that have ended without taking their marks along."""
+        return [process for process, (_, since) in self.marks.items() if _outlived(process, since)]
+
+    def suspect(self, ended: list[str]) -> None:
+        """Turns the marks of these processes, the ranks of a run, into suspicion: once for a kernel."""
+        for name in {self.marks.pop(process)[0] for process in ended if process in self.marks}:
+            self.suspects[name] = self.suspects.get(name, 0) + 1
+            self.finished = False
 
 
 class KernelFindings:
@@ -69,7 +74,9 @@ class KernelFindings:
         self._writing = threading.Lock()
         self._closed = False
         content = Content() if path is None else Content.of(path)
-        self._before = dict(content.suspects)
+        self._ended = content.outlived()  # before this run: what is lost in it is counted by the next
+        content.suspect(self._ended)
+        self._before = content.suspects
         self.finished = content.finished
         twice = {name: "it ended the process that compared it, twice" for name, n in self._before.items() if n > 1}
         self.wrong = twice | content.wrong
@@ -87,7 +94,6 @@ class KernelFindings:
 
         def update(content: Content) -> None:
             content.wrong |= self.wrong | wrong
-            # A kernel at which another rank of this run was lost stays a suspect.
             content.suspects = {n: times for n, times in content.suspects.items() if times > self._before.get(n, 0)}
             content.finished = not content.suspects
 
@@ -107,6 +113,7 @@ class KernelFindings:
             self._closed = last
             with _locked(self._path.parent):
                 content = Content.of(self._path)
+                content.suspect(self._ended)
                 content.marks.pop(self._process, None)
                 update(content)
                 write_text(self._path, json.dumps(asdict(content), indent=2) + "\n")
@@ -147,7 +154,10 @@ def _this_process() -> str:
 
 def _outlived(process: str, since: float) -> bool:
     """Whether a mark's process has ended."""
-    state = state_of(process)
+    try:
+        state = state_of(process)
+    except ValueError:  # no name of a process
+        return True
     return state == "ended" or (state == "unknown" and time.time() - since > _ELSEWHERE_S)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 
 
@@ -13,3 +16,13 @@ def is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def in_another_process(*options: str) -> int:
+    """Runs this script once more, with further options behind those that it was given.
+
+    Returns:
+        its exit status, or 1 where that is 0: this process has failed.
+    """
+    sys.stdout.flush()
+    return subprocess.call([sys.executable, *sys.argv, *options]) or 1

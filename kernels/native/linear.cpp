@@ -5,6 +5,7 @@
 namespace {
 
 constexpr int64_t OUTPUTS_OF_TILE = 32;
+constexpr int64_t TOKENS_OF_TILE = 32;
 constexpr int COLUMN_VECTORS = 2;
 
 // out[column] = sum over i of x[i] * weight[i][column], of R rows and COLUMN_VECTORS vectors of columns at a time.
@@ -51,22 +52,25 @@ extern "C" void dsa_head_product(
     const float* x, const float* weight, float* out, int64_t tokens, int64_t heads, int64_t inner, int64_t outer,
     int64_t x_token, int64_t x_head, int64_t weight_head, int64_t weight_inner, int64_t weight_outer,
     int64_t out_token, int64_t out_head, int64_t threads) {
-    for_tiles(heads, (int)threads, nullptr, 0, [&](int64_t head, float*) {
+    const int64_t blocks = (tokens + TOKENS_OF_TILE - 1) / TOKENS_OF_TILE;
+    for_tiles(heads * blocks, (int)threads, nullptr, 0, [&](int64_t tile, float*) {
+        const int64_t head = tile / blocks, first = tile % blocks * TOKENS_OF_TILE;
+        const int64_t count = tokens - first < TOKENS_OF_TILE ? tokens - first : TOKENS_OF_TILE;
         const float* matrix = weight + head * weight_head;
-        const auto from = [&](int64_t token) { return x + token * x_token + head * x_head; };
-        const auto to = [&](int64_t token) { return out + token * out_token + head * out_head; };
+        const auto from = [&](int64_t token) { return x + (first + token) * x_token + head * x_head; };
+        const auto to = [&](int64_t token) { return out + (first + token) * out_token + head * out_head; };
         if (weight_inner == 1) {
-            multiply(matrix, weight_outer, inner, outer, tokens, from, to);
+            multiply(matrix, weight_outer, inner, outer, count, from, to);
             return;
         }
         int64_t token = 0;
-        for (; token + ROWS_AT_ONCE <= tokens; token += ROWS_AT_ONCE) {
+        for (; token + ROWS_AT_ONCE <= count; token += ROWS_AT_ONCE) {
             const float* some[ROWS_AT_ONCE];
             float* into[ROWS_AT_ONCE];
             for (int r = 0; r < ROWS_AT_ONCE; r++) some[r] = from(token + r), into[r] = to(token + r);
             add_lines<ROWS_AT_ONCE>(some, matrix, weight_inner, inner, outer, into);
         }
-        for (; token < tokens; token++) {
+        for (; token < count; token++) {
             const float* some = from(token);
             float* into = to(token);
             add_lines<1>(&some, matrix, weight_inner, inner, outer, &into);

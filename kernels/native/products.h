@@ -15,13 +15,13 @@ template <int O>
 inline void sums_of(const Floats* vectors, float* sums) {
 #if defined(__AVX512F__)
     if (O == 4) {
-        // Four at once: by pairs within 128 bits, and then these.
+        // Four at once: within 128 bits, and then these.
         const __m512 *v = reinterpret_cast<const __m512*>(vectors);
-        const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-        const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-        const __m512d low = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), high = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
-        const __m512 all = _mm512_add_ps((__m512)low, (__m512)high);
-        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), (__m256)_mm512_extractf64x4_pd((__m512d)all, 1));
+        const __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+        const __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+        const __m512 all = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+        const __m256 high = (__m256)_mm512_extractf64x4_pd((__m512d)all, 1);
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), high);
         _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
         return;
     }
@@ -87,7 +87,8 @@ void multiply(const float* weight, int64_t stride, int64_t width, int64_t output
 inline void silu_mul_row(const float* gate, const float* up, int64_t width, float* out) {
     for (int64_t i = 0; i < width; i += LANES) {
         const int64_t count = width - i < LANES ? width - i : LANES;
-        store_some(out + i, load_some(gate + i, count) * sigmoid_of(load_some(gate + i, count)) * load_some(up + i, count), count);
+        const Floats open = load_some(gate + i, count);
+        store_some(out + i, open * sigmoid_of(open) * load_some(up + i, count), count);
     }
 }
 

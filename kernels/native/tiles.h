@@ -120,12 +120,11 @@ static void for_tiles(int64_t tiles, int threads, float* scratch, int64_t scratc
         return;
     }
     std::atomic<int64_t> next{0};
-    const auto run = [&](int thread) {
+    auto run = [&](int thread) {
         for (int64_t tile = next++; tile < tiles; tile = next++) work(tile, scratch + thread * scratch_size);
     };
-    run_on_threads(
-        tiles < threads ? (int)tiles : threads,
-        [](void* data, int thread) { (*static_cast<const decltype(run)*>(data))(thread); }, const_cast<void*>(static_cast<const void*>(&run)));
+    const auto call = [](void* data, int thread) { (*static_cast<decltype(run)*>(data))(thread); };
+    run_on_threads(tiles < threads ? (int)tiles : threads, call, &run);
 }
 
 // The same for rows: work(first, end, scratch) for blocks of them.

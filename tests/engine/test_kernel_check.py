@@ -29,8 +29,7 @@ import json, sys
 from pathlib import Path
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels import operation, silu_mul
-from dsa_engine.engine import kernel_check, kernel_findings
-from dsa_engine.engine.kernel_findings import KernelFindings
+from dsa_engine.engine import kernel_check
 
 class Broken:
     def __getitem__(self, grid):
@@ -156,7 +155,11 @@ def test_a_kernel_that_ends_its_process_twice_is_wrong(tmp_path: Path, monkeypat
     found = KernelFindings(kept)
     leave_marks(kept, (ended[0], "topk"))
     assert found.finish({}) and not KernelFindings(kept).finished, "another rank of the run was lost at it"
-    leave_marks(kept, (ended[1], "topk"), ("elsewhere 7 7", "combine"))
+    next_run = KernelFindings(kept)
+    leave_marks(kept, ("elsewhere 7 7", "combine"))
+    next_run.mark("topk")
+    leave_marks(kept, (ended[1], "topk"))
+    next_run.mark("silu_mul")  # goes on for a while, and is lost too
     assert KernelFindings(kept).wrong == {"topk": "it ended the process that compared it, twice"}
     monkeypatch.setattr(kernel_findings, "_ELSEWHERE_S", 0.0)
     one, other = KernelFindings(kept), KernelFindings(kept)
@@ -164,6 +167,12 @@ def test_a_kernel_that_ends_its_process_twice_is_wrong(tmp_path: Path, monkeypat
     one.leave({"rope": "it left the device in an error"})
     other.mark("silu_mul")
     assert list(KernelFindings(kept).wrong) == ["topk", "rope"], "no rank writes over what another one has found"
+    kept.unlink()
+    run = KernelFindings(kept)
+    for process in ended:  # one rank after the other
+        run.mark("silu_mul")
+        leave_marks(kept, (process, "combine"))
+    assert KernelFindings(kept)._before == {"combine": 1}
 
 
 @pytest.mark.parametrize("blameless", [True, False])

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels import grouped_matmul as module
-from dsa_engine.kernels.grouped_matmul import grouped_matmul, grouped_matmul_triton, most_tiles, torch_has_it
+from dsa_engine.kernels.grouped_matmul import grouped_matmul, grouped_matmul_triton, torch_has_it
+from dsa_engine.kernels.grouped_tiles import most_tiles
 from dsa_engine.kernels.launch import INTERPRETED, runs_triton
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]

@@ -40,7 +40,7 @@ def test_linear_of_any_strides_and_shapes(device: str, dtype: torch.dtype, bound
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    "tokens, heads, inner, outer", [(8, 3, 32, 64), (1, 1, 1, 1), (5, 2, 17, 40), (20, 2, 8, 9), (0, 2, 3, 4)]
+    "tokens, heads, inner, outer", [(8, 3, 32, 64), (1, 1, 1, 1), (5, 2, 17, 40), (70, 2, 8, 9), (0, 2, 3, 4)]
 )
 def test_head_product(
     tokens: int, heads: int, inner: int, outer: int, transposed: bool, device: str, relative_error: Error
@@ -59,14 +59,18 @@ def test_head_product(
 def test_a_row_does_not_depend_on_the_others() -> None:
     if not cpu.serves(torch.empty(0)):
         pytest.skip("PyTorch's products are its own")
-    x, weight, heads = make(FEW_ROWS_ON_A_CPU, 256), make(70, 256, seed=1), make(4, 64, 33, seed=2)
-    whole, of_heads = linear(x, weight), torch.empty(len(x), 4, 33)
-    head_product(x.view(-1, 4, 64), heads, of_heads)
+    x, weight = make(FEW_ROWS_ON_A_CPU, 256), make(70, 256, seed=1)
+    whole = linear(x, weight)
     for first, last in ((0, 1), (0, 2), (3, 8), (9, 16)):
         assert torch.equal(linear(x[first:last], weight), whole[first:last])
-        part = torch.empty(last - first, 4, 33)
-        head_product(x[first:last].view(-1, 4, 64), heads, part)
-        assert torch.equal(part, of_heads[first:last])
+    by_head = x[:8].view(8, 4, 64)
+    for matrices in (make(4, 64, 33, seed=2), make(4, 33, 64, seed=2).transpose(1, 2)):
+        whole = torch.empty(8, 4, 33)
+        head_product(by_head, matrices, whole)
+        for first, last in ((0, 1), (0, 2), (3, 8)):
+            part = torch.empty(last - first, 4, 33)
+            head_product(by_head[first:last], matrices, part)
+            assert torch.equal(part, whole[first:last])
 
 
 def test_bad_arguments() -> None:

@@ -229,9 +229,9 @@ def test_slots_beyond_two_to_the_31_elements(device: str) -> None:
 def copy_last_token_kernel(q, out, lse, tokens, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr):
     token = tokens - 1 + tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)
-    value, _ = load_queries(q, token, head, HEADS, VALUE, ROTATED, VALUE, ROTATED)
+    value, _ = load_queries(q, token, head, HEADS, VALUE, ROTATED, VALUE, ROTATED, False)
     one = tl.full([HEADS], 1.0, tl.float32)
-    store_results(out, lse, tokens, token, head, one, one, value.to(tl.float32), HEADS, VALUE, VALUE)
+    store_results(out, lse, tokens, token, head, one, one, value.to(tl.float32), HEADS, VALUE, VALUE, False)
 
 
 def test_tokens_beyond_two_to_the_31_elements(device: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsa_engine.measure.kernel_cases.ceiling import at_most
-from dsa_engine.measure.kernel_cases.chip_rates import RATES, memory_bytes
+from dsa_engine.measure.kernel_cases.chip_rates import RATES, lane_cycles, memory_bytes
 from dsa_engine.measure.kernel_cases.loop_bound import Product, loop_bound, main_loop, product
 from dsa_engine.measure.kernel_cases.sass import Instruction, instructions, loops
 
@@ -66,6 +66,7 @@ def test_a_bound_by_hand() -> None:
             "logic": 0.0,
             "imad": 8 / 2,
             "special": 8 * 2.0,
+            "convert": 0.0,
             "shuffle": 0.0,
             "issue": 11 * 8 / 4,
         },
@@ -110,6 +111,24 @@ def test_the_ceiling_is_the_cases_matter() -> None:
 )
 def test_global_memory(opcode: str, moved: int) -> None:
     assert memory_bytes(opcode) == moved
+
+
+@pytest.mark.parametrize(
+    ("opcode", "busy"),
+    [
+        ("HADD2.F32", {"convert": 2.0}),  # 4 warps of 32, over 64 lanes
+        ("HADD2.BF16_V2", {"half": 1.0}),
+        ("F2FP.F16.E4M3.UNPACK_B", {"alu": 2.0}),
+        ("F2F.BF16.F32", {"special": 8.0}),
+        ("LOP3.LUT", {"alu": 2.0, "logic": 2.0}),
+        ("IMAD.MOV.U32", {"fma": 1.0, "imad": 2.0}),
+        ("FFMA2", {"fma": 2.0}),
+        ("SHFL.BFLY", {"shuffle": 4.0}),
+        ("BAR.SYNC", {}),
+    ],
+)
+def test_units(opcode: str, busy: dict[str, float]) -> None:
+    assert lane_cycles(opcode, 4, RATES[90]) == busy
 
 
 def test_copies_without_a_size_are_named() -> None:

@@ -209,11 +209,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     fixed = ["--weights", "fp8", "--cache", "fp8", "--tp-size", "1", "--drafts", "0", "--chunk", "8192"]
     out = tmp_path / "plan.json"
     common = ["plan", "--devices", "16", "--input-len", "32768", *fixed]
-    main([*common, "--tpot", "0.03", "--json", str(out)])
+    dispatches = ["--moe-dispatch", "all_gather", "--decode-dispatch", "all_to_all"]
+    main([*common, *dispatches, "--tpot", "0.03", "--json", str(out)])
     shown = capsys.readouterr().out
     assert "Together" in shown and "Split" in shown and "Not known" in shown and "H200 SXM data sheet" in shown
     found = json.loads(out.read_text())
     assert found["together"]["tpot_ms"] <= 30 and found["split"]["split"]
+    for plan in (found["together"], found["split"]):
+        used = [plan[phase]["deployment"]["dispatch"] for phase in ("prefill", "decode")]
+        assert used == ["all_gather", "all_to_all"]
     main([*common, "--what-if", "tpot", "--json", str(out), "--plot", str(tmp_path / "sweep.png")])
     points = json.loads(out.read_text())["points"]
     rates = [p["together"]["output_tokens_per_s"] for p in points]

@@ -5,13 +5,15 @@ Blackwell. For Hopper it is the H200, as its memory is faster than the H100's (4
 units are asked for more.
 
 Lanes: "Throughput of Native Arithmetic Instructions", until CUDA 12 in the programming guide and since 13 in the best
-practices guide: float32, integer addition, multiplication and logic, MUFU, shuffles, conversions by F2F, and pairs of
-16-bit numbers. That F2FP (two numbers to 16 bits) belongs to the ALU is from Nsight Compute's description of its
-pipelines. Assumed, as no source was found: F2FP to and from 8 bits and I2FP as F2FP to 16 bits; F2I and I2F as F2F. The
-guide has F2I at 2 lanes on 12.0, and float32 minima at 128 on 10.0, which are counted here with the ALU's 64.
+practices guide: float32, integer addition, multiplication and logic, MUFU, shuffles, pairs of 16-bit numbers,
+conversions from 16 to 32 bits (HADD2.F32), from 8 bits (F2FP.UNPACK) and by F2F. That F2FP to 16 bits belongs to the
+ALU is from Nsight Compute's description of its pipelines. Assumed, as no source was found: F2FP to 8 bits and I2FP as
+F2FP to 16 bits; F2I and I2F as F2F. The guide has F2I at 2 lanes on 12.0, and float32 minima at 128 on 10.0, which are
+counted here with the ALU's 64.
 
 Shared memory: 32 banks of 4 bytes a cycle (programming guide). That a warpgroup's product reads B, and A where it is no
-register, once from there agrees with rates measured for narrow products (arXiv 2501.12084: full from 64 columns on).
+register, once from there agrees with what others measured on an H100: full rate from 64 columns on. (A single warp's
+products reach some 63% of that rate there; here they count as the warpgroup's.)
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Rates:
 
 def _rates(tensor: int, flops: float, bandwidth: float, fma: int, half: int, alu: int) -> Rates:
     """``flops`` and ``bandwidth`` are the device's, a second: their ratio is the multiprocessor's too."""
-    lanes = {"fma": fma, "half": half, "alu": alu, "logic": 64, "imad": 64, "special": 16, "shuffle": 32}
+    lanes = {"fma": fma, "half": half, "alu": alu, "logic": 64, "imad": 64, "special": 16, "convert": 64, "shuffle": 32}
     return Rates(tensor, bandwidth * tensor / flops, lanes)
 
 
@@ -60,6 +62,7 @@ RATES = {
 _UNITS = {
     "fma": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 IMAD",
     "half": "HFMA2 HADD2 HMUL2",
+    "convert": "HADD2.F32",
     "imad": "IMAD",
     "alu": "IADD IADD3 VIADD LOP3 SHF SEL FSEL FMNMX FMNMX3 FSETP ISETP VIMNMX VIMNMX3 VIADDMNMX LEA PRMT I2FP F2FP "
     "PLOP3 IABS SGXT BMSK FSET IMNMX",
@@ -74,8 +77,9 @@ UNITS_OF = {opcode: [unit for unit, names in _UNITS.items() if opcode in names.s
 def lane_cycles(opcode: str, warps: int, rates: Rates) -> dict[str, float]:
     """That an instruction of so many warps keeps each unit busy."""
     base = opcode.split(".")[0]
+    name = "HADD2.F32" if opcode.startswith("HADD2.F32") else base
     pairs = 2 if base in ("FFMA2", "FADD2", "FMUL2") else 1  # two float32 a lane
-    return {unit: warps * 32 * pairs / rates.lanes[unit] for unit in UNITS_OF.get(base, ())}
+    return {unit: warps * 32 * pairs / rates.lanes[unit] for unit in UNITS_OF.get(name, ())}
 
 
 def shared_bytes(opcode: str) -> int:

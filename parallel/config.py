@@ -53,10 +53,10 @@ class ParallelConfig(Options):
     moe_chunk_size: int | None = option(
         POSITIVE_INT,
         None,
-        "most token-expert pairs that a rank serves at a time in an all-to-all. Where the routing brings some rank "
-        "more, tokens travel in several rounds, so that skew costs time and not memory; sums add in the same order. "
+        "most token-expert pairs that a rank serves at a time. Where the routing brings some rank more, tokens are "
+        "served in several rounds, so that skew costs time and not memory; sums add in the same order. "
         "Default: what balanced routing brings, max_num_batched_tokens times the experts of a token.",
-        help="most token-expert pairs that a rank serves at a time in an all-to-all; default: a balanced full step",
+        help="most token-expert pairs that a rank serves at a time; default: a balanced full step",
     )
     cp_layout: CpLayout = option(
         choice(CpLayout),

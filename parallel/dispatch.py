@@ -28,11 +28,11 @@ class Arrived(NamedTuple):
 
 
 class Dispatch(ABC):
-    """Tokens on their way to their experts and back, in one round or in several, in each of which every rank of the
-    group takes part: :meth:`arrive`, the experts, :meth:`give_back`. :meth:`combine` comes after the last.
+    """Tokens on their way to their experts and back, in one round or in several: :meth:`arrive`, the experts,
+    :meth:`give_back`. :meth:`combine` comes after the last. Every rank of the group takes part in all that travels.
 
     Attributes:
-        rounds: how many there are, the same on every rank.
+        rounds: how many there are; the same on every rank where tokens travel in each.
     """
 
     rounds: int

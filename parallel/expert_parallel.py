@@ -7,7 +7,8 @@ of that rank's experts it has chosen.
 * "all_to_all": only what is needed travels, in rounds where much comes to one rank (`all_to_all.py`); the counts depend
   on the routing, and the host waits for them; sums add in float32, in the order of a token's choices, so the same bits
   each time.
-* "all_gather": every rank gets every token; shapes depend on the batch only; sums add in the tokens' dtype, under way.
+* "all_gather": every rank gets every token (`all_gather.py`); what travels depends on the batch only; sums add in the
+  tokens' dtype, under way.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.transfer import download
+from dsa_engine.parallel.all_gather import AllGather, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.all_to_all import AllToAll, Arrivals, Sendings, in_rounds, rounds_needed
 from dsa_engine.parallel.dispatch import Arrived, AtOnce, Dispatch, unpacked
 from dsa_engine.parallel.group import Group
@@ -63,14 +66,14 @@ class ExpertParallel:
             weights: ``[T, k]`` float32.
             method: "all_to_all" or "all_gather".
             most_tokens: the largest token count of a rank of the group.
-            most_pairs: token-expert pairs that a rank serves in a round of an all-to-all, at most
-                (:func:`.all_to_all.rounds_needed`); more take several rounds.
+            most_pairs: token-expert pairs that a rank serves in a round, at most (:func:`.all_to_all.rounds_needed`,
+                :func:`.all_gather.parts_of`); more take several rounds, and where there may be more the host waits.
         """
         experts = self.to_physical(experts)
         if self.group.size == 1:
             return AtOnce(Arrived(tokens, experts, weights, 1.0), lambda sums: sums)
         if method == "all_gather":
-            return self._all_gather(tokens, experts, weights, most_tokens)
+            return self._all_gather(tokens, experts, weights, most_tokens, most_pairs)
         if method == "all_to_all":
             return self._all_to_all(tokens, experts, weights, most_pairs)
         raise ValueError(f"there is no dispatch {method!r}")
@@ -118,8 +121,23 @@ class ExpertParallel:
             arrivals = self.exchange_rounds(counts)
         return AllToAll(group, self.placement, tokens, experts, weights, source, places, arrivals)
 
+    def gathered_choices(self, experts: torch.Tensor, count: int, most_tokens: int) -> torch.Tensor:
+        """The choices ``[size · most_tokens, k]`` of all ranks' tokens, counted within this rank's experts. This rank
+        has ``count`` tokens."""
+        return experts
+
+    def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
+        """How many of the gathered choices are served here, of each ``together`` tokens; the host waits for it."""
+        padded = F.pad(experts, (0, 0, 0, -len(experts) % together), value=-1) if len(experts) % together else experts
+        return download((padded.view(-1, together * experts.shape[1]) >= 0).sum(dim=1))()
+
     def _all_gather(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, most_tokens: int
+        self,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        most_tokens: int,
+        most_pairs: int,
     ) -> Dispatch:
         """Padding has no experts, so it takes no part in any expert's work."""
         group, (count, k) = self.group, experts.shape
@@ -127,7 +145,13 @@ class ExpertParallel:
         arrived = Arrived(
             *unpacked(gathered, tokens, k, self.placement, group.index), self.placement.fraction(group.index)
         )
-        return AtOnce(arrived, lambda sums: group.reduce_scatter(sums)[:count])
+        arrived = arrived._replace(experts=self.gathered_choices(arrived.experts, count, most_tokens))
+        rows, choices = len(arrived.tokens), min(k, self.placement.count(group.index))
+        parts = [Part(0, rows, None)]
+        if rows * choices > most_pairs:
+            together = tokens_counted_together(most_pairs, choices)
+            parts = parts_of(self.count_served(arrived.experts, together), together, rows, most_pairs)
+        return AllGather(arrived, parts, lambda sums: group.reduce_scatter(sums)[:count])
 
 
 def _arrivals(sent: list[list[int]], received: list[list[int]]) -> Arrivals:

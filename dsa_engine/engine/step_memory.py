@@ -1,9 +1,9 @@
 """What steps take beside weights and caches: the largest ones are run before there are caches, and the bytes counted.
 
 Then NCCL has its buffers, as every collective has run once, cuBLAS has its workspaces and kernels are loaded; so what
-is free afterwards is free for good. Routing is forced to be even, which fills an all-to-all's round to its bound
-(`parallel/all_to_all.py`): other routing takes more rounds, not more memory. What comes back in these, and what a
-`moe_chunk_size` allows beyond that, is added.
+is free afterwards is free for good. Routing is forced to be even, which fills a dispatch's round to its bound
+(`parallel/all_to_all.py`, `all_gather.py`): other routing takes more rounds, not more memory. What comes back in these,
+and what a `moe_chunk_size` allows beyond that, is added.
 """
 
 from __future__ import annotations
@@ -82,26 +82,26 @@ def step_bytes(
 
 def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
     """What has come back from the experts in the earlier rounds of an all-to-all, at most: even routing has one."""
-    if not _in_rounds(config, mesh):
+    if mesh.world_size == 1 or mesh.config.moe_dispatch != "all_to_all" or "sparse" not in config.mlp_layer_types:
         return 0
     rows = tokens * min(mesh.world_size, config.num_experts_per_tok)
     return rows * config.hidden_size * dtype.itemsize
 
 
 def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
-    """What a round of an all-to-all may take beyond one of even routing, which a given ``moe_chunk_size`` does not fit
-    exactly: for each token-expert pair at most a token that arrives, its rows between the products, and a sum."""
+    """What a round of a dispatch may take beyond one of even routing, which a given ``moe_chunk_size`` does not fit
+    exactly: for each token-expert pair its rows between the products, and in an all-to-all at most a token that
+    arrives and a sum, too."""
     size, k, chunk = mesh.world_size, config.num_experts_per_tok, mesh.config.moe_chunk_size
-    if chunk is None or not _in_rounds(config, mesh):
+    if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
     even = tokens * k
-    most = min(max(chunk, size * (k + 1)), size * even)
-    filled = even // rounds_needed(even, chunk, size, k)
-    return max(0, most - filled) * (2 * config.moe_intermediate_size + 4 * config.hidden_size) * dtype.itemsize
-
-
-def _in_rounds(config: ModelConfig, mesh: Mesh) -> bool:
-    return mesh.world_size > 1 and mesh.config.moe_dispatch == "all_to_all" and "sparse" in config.mlp_layer_types
+    if mesh.config.moe_dispatch == "all_to_all":
+        most, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
+    else:
+        most, rounds, rows = max(chunk, k), -(-even // chunk), 2
+    more = max(0, min(most, size * even) - even // rounds)
+    return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 
 
 def _peak(mesh: Mesh, runner: ModelRunner, chunks: list[Chunk]) -> int:

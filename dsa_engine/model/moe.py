@@ -53,7 +53,9 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             parallel = self.runtime.mesh.config
             method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
-            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, self.most_pairs)
+            # In a padded step, which may be captured in a CUDA graph, nothing may be counted; it has few rows.
+            most_pairs = self.most_pairs if batch.live is None else sys.maxsize
+            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, most_pairs)
         for number in range(dispatch.rounds):
             self._serve(dispatch, number, counts=batch.live is None)
         with stage("MoE combine"):

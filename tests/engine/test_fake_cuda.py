@@ -101,12 +101,29 @@ def test_skewed_routing_costs_time_and_not_memory(fake_engine: Callable[..., Any
             sizes = {"max_num_batched_tokens": 2048, "workspace": "64MiB"}  # so that experts take most
             engine = fake_engine(device, "deepseek_v32", 64, parallel, **sizes)
             peaks.append(prefill(device, engine, 131_072) / 2**30)
-            combined = [launch for launch in device.launches if launch.name == "combine_kernel"]
-            rounds.append(len(combined) // 2 - 1)  # of 2 layers with experts: one a round, and one at the end
+            rounds.append(
+                device.count("triton", "combine_kernel") // 2 - 1
+            )  # of 2 layers with experts: one a round, and one at the end
     print(peaks, rounds)
     assert rounds == [1, 2, 17, 1]
     returned = 2048 * 8 * 7168 * 2 / 2**30  # what has come back of this rank's own tokens, in earlier rounds
     assert max(peaks[:3]) < peaks[0] + returned < peaks[3] / 4
+
+
+def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) -> None:
+    """Every token comes to every rank, and up to 8 times as many choices as balanced routing has are served here."""
+    peaks, rounds = [], []
+    for skew, chunk in ((1.0, None), (1.5, None), (8.0, None), (7.0, 131_071)):
+        with FakeDevice() as device:
+            parallel = {"skew": skew, "moe_chunk_size": chunk, "moe_dispatch": "all_gather"}
+            sizes = {"max_num_batched_tokens": 2048, "workspace": "64MiB"}
+            engine = fake_engine(device, "deepseek_v32", 8, parallel, **sizes)
+            peaks.append(prefill(device, engine, 16_384) / 2**30)
+            rounds.append(device.count("triton", "combine_kernel") // 2)  # of 2 layers with experts
+            assert device.waits == ["event in expert_parallel.py:count_served"] * 2
+    print(peaks, rounds)
+    assert rounds == [1, 2, 8, 1]
+    assert max(peaks[:3]) <= peaks[0] < peaks[3] / 2
 
 
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01)

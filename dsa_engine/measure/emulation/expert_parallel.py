@@ -41,11 +41,13 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         most_pairs: int = sys.maxsize,
     ) -> Dispatch:
         dispatch = super().dispatch(tokens, experts, weights, method, most_tokens, most_pairs)
-        count, k = experts.shape
         if method == "all_gather":
-            return _Assigned(dispatch, [self.assigned.gathered(count, most_tokens, k, experts.device)])
+            return dispatch
         rounds, counted = dispatch.rounds, self.assigned.step.tokens
         return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
+
+    def gathered_choices(self, experts: torch.Tensor, count: int, most_tokens: int) -> torch.Tensor:
+        return self.assigned.gathered(count, most_tokens, experts.shape[1], experts.device)
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
         (made_up, _), step = super().exchange_counts(sent), self.assigned.step

@@ -126,9 +126,9 @@ class FakeDevice:
         self.launches, self.waits, self.peak = [], [], self.live
         yield self
 
-    def count(self, kind: str) -> int:
-        """How many launches of a kind there were."""
-        return sum(launch.kind == kind for launch in self.launches)
+    def count(self, kind: str, name: str | None = None) -> int:
+        """How many launches of a kind there were, by any name or one."""
+        return sum(launch.kind == kind and name in (None, launch.name) for launch in self.launches)
 
     def launch(self, launch: Launch) -> None:
         """Something is given to the device on the current stream."""

@@ -27,7 +27,7 @@ class FakeConfig(ParallelConfig):
     Attributes:
         device: the device of this rank.
         world: number of ranks.
-        skew: how many times the tokens of a balanced routing reach this rank's experts in an all-to-all.
+        skew: how many times the tokens of a balanced routing reach this rank's experts in a prefill.
     """
 
     device: FakeDevice | None = None
@@ -99,14 +99,22 @@ class FakeExpertParallel(ExpertParallel):
         super().exchange_counts(sent)
         total, size = self.choices, self.group.size
         each = [total // size] * size
-        served = int(self.skew * total)
-        return Arrivals(each, [int(self.skew * n) for n in each], served), served
+        served = self._skewed(total)
+        return Arrivals(each, [self._skewed(n) for n in each], served), served
+
+    def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
+        parts = len(super().count_served(experts, together))
+        return _even(min(self._skewed(experts.numel() // self.group.size), experts.numel()), parts)
+
+    def _skewed(self, balanced: int) -> int:
+        """How many come to this rank in place of so many."""
+        return int(self.skew * balanced)
 
     def exchange_rounds(self, sent: torch.Tensor) -> list[Arrivals]:
         super().exchange_rounds(sent)
         rounds, size = sent.shape[:2]
         total = self.choices // size * size
-        send, receive = _even(total, rounds), _even(int(self.skew * total), rounds)
+        send, receive = _even(total, rounds), _even(self._skewed(total), rounds)
         return [Arrivals(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:

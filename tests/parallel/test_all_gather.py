@@ -1,0 +1,75 @@
+"""Rounds of an all-gather: what a rank serves in one is bounded, and sums come back to their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsa_engine.parallel.all_gather import parts_of, tokens_counted_together
+from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.placement import ExpertPlacement
+
+
+@given(st.lists(st.integers(0, 24), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 8))
+def test_parts(served: list[int], most_pairs: int, together: int) -> None:
+    tokens = (len(served) - 1) * together + 1  # of the last number there may be fewer
+    parts = parts_of(served, together, tokens, most_pairs)
+    assert parts[0].first == 0 and parts[-1].last == tokens
+    assert all(one.last == other.first for one, other in zip(parts, parts[1:], strict=False))
+    for first, last, here in parts:
+        assert here == sum(served[first // together : -(-last // together)])
+        assert here <= max(most_pairs, *served)
+    assert len(parts) <= 1 + 2 * sum(served) // max(1, most_pairs)
+    if sum(served) <= most_pairs:
+        assert len(parts) == 1
+
+
+def test_parts_are_alike() -> None:
+    assert [part.served for part in parts_of([1] * 160, 4, 640, 90)] == [81, 79]
+
+
+@dataclass
+class Everybody(Group):
+    """One rank of several that all have the same tokens, and whose experts give nothing back."""
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: rows.repeat(self.size, 1)
+
+    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.chunk(self.size)[self.index]
+
+
+@pytest.mark.parametrize("most_pairs", [1, 7, 40, 1000])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_every_token_is_served_once(rank: int, most_pairs: int) -> None:
+    """3 ranks of 4 experts each; most tokens want those of rank 0. 11 tokens, and 2 rows of padding."""
+    size, k, count, hidden = 3, 3, 11, 4
+    generator = torch.Generator().manual_seed(0)
+    tokens, weights = torch.randn(count, hidden, generator=generator), torch.rand(count, k, generator=generator)
+    experts = torch.randint(0, 7, (count, k), generator=generator, dtype=torch.int32)
+    placement = ExpertPlacement.contiguous(12, size, torch.device("cpu"))
+    parallel = ExpertParallel(Everybody(tuple(range(size)), rank, None), placement)
+    dispatch = parallel.dispatch(tokens, experts, weights, "all_gather", count + 2, most_pairs)
+    served = []
+    for number in range(dispatch.rounds):
+        here = dispatch.arrive(number)
+        mine = here.experts >= 0
+        served.append(int(mine.sum()))
+        assert here.served in (None, served[-1])
+        together = tokens_counted_together(most_pairs, k)
+        assert served[-1] <= max(most_pairs, together * k)
+        dispatch.give_back(number, here.tokens * (here.weights * mine).sum(dim=1, keepdim=True))
+    mine = experts // 4 == rank
+    assert sum(served) == size * int(mine.sum())
+    assert (dispatch.rounds == 1) == (sum(served) <= most_pairs)
+    torch.testing.assert_close(dispatch.combine(), tokens * (weights * mine).sum(dim=1, keepdim=True))

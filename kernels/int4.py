@@ -71,6 +71,8 @@ def unpack_int4(packed: torch.Tensor, planes: int = STORED) -> torch.Tensor:
 def arrange_int4_(packed: torch.Tensor, planes: int) -> None:
     """From the stored order to planes, in place, some rows at a time: int32 ``[..., columns / 8]``, contiguous, columns
     in 32s."""
+    if packed.is_meta:  # a model of which only the sizes are asked would take many thousand steps
+        return
     rows = packed.view(-1, packed.shape[-1])
     for part in rows.split(max(1, _ARRANGED_WORDS // max(1, rows.shape[1]))):
         part.copy_(pack_int4(unpack_int4(part), planes))

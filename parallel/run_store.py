@@ -53,7 +53,7 @@ def has_listener() -> bool:
     try:
         with socket.create_connection(_address(), _MUTE_S):
             return True
-    except OSError:
+    except (OSError, ValueError):  # ValueError: the environment no longer says where
         return False
 
 

@@ -6,10 +6,8 @@ A kernel that leaves the device in an error takes this process's use of it along
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.lost_device import in_another_process, is_lost
-from dsa_engine.measure.report import environment, format_table, write_so_far
+from dsa_engine.measure.report import environment, format_table, read_so_far, write_so_far
 from dsa_engine.model.config import DTYPES
 from dsa_engine.output_files import check_outputs
 
@@ -78,9 +76,8 @@ class Bench:
         self._sizes = Sizes.small() if args.small else Sizes()
         self._where = environment(self.device, dtype, 1)
         self._results: list[dict[str, Any]] = []
-        if args.add and Path(args.json).exists():
-            found = json.loads(Path(args.json).read_text(encoding="utf-8"))
-            self._results, self.failed = found["results"], found["failed"]
+        if args.add:
+            self._results, self.failed = read_so_far(args.json)
         self._ceilings = Ceilings.measure(self.device, dtype)
         print(
             f"ceilings: {self._ceilings.flops_per_s / 1e12:.4g} TFLOP/s ({args.dtype} matrix product), "

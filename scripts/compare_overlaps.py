@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
 from dsa_engine.measure.lost_device import in_another_process, is_lost
-from dsa_engine.measure.report import format_table, run_report, write_so_far
+from dsa_engine.measure.report import format_table, read_so_far, run_report, write_so_far
 from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel.launch_environment import several_processes
 
@@ -87,11 +85,14 @@ class Comparison:
         self._args = args
         self._results: list[dict[str, Any]] = []
         self._about: dict[str, Any] = {}
-        self._reports, self._device, self._above = False, "", ""
+        self._reports, self._device, self._above = (
+            not several_processes(),
+            "",
+            "",
+        )  # also of an engine that fails to start
         self.lost = False  # a variant has left the device in an error
-        if args.add and Path(args.json).exists():
-            found = json.loads(Path(args.json).read_text(encoding="utf-8"))
-            self._results, self.failed = found["results"], found["failed"]
+        if args.add:
+            self._results, self.failed = read_so_far(args.json)
 
     def measure(self, name: str) -> None:
         """All lengths without what the variant turns off. In a single process a variant that does not run is a finding:
@@ -147,7 +148,7 @@ class Comparison:
             figure = "computed TPOT" if self._above else "TPOT"
             header = ("turned off", *(f"{figure} ms at {n:,}" for n in sizes))
             print(format_table(header, table(self._results, sizes)))
-            if self._device != "cuda":
+            if self._device == "cpu":
                 print(
                     "\nOn a CPU there is nothing to turn off: all rows are the same work, and their ratios are noise."
                 )

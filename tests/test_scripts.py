@@ -19,6 +19,7 @@ from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.cli import main as dsa_engine_command
 from dsa_engine.measure import generation_benchmark, latency_command, lost_device, prefill_command
+from dsa_engine.measure.emulation import arguments as emulation_arguments
 from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -254,8 +255,10 @@ def test_what_was_measured_is_not_lost_to_an_interrupt(
 def test_a_variant_that_loses_the_device_does_not_lose_the_others(
     run: Run, run_script: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process measures them, and adds to the same file."""
-    measure, report = generation_benchmark.measure_latency, tmp_path / "out.json"
+    """Nor one whose engine does not even start. Another process measures them, and adds to the same file."""
+    start, report = emulation_arguments.measured_llm, tmp_path / "out.json"
+    stale = {"results": [{"turned_off": "all of them", "input_len": 64, "median_tpot_ms": 1.0}], "failed": {}}
+    report.write_text(json.dumps(stale))  # of another run: nobody has asked to add to it
 
     def loses_the_device(*args: Any, **named: Any) -> Any:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -264,10 +267,10 @@ def test_a_variant_that_loses_the_device_does_not_lose_the_others(
     def in_another_process(command: list[str]) -> int:
         with monkeypatch.context() as there:
             there.setattr(torch.cuda, "is_initialized", lambda: False)
-            there.setattr(generation_benchmark, "measure_latency", measure)
+            there.setattr(emulation_arguments, "measured_llm", start)
             return run_script(Path(command[1]).name, *command[2:]).returncode
 
-    monkeypatch.setattr(generation_benchmark, "measure_latency", loses_the_device)
+    monkeypatch.setattr(emulation_arguments, "measured_llm", loses_the_device)
     monkeypatch.setattr(lost_device, "is_lost", lambda device: True)
     monkeypatch.setattr(subprocess, "call", in_another_process)
     options = ["--input-len", 64, "--output-len", 3, "--repeat", 1, "--json", report]
@@ -276,6 +279,9 @@ def test_a_variant_that_loses_the_device_does_not_lose_the_others(
     result = json.loads(report.read_text())
     assert result["complete"] and [r["turned_off"] for r in result["results"]] == ["CUDA graphs"]
     assert result["failed"] == {"nothing": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+    report.write_text("{}")
+    done = run("compare_overlaps.py", *options, "--add")
+    assert done.returncode == 2 and "out.json has no results that could be added to" in done.stderr
     done = run("compare_overlaps.py", "--only", "the light")
     assert done.returncode == 2 and "--only 'the light' is none of nothing, CUDA graphs" in done.stderr
 

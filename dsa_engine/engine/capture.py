@@ -20,15 +20,14 @@ def likely_buckets(mesh: Mesh, options: EngineOptions, max_model_len: int, num_d
     By default one request of any length, and any number of requests, divided evenly over the ranks, of the shortest;
     with ``cudagraph_capture_sizes`` these numbers of requests, of any length.
     """
-    # What is drafted has to fit too.
-    contexts = [n for n in ContextBuckets(max_model_len, options.page_size).all(num_drafts) if n > 2 * num_drafts]
+    contexts = ContextBuckets(max_model_len, options.page_size).all(num_drafts)
     sizes = options.cudagraph_capture_sizes
     if sizes is not None:
         buckets = {(next_power_of_2(size), context) for size in sizes for context in contexts}
     else:
         requests = next_power_of_2(-(-options.max_num_seqs // mesh.world_size))
         buckets = {(1, context) for context in contexts}
-        buckets |= {(1 << i, contexts[0]) for i in range(requests.bit_length()) if contexts}
+        buckets |= {(1 << i, contexts[0]) for i in range(requests.bit_length())}
     return sorted(buckets, reverse=True)
 
 

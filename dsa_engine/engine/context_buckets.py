@@ -36,7 +36,9 @@ class ContextBuckets:
         context = next_power_of_2(max(tokens, self.fewest))
         if self.max_model_len is None or context < self.max_model_len:
             return context
-        return max(tokens, pages_for(self.max_model_len + 2 * num_drafts, self.page_size) * self.page_size)
+        # A step may follow on one in flight, whose drafts count as accepted: the request may end with these.
+        longest = self.max_model_len + 2 * num_drafts + max(0, num_drafts - 1)
+        return max(tokens, pages_for(longest, self.page_size) * self.page_size)
 
     def all(self, num_drafts: int = 0) -> list[int]:
         """All that :meth:`of` may return, the smallest first."""

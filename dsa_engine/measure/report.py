@@ -121,6 +121,21 @@ def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[A
         write_json(path, {**about, "complete": complete, "results": list(results)})
 
 
+def read_so_far(path: str) -> tuple[list[Any], dict[str, str]]:
+    """The results of a file of :func:`write_so_far`, and what failed; nothing where there is no file.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    if not Path(path).exists():
+        return [], {}
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        return list(found["results"]), dict(found["failed"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} has no results that could be added to; give another name, or remove it") from None
+
+
 def _plain(value: Any) -> Any:
     """As JSON can hold it."""
     if isinstance(value, dict):

@@ -153,13 +153,14 @@ def same(engines: Any, prompts: list[list[int]], params: list[SamplingParams]) -
 def test_the_last_tokens_of_the_longest_context(
     engines: Any, random_ids: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if no request could have more than 64 tokens: with drafts and in whole pages of 4 that is 72."""
+    """As if no request could have more than 62 tokens: with the drafts of a step that follows on another, and in whole
+    pages of 4, that is 72."""
     llm = engines[0]
     steps, contexts = llm.engine.runner.drafter.steps, set()
-    monkeypatch.setattr(llm.engine.runner._graphs, "_contexts", ContextBuckets(64, 4, fewest=32))
+    monkeypatch.setattr(llm.engine.runner._graphs, "_contexts", ContextBuckets(62, 4, fewest=32))
     run = steps.run
     monkeypatch.setattr(steps, "run", lambda step, *how: contexts.add(step.bucket.context) or run(step, *how))
-    same(engines, [random_ids(50, seed=3), random_ids(61, seed=4)], [replace(GREEDY, max_tokens=n) for n in (14, 3)])
+    same(engines, [random_ids(50, seed=3), random_ids(59, seed=4)], [replace(GREEDY, max_tokens=n) for n in (12, 3)])
     assert contexts == {72}
 
 

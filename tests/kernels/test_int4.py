@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_engine.kernels import int4
 from dsa_engine.kernels.compile_only import compile_only
@@ -80,6 +82,18 @@ def test_planes(planes: int) -> None:
         for plane in range(planes):
             nibble = bits >> 4 * (planes * unit + plane) & 15
             assert nibble - 8 == codes[1, 1, 32 + 32 // planes * plane + unit]
+
+
+def test_nothing_is_arranged_on_no_device() -> None:
+    """Sizes of a released model are counted at once, however many words it has."""
+
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} ran")
+
+    packed = torch.empty(256, 4096, 896, dtype=torch.int32, device="meta")
+    with Refusing():
+        arrange_int4_(packed, 4)
 
 
 def ptx(code: str, word: int) -> list[int]:

@@ -204,6 +204,9 @@ def slots_of(
 
     Returns:
         int32, shaped like ``positions``.
+
+    Raises:
+        IndexError: a position or sequence outside of the block tables, where the CPU's kernel runs; no other looks.
     """
     if positions.shape[0] != sequences.shape[0]:
         raise ValueError(f"{positions.shape[0]} rows of positions, but {sequences.shape[0]} sequence numbers")

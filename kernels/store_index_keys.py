@@ -195,6 +195,7 @@ def store_index_keys(
 
     Raises:
         ValueError: shapes that do not fit, or an FP8 pool for a dim that is no power of two.
+        IndexError: on a CPU, slots outside of the pool.
     """
     tokens, dim = projected.shape
     rotated = 2 * cos.shape[-1]

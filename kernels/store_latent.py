@@ -135,6 +135,7 @@ def store_latent(
 
     Raises:
         ValueError: shapes that do not fit, or an FP8 pool for a rank that is no multiple of 128.
+        IndexError: on a CPU, slots outside of the pool.
     """
     tokens, rank, rope = compressed.shape[0], norm_weight.shape[0], 2 * cos.shape[-1]
     if compressed.dim() != 2 or compressed.shape[1] != rank + rope:

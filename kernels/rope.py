@@ -161,7 +161,8 @@ def apply_rope(
         turned = apply_rope_reference(x, cos, sin, interleaved)
         return turned if out is None else out.copy_(turned)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    source, target = _by_heads(x), _by_heads(result)
+    target = _by_heads(result)
+    source = x.reshape(target.shape)  # a copy where no view of x has these dimensions
     tokens, heads, dim = source.shape
     if native:
         _run_native(source, target, cos, sin, interleaved)

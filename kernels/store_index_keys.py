@@ -46,10 +46,13 @@ def rotate_first_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     return torch.cat((apply_rope_reference(x[..., :rotated], cos, sin, interleaved), x[..., rotated:]), dim=-1)
 
 
-def store_fp8_keys_reference(
-    pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, power_of_two: bool
+def store_keys_reference(
+    pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, fp8: bool, power_of_two: bool
 ) -> None:
-    """Transforms, quantises and stores ``keys [T, dim]``."""
+    """Stores ``keys [T, dim]`` in the pool's dtype; in FP8 they are transformed and quantised first."""
+    if not fp8:
+        store_rows_reference(pool, keys, slots)
+        return
     dim = keys.shape[-1]
     codes, scales = quantize_rows_reference(hadamard_reference(keys, dim**-0.5), dim, power_of_two)
     pool_codes, pool_scales = index_key_views(pool)
@@ -212,13 +215,10 @@ def store_index_keys(
         into, at = (pool, slots) if direct else (projected.new_empty(tokens, 1, dim), None)
         _run_native(projected, norm_weight, norm_bias, eps, cos, sin, into, at, interleaved)
         if not direct:
-            store_fp8_keys_reference(pool, into[:, 0], slots, power_of_two)
+            store_keys_reference(pool, into[:, 0], slots, fp8, power_of_two)
     elif not runs_triton(projected):
         keys = index_keys_reference(projected, norm_weight, norm_bias, eps, cos, sin, interleaved)
-        if fp8:
-            store_fp8_keys_reference(pool, keys, slots, power_of_two)
-        else:
-            store_rows_reference(pool, keys, slots)
+        store_keys_reference(pool, keys, slots, fp8, power_of_two)
     elif tokens:
         projected = projected if projected.stride(1) == 1 else projected.contiguous()
         rows = rows_for(projected) if fp8 else _ROWS

@@ -12,9 +12,9 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 namespace {
@@ -76,8 +76,8 @@ void make_threads(int wanted) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
         for (; pool.threads < wanted; pool.threads++) std::thread(serve).detach();
-    } catch (const std::system_error&) {
-        // No threads left: those that there are do it all.
+    } catch (const std::exception&) {
+        // No threads or no memory left: those that there are do it all.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }

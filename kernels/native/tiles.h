@@ -103,10 +103,11 @@ static inline typename Vectors<L>::Float exp_of(typename Vectors<L>::Float x) {
     return y == y ? result : y;
 }
 
-// 1 / (1 + exp(-x)).
+// 1 / (1 + exp(-x)); 0 below -86, where exp_of stops falling: x times it has to vanish too, however low x is.
 static inline Floats sigmoid_of(Floats x) {
     const Floats small = exp_of<LANES>(x < 0.0f ? x : -x);  // exp(-|x|)
-    return (x < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
+    const Floats result = (x < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
+    return x < -86.0f ? Floats{} : result;
 }
 
 static inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }

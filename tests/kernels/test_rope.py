@@ -79,6 +79,12 @@ def test_from_one_view_to_another(interleaved: bool, device: str) -> None:
     assert bool((absorbed[..., :40] == -7).all())
 
 
+def test_dimensions_that_make_no_view_of_heads(device: str) -> None:
+    x, angle = make((4, 3, 2, 8)).to(device).transpose(1, 2), angles(4, 4)
+    y = apply_rope(x, *cos_sin(angle, device), interleaved=True)
+    torch.testing.assert_close(y.double().cpu(), naive(x, angle, True), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_in_place(interleaved: bool, device: str) -> None:
     """The index queries' first dimensions turn where they are."""

@@ -30,6 +30,9 @@ def test_far_from_zero(device: str) -> None:
     """exp(−gate) overflows where the gate is closed: the result is 0, not NaN."""
     x = torch.tensor([[-200.0, -90.0, 200.0, 3.0, 3.0, 3.0]], device=device)
     torch.testing.assert_close(silu_mul(x), torch.tensor([[0.0, 0.0, 600.0]], device=device))
+    low = torch.tensor([[-1e38, float("-inf"), -3e37, -1e38, 1.0, -1e38]], device=device)
+    wanted = torch.tensor([[0.0, float("nan"), 0.0]], device=device)
+    torch.testing.assert_close(silu_mul(low), wanted, equal_nan=True)
 
 
 def test_a_strided_view_is_left_as_it_was(device: str) -> None:

@@ -81,6 +81,15 @@ def test_plain_rows_of_a_wider_buffer(device: str, relative_error: Error) -> Non
     assert bool((buffer[:, :40] == -7).all()) and bool((buffer[7:] == -7).all())
 
 
+def test_a_pool_of_another_dtype(device: str, relative_error: Error) -> None:
+    keys = Keys(3, 24, 8, torch.float32, True)
+    pool = torch.full((2, 4, 24), -7.0, dtype=torch.bfloat16, device=device)
+    keys.store(pool, [6, -1, 0])
+    flat = pool.view(8, 24)
+    assert relative_error(flat[[6, 0]], keys.wanted[[0, 2]]) < 2**-8
+    assert bool((flat[[1, 2, 3, 4, 5, 7]] == -7).all())
+
+
 def check_fp8(
     values: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor, power_of_two: bool, step: float
 ) -> None:

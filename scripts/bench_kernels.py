@@ -102,13 +102,18 @@ class Bench:
         if device.type == "cuda" and capability(torch.empty(0, device=device)) < case.needs:
             print(f"{case.kernel}: left out, it needs compute capability {case.needs / 10:g}")
             return True
+        what = f"{case.kernel}: {case.shape}"
         try:
             measured.append(measure(case, self._ceilings, device))
+            if not is_lost(device):
+                return True
+            raise RuntimeError("something that it is compared with has left the device in an error")
         except Exception as error:
-            self._fail(f"{case.kernel}: {case.shape}", error)
+            self._fail(what, error)
         return not is_lost(device)
 
     def _fail(self, what: str, error: Exception) -> None:
+        self.failed.pop(what, None)  # the last one is the last
         self.failed[what] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
 
     def write(self, complete: bool) -> None:

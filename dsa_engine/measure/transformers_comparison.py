@@ -185,8 +185,8 @@ def plot_comparison(results: list[dict[str, Any]], path: str, title: str) -> Non
         left.annotate(f"{r['ratio']:.1f}×", (case - 0.2, r["engine"]), ha="center", va="bottom")
     for axes, what in ((left, "tokens a second"), (right, "memory that the run added, MiB")):
         axes.set_yscale("log")
-        axes.set_ylim(top=axes.get_ylim()[1] * 3)  # room for the ratios and the legend
+        axes.set_ylim(top=axes.get_ylim()[1] * 1.5)  # room for the ratios
         axes.set_ylabel(what)
         axes.set_xticks(cases, [r["name"].replace(" at ", "\nat ").replace(" of ", "\nof ") for r in results])
-        axes.legend(fontsize="small")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     save(figure, path)

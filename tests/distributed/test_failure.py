@@ -70,8 +70,10 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     ],
 )
 def test_a_rank_that_vanishes_ends_the_run(how: str, became: str, failing: Failing) -> None:
-    done = failing(how)
-    said = said_by_ranks(done)
+    for _ in range(3):  # torchrun sees it too, and may have ended both others before they say anything
+        done = failing(how)
+        if said := said_by_ranks(done):
+            break
     assert said.count("Traceback") == 1
     # Where this machine is slow, torchrun has ended another one before.
     assert re.search(rf"no word from rank (0, )?1(, 2)?: {became}", said)

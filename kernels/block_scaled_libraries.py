@@ -16,6 +16,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.error_line import first_line
 from dsa_engine.kernels.fp8 import dequantize_blocks_reference
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def library_product(device: torch.device) -> Product | None:
         try:
             error = _error_of(product, device)
         except Exception as problem:  # whatever another library raises, there is a kernel of ours
-            logger.info("%s is not used for FP8 products: %s", name, (str(problem).splitlines() or [""])[0])
+            logger.info("%s is not used for FP8 products: %s", name, first_line(problem))
             continue
         if error < 1e-2:
             logger.info("%s multiplies FP8 blocks", name)

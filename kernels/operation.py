@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from dsa_engine.kernels import launch
+from dsa_engine.kernels.error_line import error_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,7 +141,7 @@ def _both_ways(
     try:
         ours = run(*apart.args, **apart.kwargs)  # operations within it are compared by themselves
     except Exception as problem:  # a compiler's own error, of whatever type
-        reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]:.200}"
+        reason = error_line(problem)
     with launch.references():
         wanted = run(*args, **kwargs)
     error = float("inf")

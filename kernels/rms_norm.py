@@ -42,18 +42,27 @@ def rms_norm_kernel(
     tl.store(normed + row * width + columns, result.to(normed.dtype.element_ty), mask=inside)
 
 
-def _launch(
+def _run(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     also: torch.Tensor | None = None,
+    *,
+    native: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [rows, width]`` with any row stride; the sum is x itself where there is no residual."""
+    """``x [rows, width]`` with any row stride; the sum is x itself where there is no residual. ``native``: by
+    ``native/rows.cpp``, else by Triton."""
     rows, width = x.shape
     normed = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
-    if rows:
+    if native:
+        cpu.kernels().dsa_rms_norm(
+            x.data_ptr(), None if also is None else also.data_ptr(), None if residual is None else residual.data_ptr(),
+            weight.data_ptr(), normed.data_ptr(), summed.data_ptr(), rows, width, x.stride(0), eps,
+            cpu.row_threads(rows * width),
+        )  # fmt: skip
+    elif rows:
         block = next_power_of_2(width)
         # 8 elements, one 16-byte load, a thread at least, and at most 16 warps: 7168 columns take 16 a thread.
         warps = min(16, max(1, block // 256))
@@ -61,25 +70,6 @@ def _launch(
             x, also, residual, weight, normed, summed, x.stride(0), width, eps,
             ADD=residual is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    return normed, summed
-
-
-def _run_native(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    also: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`_launch`, by ``native/rows.cpp``."""
-    rows, width = x.shape
-    normed = x.new_empty(rows, width)
-    summed = x if residual is None else torch.empty_like(normed)
-    cpu.kernels().dsa_rms_norm(
-        x.data_ptr(), None if also is None else also.data_ptr(), None if residual is None else residual.data_ptr(),
-        weight.data_ptr(), normed.data_ptr(), summed.data_ptr(), rows, width, x.stride(0), eps,
-        cpu.row_threads(rows * width),
-    )  # fmt: skip
     return normed, summed
 
 
@@ -92,8 +82,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not native and not runs_triton(x):
         return rms_norm_reference(x, weight, eps)
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    run = _run_native if native else _launch
-    return run(rows, None, weight.contiguous(), eps)[0].view(x.shape)
+    return _run(rows, None, weight.contiguous(), eps, native=native)[0].view(x.shape)
 
 
 @operation(runs=cpu.runs_kernel)
@@ -119,5 +108,4 @@ def add_rms_norm(
         summed = residual + (x if also is None else x + also)
         return rms_norm_reference(summed, weight, eps), summed
     also = None if also is None else also.contiguous()
-    run = _run_native if native else _launch
-    return run(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, also)
+    return _run(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, also, native=native)

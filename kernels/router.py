@@ -124,7 +124,7 @@ def route_kernel(
     tl.store(weights + out, score * factor, mask=wanted)
 
 
-def _launch(
+def _run(
     logits: torch.Tensor,
     bias: torch.Tensor,
     top_k: int,
@@ -133,44 +133,33 @@ def _launch(
     normalise: bool,
     factor: float,
     live: torch.Tensor | None,
+    *,
+    native: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, size = logits.shape[0], logits.shape[1] // groups
+    """``native``: by ``native/router.cpp``, else by Triton."""
+    rows, count = logits.shape
+    logits, bias = logits.contiguous(), bias.contiguous()
+    live = None if live is None else live.contiguous()
     experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
-    if rows:
+    if native:
+        library, threads = cpu.kernels(), cpu.row_threads(4 * logits.numel())
+        scratch = logits.new_empty(threads * library.dsa_route_scratch(count, groups))
+        library.dsa_route(
+            logits.data_ptr(), bias.data_ptr(), None if live is None else live.data_ptr(), experts.data_ptr(),
+            weights.data_ptr(), scratch.data_ptr(), rows, count, groups, top_groups, top_k, normalise, factor, threads,
+        )  # fmt: skip
+    elif rows:
+        size = count // groups
         # One warp a program: maxima need no shared memory. Two rows each hide each other's latency where there are
         # many; with few, every row has a program. Compiled for sm_90, not yet measured on a device.
         at_once = 2 if rows > 16 * multiprocessors(logits) else 1
         route_kernel[(cdiv(rows, at_once),)](
-            logits.contiguous(), bias.contiguous(), live, experts, weights, rows, factor,
+            logits, bias, live, experts, weights, rows, factor,
             TOP_K=top_k, GROUPS=groups, SIZE=size, TOP_GROUPS=top_groups, NORMALISE=normalise, ROWS=at_once,
             GROUPS_PAD=next_power_of_2(groups), SIZE_PAD=next_power_of_2(size),
             TOP_K_PAD=next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
-    return experts, weights
-
-
-def _run_native(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    groups: int,
-    top_groups: int,
-    normalise: bool,
-    factor: float,
-    live: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """By ``native/router.cpp``."""
-    (rows, count), library = logits.shape, cpu.kernels()
-    logits, bias = logits.contiguous(), bias.contiguous()
-    live = None if live is None else live.contiguous()
-    experts, weights = logits.new_empty(rows, top_k, dtype=torch.int32), logits.new_empty(rows, top_k)
-    threads = cpu.row_threads(4 * logits.numel())
-    scratch = logits.new_empty(threads * library.dsa_route_scratch(count, groups))
-    library.dsa_route(
-        logits.data_ptr(), bias.data_ptr(), None if live is None else live.data_ptr(), experts.data_ptr(),
-        weights.data_ptr(), scratch.data_ptr(), rows, count, groups, top_groups, top_k, normalise, factor, threads,
-    )  # fmt: skip
     return experts, weights
 
 
@@ -207,8 +196,7 @@ def route(
         raise ValueError(f"top {top_k} experts within top {top_groups} of {groups} groups of {size} experts")
     if live is not None and (live.shape != logits.shape[:1] or live.dtype != torch.bool):
         raise ValueError(f"live must be bool [{logits.shape[0]}], not {live.dtype} {list(live.shape)}")
-    if runs_triton(logits):
-        return _launch(logits, bias, top_k, groups, top_groups, normalise, factor, live)
-    if cpu.serves(logits, bias):
-        return _run_native(logits, bias, top_k, groups, top_groups, normalise, factor, live)
-    return route_reference(logits, bias, top_k, groups, top_groups, normalise, factor, live)
+    native = cpu.serves(logits, bias)
+    if not native and not runs_triton(logits):
+        return route_reference(logits, bias, top_k, groups, top_groups, normalise, factor, live)
+    return _run(logits, bias, top_k, groups, top_groups, normalise, factor, live, native=native)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import argument_parser, run
+from dsa_engine.kernels.error_line import error_line
 from dsa_engine.kernels.launch import capability
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
@@ -114,7 +115,7 @@ class Bench:
 
     def _fail(self, what: str, error: Exception) -> None:
         self.failed.pop(what, None)  # the last one is the last
-        self.failed[what] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+        self.failed[what] = error_line(error)
 
     def write(self, complete: bool) -> None:
         about = {**self._where, "ceilings": self._ceilings.to_json(), "left_out": self.left_out, "failed": self.failed}

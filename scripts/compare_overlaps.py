@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
+from dsa_engine.kernels.error_line import error_line
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
@@ -85,11 +86,8 @@ class Comparison:
         self._args = args
         self._results: list[dict[str, Any]] = []
         self._about: dict[str, Any] = {}
-        self._reports, self._device, self._above = (
-            not several_processes(),
-            "",
-            "",
-        )  # also of an engine that fails to start
+        self._reports = not several_processes()  # also of an engine that fails to start
+        self._device = self._above = ""
         self.lost = False  # a variant has left the device in an error
         if args.add:
             self._results, self.failed = read_so_far(args.json)
@@ -102,7 +100,7 @@ class Comparison:
         except RuntimeError as error:
             if several_processes():
                 raise
-            self.failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+            self.failed[name] = error_line(error)
             self.lost = torch.cuda.is_initialized() and is_lost(torch.device("cuda"))
         self._write(complete=name == self._args.only[-1])
         gc.collect()

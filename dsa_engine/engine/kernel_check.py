@@ -24,6 +24,7 @@ from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels import cpu, launch, operation
 from dsa_engine.kernels.cache_format import CacheFormat
+from dsa_engine.kernels.error_line import first_line
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.model import Model
@@ -91,7 +92,7 @@ def _compare(
                 if mesh.device.type == "cuda":
                     torch.cuda.synchronize(mesh.device)
     except BaseException as error:
-        guilty = {running: f"it left the device in an error ({_first_line(error)})"} if _of_device(error) else {}
+        guilty = {running: f"it left the device in an error ({first_line(error)})"} if _of_device(error) else {}
         findings.leave(found.wrong | guilty)
         raise
     if not findings.finish(found.wrong):
@@ -103,11 +104,7 @@ def _compare(
 
 def _of_device(error: BaseException) -> bool:
     """Whether a kernel left the device unusable; other errors, and interrupts, are not a kernel's doing."""
-    return isinstance(error, RuntimeError) and _first_line(error).startswith(("CUDA error", "Triton Error [CUDA]"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+    return isinstance(error, RuntimeError) and first_line(error).startswith(("CUDA error", "Triton Error [CUDA]"))
 
 
 def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path | None:

@@ -26,6 +26,7 @@ from dsa_engine.engine.memory import available_bytes
 from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.kernels import cpu, operation
 from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
+from dsa_engine.kernels.error_line import error_line
 from dsa_engine.llm import LLM
 from dsa_engine.measure.lost_device import is_lost
 from dsa_engine.measure.weight_memory import rank_weight_bytes
@@ -83,14 +84,10 @@ def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None)
         except Unwell as problem:
             found = Finding(name, False, str(problem), problem.advice)
         except Exception as error:  # whatever it is, it is this machine's finding
-            found = Finding(name, False, _in_a_line(error), "report it, with the output of `dsa-engine env`")
+            found = Finding(name, False, error_line(error, 300), "report it, with the output of `dsa-engine env`")
         if found.ok is False and is_lost(mesh.device):
             lost = name
         yield _of_all_ranks(mesh, Finding(**asdict(found) | {"seconds": time.perf_counter() - started}))
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
 
 
 def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
@@ -173,7 +170,7 @@ def check_kernels(mesh: Mesh) -> str:
     except RuntimeError as error:
         if not is_lost(mesh.device):
             raise
-        seen = f"{running[-1]} left the device in an error: {_in_a_line(error)}"
+        seen = f"{running[-1]} left the device in an error: {error_line(error, 300)}"
         raise Unwell(
             seen, "the engine (kernels='checked') runs its reference from its second start on; report it"
         ) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsa_engine.kernels.error_line import error_line
 from dsa_engine.measure.ceilings import Ceilings, seconds
 
 Call = Callable[[], Any]
@@ -46,8 +47,7 @@ def measure(case: Case, ceilings: Ceilings, device: torch.device) -> dict[str, A
             other = seconds(run, device)
             result["baselines"][name] = {"ms": other * 1e3, "times_ours": other / taken}
         except Exception as error:  # a peer's own error must not end the run; it is part of the result
-            reason = (str(error).splitlines() or [""])[0]
-            result["baselines"][name] = {"skipped": f"{type(error).__name__}: {reason:.100}"}
+            result["baselines"][name] = {"skipped": error_line(error, 100)}
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return result

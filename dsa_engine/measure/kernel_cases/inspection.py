@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.kernels.compile_only import Launch, compile_only
+from dsa_engine.kernels.error_line import error_line
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.cases import CASES
 from dsa_engine.measure.kernel_cases.ceiling import at_most
@@ -48,8 +49,7 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
                 try:
                     case.run()
                 except Exception as error:  # a compiler's own, of whatever type
-                    reason = (str(error).splitlines() or [""])[0]
-                    missing[f"{case.kernel}: {case.shape}: {type(error).__name__}: {reason:.200}"] = None
+                    missing[f"{case.kernel}: {case.shape}: {error_line(error)}"] = None
                 about = {"case": name, "operation": case.kernel, "shape": case.shape, "product": case.product}
                 for launch in launches:
                     if launch.kernel.hash not in found:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dsa_engine.chat_template import Message, conversations
-from dsa_engine.engine.agreement import agree_on_call
-from dsa_engine.engine.call import Call, Calls
-from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.start_log import log_start
-from dsa_engine.generation import Asked, add_requests, outputs_of, show_progress
+from dsa_engine.engine.call import Call, Callers
+from dsa_engine.engine.loop import EngineLoop
+from dsa_engine.engine.messages import Add, Run
+from dsa_engine.engine.reply import Reply
+from dsa_engine.engine.start import log_start, start
 from dsa_engine.generation_config import default_sampling
 from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model
@@ -30,8 +32,20 @@ from dsa_engine.tokenizer import Tokenizer, check_tokenizer
 from dsa_engine.vllm_options import method_answer
 
 
+class _Asked(NamedTuple):
+    """One prompt of a call: checked, and made into a request for each of its outputs."""
+
+    prompt: ParsedPrompt
+    adds: list[Add]
+    tokenizer: Tokenizer | None  # makes text of the output; None: none is asked for
+
+
 class LLM:
-    """A model, ready to generate. Under ``torchrun`` every rank makes the same one and gets the same outputs.
+    """A model, ready to generate. Under ``torchrun`` every rank makes the same one and gets the same outputs; or rank 0
+    alone calls, from any threads and event loops, and the others :meth:`follow`.
+
+    A thread of its own runs the model until :meth:`close`, which the end of a ``with`` block, of the object or of the
+    program calls too.
 
     The options are those of :class:`dsa_engine.options.EngineOptions`; ``help(LLM)`` lists them.
 
@@ -49,9 +63,11 @@ class LLM:
         self.folder = resolve_model(options.model)
         check_tokenizer(self.folder)  # before the weights, which may take minutes
         self.default_sampling = default_sampling(self.folder, options.generation_config)
-        self.engine = Engine(self.folder, options)
+        self.engine = start(self.folder, options)
         log_start(self.engine, self.folder)
-        self._calls = Calls(self.engine)
+        self.loop = EngineLoop(self.engine)
+        weakref.finalize(self, self.loop.stop).atexit = False  # the loop has its own hook, which waits
+        self._callers = Callers(self.loop)
         self._tokenizer: Tokenizer | None = None
         self._loading = threading.Lock()  # one thread loads it
 
@@ -77,32 +93,31 @@ class LLM:
         Raises:
             ValueError, CapacityError: a prompt or its parameters are not possible; then nothing has been run.
         """
+        self._callers.check()
         asked = self._ask(prompts, sampling_params)
-        self._agree("generate", asked)
-        with self._calls.new() as call:
-            add_requests(call, asked)
-            with self.engine.progress(len(call.requests), "requests", "generating", use_tqdm) as bar:
-                call.run(None if getattr(bar, "disable", False) else lambda: show_progress(bar, call.requests))
-            return outputs_of(asked, call.requests)
+        with Call(self._callers) as call:
+            call.begin("generate", _requests(asked))
+            with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
+                call.wait(None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies))
+                _show_progress(bar, call.replies)
+            return _outputs(asked, call.replies)
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """:meth:`generate` in an event loop. Requests of all tasks and threads run together; those of a task that is
-        cancelled end. Not on several ranks.
+        cancelled end.
 
         Raises:
-            RuntimeError: there are several ranks.
+            RuntimeError: there are several ranks, and the others do not :meth:`follow`.
             ValueError, CapacityError: as :meth:`generate`.
         """
-        call = self._calls.new(asynchronous=True)
+        await asyncio.to_thread(self._callers.check, True)
         asked = await asyncio.to_thread(self._ask, prompts, sampling_params)
-        try:
-            add_requests(call, asked)
-            await call.run_in_background()
-            return outputs_of(asked, call.requests)
-        finally:
-            call.end()
+        with Call(self._callers, asynchronous=True) as call:
+            call.begin("generate", _requests(asked))
+            await call.wait_async()
+            return _outputs(asked, call.replies)
 
     def chat(
         self,
@@ -145,59 +160,73 @@ class LLM:
         Closing the iterator ends the request; so does an error or an interrupt in it. ``contextlib.closing`` closes it
         at once where a loop over it is left early. Errors are those of :meth:`generate`.
         """
-        call = self._calls.new()
-        pieces = self._pieces(call, prompt, sampling_params or self.get_default_sampling_params())
-        call.of(pieces)
-        return pieces
+        self._callers.check()
+        return self._pieces(prompt, sampling_params or self.get_default_sampling_params())
 
-    def _pieces(self, call: Call, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
+    def _pieces(self, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
         asked = self._ask_stream(prompt, params)
-        self._agree("stream", [asked])
-        try:
-            request = call.add(asked.tokens, params, asked.tokenizer)
-            streamed, ended = 0, False
+        with Call(self._callers, streams=True) as call:
+            call.begin("stream", _requests([asked]))
+            ended = False
             while not ended:
-                piece = call.piece(request, streamed)
-                streamed += len(piece.token_ids)
+                piece = call.piece()
                 ended = piece.finish_reason is not None
                 yield piece
-        finally:
-            call.end()
 
     def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[StreamPiece, None]:
-        """:meth:`stream` in an event loop: ``async for piece in llm.astream(…)``. Not on several ranks.
+        """:meth:`stream` in an event loop: ``async for piece in llm.astream(…)``; raises what :meth:`agenerate` raises.
 
-        Once begun, the request runs whether or not anybody waits for a piece, until it ends or the generator is closed
-        (``contextlib.aclosing`` does that at once where a loop over it is left early).
+        ``contextlib.aclosing`` closes the generator at once where a loop over it is left early.
         """
-        call = self._calls.new(asynchronous=True)
-        pieces = self._async_pieces(call, prompt, sampling_params or self.get_default_sampling_params())
-        call.of(pieces)
-        return pieces
+        self._callers.check(asynchronous=True)
+        return self._async_pieces(prompt, sampling_params or self.get_default_sampling_params())
 
-    async def _async_pieces(
-        self, call: Call, prompt: Prompt, params: SamplingParams
-    ) -> AsyncGenerator[StreamPiece, None]:
+    async def _async_pieces(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[StreamPiece, None]:
         asked = await asyncio.to_thread(self._ask_stream, prompt, params)
-        try:
-            request = call.add(asked.tokens, params, asked.tokenizer)
-            streamed, ended = 0, False
+        with Call(self._callers, streams=True, asynchronous=True) as call:
+            call.begin("stream", _requests([asked]))
+            ended = False
             while not ended:
-                piece = await call.next_piece(request, streamed)
-                streamed += len(piece.token_ids)
+                piece = await call.piece_async()
                 ended = piece.finish_reason is not None
                 yield piece
-        finally:
-            call.end()
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
-        """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank."""
+        """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank. It
+        waits until the requests before it have ended."""
+        self._callers.check()
         tokens = self._encode(_only(prompt))
         self.engine.check(tokens)
-        agree_on_call(self.engine.mesh, "prompt_logits", [tokens], [], self._calls.together())
-        return self._calls.alone(lambda: self.engine.prompt_logits(tokens))
+        with Call(self._callers) as call:
+            return call.run(Run(-1, "prompt_logits", tokens))
+
+    def follow(self) -> None:
+        """Serves rank 0 on every other rank of several; returns when rank 0 has closed its LLM::
+
+            llm = LLM(…)
+            if llm.engine.mesh.rank == 0:
+                ...  # any calls, from any threads and event loops
+            else:
+                llm.follow()
+
+        Raises:
+            RuntimeError: this is rank 0, or the only one.
+            Exception: what has gone wrong in a step.
+        """
+        self._callers.follow()
+
+    def close(self) -> None:
+        """Ends the thread that runs the model, and aborts what is under way; on rank 0 of several, on all ranks. Calls
+        are refused afterwards. On another rank it waits a few seconds for rank 0 to do so."""
+        self.loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -249,13 +278,9 @@ class LLM:
             raise ValueError("the prompt is empty; give some text or token ids")
         return self.tokenizer.encode(prompt.text)
 
-    def _agree(self, kind: str, asked: Seq[Asked]) -> None:
-        tokens, params = [one.tokens for one in asked], [one.params for one in asked]
-        agree_on_call(self.engine.mesh, kind, tokens, params, self._calls.together())
-
     def _ask(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
-    ) -> list[Asked]:
+    ) -> list[_Asked]:
         many = parse_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or self.get_default_sampling_params()] * len(many)
@@ -273,7 +298,7 @@ class LLM:
                 asked.append(self._prepare(prompt, p))
         return asked
 
-    def _ask_stream(self, prompt: Prompt, params: SamplingParams) -> Asked:
+    def _ask_stream(self, prompt: Prompt, params: SamplingParams) -> _Asked:
         asked = self._prepare(_only(prompt), params)
         if params.n > 1 or params.prompt_logprobs is not None:
             raise ValueError(
@@ -281,14 +306,47 @@ class LLM:
             )
         return asked
 
-    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> Asked:
-        """All that takes time before a prompt is queued."""
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> _Asked:
+        """All that takes time, or may fail, before a prompt is sent."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need text: where there is no tokenizer, this says so before anything runs.
         texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
-        return Asked(prompt, params, self._encode(prompt), tokenizer)
+        return _Asked(prompt, self.engine.new_requests(self._encode(prompt), params, tokenizer), tokenizer)
+
+
+def _requests(asked: Seq[_Asked]) -> list[tuple[Add, Tokenizer | None]]:
+    return [(add, one.tokenizer) for one in asked for add in one.adds]
+
+
+def _outputs(asked: Seq[_Asked], replies: Seq[Reply]) -> list[RequestOutput]:
+    """The outputs of all prompts, from the replies to :func:`_requests`, all of which have ended."""
+    remaining, outputs = iter(replies), []
+    for one in asked:
+        own = list(islice(remaining, len(one.adds)))
+        outputs.append(
+            RequestOutput(
+                request_id=str(own[0].add.id),
+                prompt=one.prompt.text,
+                prompt_token_ids=own[0].add.prompt_ids,
+                outputs=[reply.completion(index) for index, reply in enumerate(own)],
+                prompt_logprobs=own[0].prompt_logprobs(),
+            )
+        )
+    return outputs
+
+
+def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
+    """Brings a progress bar over requests up to date."""
+    running = [reply.request for reply in replies if reply.request is not None]
+    prompts = sum(len(reply.add.prompt_ids) for reply in replies)
+    computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)
+    preemptions = sum(request.preemptions for request in running)
+    generated = sum(len(reply.output) for reply in replies)
+    text = f"prefilled {computed:,} of {prompts:,} tokens, generated {generated:,}"
+    bar.set_postfix_str(text + (f", preempted {preemptions:,} times" if preemptions else ""), refresh=False)
+    bar.update(sum(reply.ending is not None for reply in replies) - bar.n)
 
 
 def _only(prompt: Prompt) -> ParsedPrompt:

@@ -154,14 +154,6 @@ class SamplingParams(Options):
     def answer(cls, name: str, value: Any) -> str | None:
         return sampling_answer(name, value)
 
-    def of_each_output(self) -> list[SamplingParams]:
-        """The parameters of each of the ``n`` outputs by itself."""
-        if self.n == 1:
-            return [self]
-        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
-        first, *others = [replace(self, n=1, seed=seed) for seed in seeds]
-        return [first, *(replace(other, prompt_logprobs=None) for other in others)]
-
     @property
     def penalises(self) -> bool:
         """Whether logits depend on which tokens there have been."""

@@ -80,6 +80,19 @@ class Group:
         self._done(event)
         return arrived
 
+    def broadcast_async(self, rows: torch.Tensor) -> Callable[[], None]:
+        """Starts filling ``rows``, contiguous and of the same shape on every rank, with those of the first rank of the
+        group.
+
+        Returns:
+            a function that waits until they are there.
+        """
+        if self.alone:
+            return lambda: None
+        self.bytes_sent += rows.nbytes * (self.size - 1) if self.index == 0 else 0
+        work = dist.broadcast(rows, group=self.handle, group_src=0, async_op=True)
+        return lambda: work.wait() and None
+
     def send(self, rows: torch.Tensor, to: int) -> None:
         """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`recv`.
 

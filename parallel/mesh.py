@@ -43,6 +43,7 @@ class Mesh:
         machines: the number of the machine that each rank of the mesh stands on, counted from 0.
         world: all ranks. ep: those that share the experts. cp: those that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
+        host: all ranks, for tensors on the CPU whatever the device; for messages, beside what the others carry.
 
     Args:
         ranks: which ranks of the run they are, ascending; default: all of them.
@@ -74,6 +75,7 @@ class Mesh:
         self.ep = self._group(world_size)
         self.cp = self._group(self.cp_size)
         self.tp = self._group(config.tp_size)
+        self.host = self._host_group()
 
     @classmethod
     def create(
@@ -206,8 +208,7 @@ class Mesh:
             TimeoutError: one has not come within so many seconds.
         """
         if not self.world.alone:
-            members = list(range(self.world_size)) if self._ranks is None else list(self._ranks)
-            compare({}, members, members[self.rank], wait_s)
+            compare({}, self.global_ranks, self.global_ranks[self.rank], wait_s)
 
     @property
     def static_decode(self) -> bool:
@@ -218,17 +219,32 @@ class Mesh:
         """The ranks of one context-parallel group."""
         return range(cp_group * self.cp_size, (cp_group + 1) * self.cp_size)
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the mesh as the run counts them."""
+        return list(range(self.world_size)) if self._ranks is None else list(self._ranks)
+
+    def _host_group(self) -> Group:
+        ranks = tuple(range(self.world_size))
+        if self.world.alone:
+            return Group((self.rank,), 0, None)
+        return Group(ranks, self.rank, self._new_group(ranks, "gloo"))
+
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        return dist.new_group(
+            [self.global_ranks[rank] for rank in ranks],
+            timeout=timedelta(seconds=self.config.timeout),
+            backend=backend,
+            use_local_synchronization=self._ranks is not None,  # the run's other ranks make no groups with us
+        )
+
     def _group(self, size: int) -> Group:
         """Neighbouring ranks in groups of ``size``; every rank of the mesh takes part in making every group."""
         mine: Group | None = None
         for first in range(0, self.world_size, size):
             ranks = tuple(range(first, first + size))
             if size > 1 and ranks not in self._handles:
-                self._handles[ranks] = dist.new_group(
-                    [r if self._ranks is None else self._ranks[r] for r in ranks],
-                    timeout=timedelta(seconds=self.config.timeout),
-                    use_local_synchronization=self._ranks is not None,  # the run's other ranks make no groups with us
-                )
+                self._handles[ranks] = self._new_group(ranks)
             if self.rank in ranks:
                 mine = Group(ranks, self.rank - first, self._handles.get(ranks))
         assert mine is not None

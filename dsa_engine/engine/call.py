@@ -1,174 +1,208 @@
-"""A user's call and its requests, which end with it: however it ends, and whether or not it could say so."""
+"""A caller's requests, from a thread or an event loop, and its wait for what comes of them.
+
+Requests end with their call: however it ends, and whether or not it could say so. An interrupt may hit the very line
+that was to do it; then the call is left to the garbage collector, which does it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
-import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
-from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.turns import Turns
-from dsa_engine.interrupts import uninterrupted
+import torch
+
+from dsa_engine.engine.agreement import CallsDiffer, agree_on_call, leave_word_to_follow, others_follow
+from dsa_engine.engine.loop import EngineLoop
+from dsa_engine.engine.messages import Abort, Add, Run
+from dsa_engine.engine.reply import Mailbox, Reply
 from dsa_engine.outputs import StreamPiece
-from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import Tokenizer
 
+_TICK_S = 0.2  # how often a caller with a progress bar looks at it
 
-class Calls:
-    """The calls that an engine serves, of all threads.
 
-    Before a new one, requests of those that are over without having ended them are found and freed: an interrupt may
-    hit the very line that was to do it.
+class EventLoopMailbox:
+    """Results for a task of the running event loop, put there by other threads."""
+
+    def __init__(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._items: deque[Any] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, item: Any, /) -> None:
+        self._items.append(item)
+        with suppress(RuntimeError):  # the event loop has been closed, and the task with it
+            self._event_loop.call_soon_threadsafe(self._filled.set)
+
+    async def get(self) -> Any:
+        while not self._items:
+            self._filled.clear()
+            if not self._items:
+                await self._filled.wait()
+        return self._items.popleft()
+
+
+class Callers:
+    """The way in for callers: who may call, and on several ranks that all want the same.
+
+    Args:
+        loop: that runs the engine.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.turns = Turns(engine)
-        self.open: set[Call] = set()  # those with requests
+    def __init__(self, loop: EngineLoop):
+        self.loop = loop
+        self._mesh = loop.engine.mesh
+        self._thread = threading.get_ident()
 
-    def new(self, asynchronous: bool = False) -> Call:
-        """A call of this thread, or of an event loop.
-
-        Raises:
-            RuntimeError: this thread may not use the engine now (:meth:`.turns.Turns.check`).
-        """
-        self.turns.check(asynchronous)
-        self.free_abandoned()
-        return Call(self, None if asynchronous else threading.current_thread())
-
-    def together(self) -> AbstractContextManager[None]:
-        """A block in which ranks wait for each other (:meth:`.turns.Turns.together`)."""
-        self.turns.check()
-        return self.turns.together()
-
-    def free_abandoned(self) -> None:
-        for call in list(self.open):
-            if call.abandoned:
-                call.end()
-
-    def alone(self, job: Callable[[], Any]) -> Any:
-        """Does something that needs the engine for itself (:meth:`.turns.Turns.alone`).
+    def check(self, asynchronous: bool = False) -> None:
+        """Whether this thread, or its event loop, may call now.
 
         Raises:
-            RuntimeError: requests of this thread's own are on their way: nobody else would bring them to their end.
+            RuntimeError: the loop has ended; this is its thread; or, on several ranks that all call, it is another
+                thread than the one that made the engine.
         """
-        self.turns.check()
-        self.free_abandoned()
-        if any(call.thread is threading.current_thread() and not call.over for call in list(self.open)):
-            raise RuntimeError("the engine is busy with other requests of this thread; finish them first")
-        return self.turns.alone(job)
+        self.loop.check()
+        if self.loop.serves or not (asynchronous or self._thread != threading.get_ident()):
+            return
+        if self._mesh.rank == 0 and others_follow(self._mesh, self.loop.check):
+            self.loop.serves = True
+            return
+        raise RuntimeError(
+            "on several ranks, only the thread that has made the LLM may use it (and no asynchronous call), unless all "
+            "ranks but rank 0 follow(): requests of several threads would come in another order on each rank"
+        )
+
+    def begin(self, kind: str, replies: Sequence[Reply]) -> None:
+        """Numbers the requests of a call and sends them; where every rank calls, once all want the same.
+
+        Raises:
+            ValueError: the ranks are in different calls.
+        """
+        adds = [reply.add for reply in replies]
+        for add in adds:
+            add.id = next(self.loop.engine.ids)
+        prompts, params = [add.prompt_ids for add in adds], [add.params for add in adds]
+        self._send(kind, prompts, params, [(add, reply) for add, reply in zip(adds, replies, strict=True)])
+
+    def run(self, run: Run, mailbox: Mailbox) -> None:
+        """Sends what needs the engine for itself; raises as :meth:`begin`."""
+        self._send(run.job, [run.prompt_ids], [], [(run, mailbox)])
+
+    def _send(self, kind: str, prompts: list[list[int]], params: list[Any], messages: list[Any]) -> None:
+        if self.loop.serves:
+            self.loop.send(*messages)
+            return
+        leads, ids = self._mesh.rank == 0, tuple(message.id for message, _ in messages)
+        try:
+            if not leads:  # this rank knows where results go before rank 0 has sent anything
+                self.loop.send(*messages)
+            self.loop.serves = agree_on_call(self._mesh, kind, prompts, params, self.loop.check, *ids[:1])
+            if leads:
+                self.loop.send(*messages)
+        except CallsDiffer as error:
+            self.loop.send((Abort(ids), None))
+            first = ids[:1] if error.first_id is None else (error.first_id,)
+            if first:
+                self.loop.engine.ids = count(*first)  # the same on all ranks again
+            raise
+
+    def follow(self) -> None:
+        """Serves rank 0's calls until it closes, and raises what ends its loop otherwise.
+
+        Raises:
+            RuntimeError: this is rank 0, or the only one.
+        """
+        self.loop.check()
+        if self._mesh.rank == 0:
+            raise RuntimeError("rank 0 is the rank that the others follow(); it calls, and closes the LLM at the end")
+        leave_word_to_follow(self._mesh)
+        self.loop.wait()
 
 
 class Call:
-    """Requests that are made together and end together: with the block that the call is the ``with`` of, with a
-    generator (:meth:`of`), or with :meth:`end`.
+    """Requests that are made together and end together, with :meth:`close` at the latest.
 
-    Attributes:
-        thread: that waits for them; None: an event loop does.
+    Args:
+        callers: the way in.
+        streams: results are pieces; else what :meth:`Reply.completion` gives when all have ended.
+        asynchronous: results are waited for in the running event loop.
     """
 
-    def __init__(self, calls: Calls, thread: threading.Thread | None):
-        self._calls = calls
-        self.thread = thread
-        self.requests: list[Request] = []
-        self._generator: weakref.ref[Any] | None = None
-        self._protection = uninterrupted()
+    def __init__(self, callers: Callers, streams: bool = False, asynchronous: bool = False):
+        self._ids: list[int] = []  # of a job
+        self.replies: list[Reply] = []
+        self._callers = callers
+        self._streams = streams
+        self._mailbox: Any = EventLoopMailbox() if asynchronous else SimpleQueue()
 
-    def of(self, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        """Says that the call lasts as long as this generator does, in whatever threads it is advanced."""
-        self._generator = weakref.ref(generator)
+    def begin(self, kind: str, adds: Sequence[tuple[Add, Tokenizer | None]]) -> None:
+        """Sends the requests, each with what makes text of its output; raises as :meth:`Callers.begin`."""
+        self.replies = [Reply(add, tokenizer, self._mailbox, self._streams) for add, tokenizer in adds]
+        self._callers.begin(kind, self.replies)
 
-    @property
-    def over(self) -> bool:
-        """Whether all its requests have ended."""
-        return all(request.finish_reason is not None for request in self.requests)
+    def wait(self, tick: Callable[[], object] | None = None) -> None:
+        """Returns when all requests have ended; ``tick`` is called now and then.
 
-    @property
-    def abandoned(self) -> bool:
-        """Whether it is over without having ended its requests, seen from the beginning of another call."""
-        if self._generator is not None:
-            generator = self._generator()
-            return getattr(generator, "gi_frame", None) is None and getattr(generator, "ag_frame", None) is None
-        return self.thread is not None and (self.thread is threading.current_thread() or not self.thread.is_alive())
+        Raises:
+            BaseException: of a step that one of them was part of, or what has ended the engine.
+        """
+        for _ in self.replies:
+            _raised(self._get(tick))
+
+    async def wait_async(self) -> None:
+        """:meth:`wait` for an event loop, which goes on meanwhile."""
+        for _ in self.replies:
+            _raised(await self._mailbox.get())
+
+    def piece(self) -> StreamPiece:
+        """The next piece; raises as :meth:`wait`."""
+        return _raised(self._get(None))
+
+    async def piece_async(self) -> StreamPiece:
+        """:meth:`piece` for an event loop, which goes on meanwhile."""
+        return _raised(await self._mailbox.get())
+
+    def run(self, run: Run) -> torch.Tensor:
+        """Does what needs the engine for itself, and returns what comes of it; raises as :meth:`wait`."""
+        self._ids = [next(self._callers.loop.engine.ids)]
+        self._callers.run(Run(self._ids[0], run.job, run.prompt_ids), self._mailbox)
+        result = _raised(self._get(None))
+        self._ids = []
+        return result
+
+    def _get(self, tick: Callable[[], object] | None) -> Any:
+        while tick is not None:
+            try:
+                return self._mailbox.get(timeout=_TICK_S)
+            except queue.Empty:
+                tick()
+        return self._mailbox.get()
+
+    def close(self) -> None:
+        """Aborts what has not ended."""
+        ids = self._ids + [reply.add.id for reply in self.replies if reply.ending is None]
+        if ids:
+            self._callers.loop.send((Abort(tuple(ids)), None))
+        self._ids, self.replies = [], []
+
+    __del__ = close
 
     def __enter__(self) -> Call:
-        self._protection.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-        self._protection.__exit__(None, None, None)
-
-    def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> Request:
-        """Brings a request; raises what :meth:`.engine.Engine.add` raises."""
-        engine = self._calls.engine
-        request = engine.prepare(prompt, replace(params), tokenizer)  # a copy: the caller's may change
-        with uninterrupted():
-            self.requests.append(request)
-            self._calls.open.add(self)
-            self._calls.turns.arrive(partial(engine.queue, request))
-        return request
-
-    def run(self, tick: Callable[[], object] | None = None) -> None:
-        """Returns when all its requests have ended; ``tick`` is called now and then.
-
-        Raises:
-            Exception: of a step that one of them was part of.
-        """
-        self._calls.turns.run(self._ended, tick)
-        self._raise()
-
-    def piece(self, request: Request, first: int) -> StreamPiece:
-        """The output from token ``first`` on, as soon as there is some or the request has ended.
-
-        Raises:
-            Exception: of a step that it was part of.
-        """
-        piece = self._calls.turns.run(partial(_piece, request, first))
-        self._raise()
-        return piece
-
-    async def run_in_background(self) -> None:
-        """:meth:`run` for an event loop, which goes on meanwhile."""
-        self._calls.turns.run_in_background(self.requests)
-        await self._calls.turns.wait(self._ended)
-        self._raise()
-
-    async def next_piece(self, request: Request, first: int) -> StreamPiece:
-        """:meth:`piece` for an event loop, which goes on meanwhile."""
-        self._calls.turns.run_in_background([request])
-        piece = await self._calls.turns.wait(partial(_piece, request, first))
-        self._raise()
-        return piece
-
-    def end(self) -> None:
-        """Ends requests that have not ended."""
-        with uninterrupted():
-            self._calls.open.discard(self)
-            if not self.over:
-                self._calls.turns.end(partial(_abort, self._calls.engine, self.requests))
-
-    def _ended(self) -> bool | None:
-        failed = any(request.exception is not None for request in self.requests)
-        return True if failed or self.over else None
-
-    def _raise(self) -> None:
-        for request in self.requests:
-            if request.exception is not None:
-                raise request.exception
+        self.close()
 
 
-def _piece(request: Request, first: int) -> StreamPiece | None:
-    if request.finish_reason is None and len(request.output) <= first:
-        return None
-    return request.piece(first)
-
-
-def _abort(engine: Engine, requests: list[Request]) -> None:
-    for request in requests:
-        engine.finish(request, "abort")
+def _raised(item: Any) -> Any:
+    """What a mailbox has given, unless it is an exception, which is raised."""
+    if isinstance(item, BaseException):
+        raise item
+    return item

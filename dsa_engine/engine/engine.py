@@ -1,12 +1,13 @@
 """The engine: one rank's model, caches and scheduler; requests come in, steps run, requests end.
 
-Under ``torchrun`` every rank makes the same engine and calls the same methods with the same arguments.
+Under ``torchrun`` every rank makes the same engine and calls the same methods with the same arguments. One thread at a
+time uses it: that of the loop (``loop.py``), or a program that measures while no loop has anything to do.
 
 The device must not wait for the host between two decode steps. So with ``async_scheduling`` the next one is scheduled
 and launched before the tokens of the one before are read: where a request's last token is not known yet, a placeholder
 stands for it (``request.py``), and while the device computes, the host reads the token, makes text of it and looks
 whether the request ends. Only decode steps that need nothing from the host are launched ahead; before a prefill, and
-before a graph is captured, what is in flight is read, so that no token waits behind them.
+before a graph is captured, what is in flight is read, so that no token waits for them.
 
 A request that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
 pages may go to another one at once: the device works in order, and a row is written by its new owner before it is read.
@@ -15,58 +16,73 @@ pages may go to another one at once: the device works in order, and a row is wri
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from dsa_engine.engine.capture import capture_likely
-from dsa_engine.engine.new_request import new_request
-from dsa_engine.engine.prefill_alone import chunks_alone
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.messages import Add, Run
+from dsa_engine.engine.new_request import check_prompt, new_requests
 from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.engine.request_checks import check_prompt
+from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled, Samples
-from dsa_engine.engine.start import progress_of, start
+from dsa_engine.engine.scheduler import Scheduler
 from dsa_engine.engine.step_plan import StepPlan
-from dsa_engine.interrupts import interruptible, uninterrupted
+from dsa_engine.model.config import ModelConfig
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import Tokenizer
 
 
 class Engine:
-    """Loads a model and runs requests on it.
-
-    Args:
-        folder: a Hugging Face model folder; with ``load_format="dummy"`` its ``config.json`` is enough.
-        options: see :class:`dsa_engine.LLM`.
+    """Runs requests on a model; :func:`.start.start` makes one.
 
     Attributes:
+        dtype: of activations.
+        workspace: bytes for what a step computes piece by piece.
+        progress: ``progress(total, unit, title)``, see :func:`progress_bar`; only on rank 0.
+        step_bytes: set aside on the device for steps and graphs; None where the caches were given their size.
         async_scheduling: launch a decode step before the tokens of the step before it are read.
         launched_ahead: how often that has happened.
-        step_bytes: set aside on the device for steps and graphs; None where the caches were given their size.
-        progress: ``progress(total, unit, title)``, see :func:`progress_bar`; only on rank 0.
+        ids: gives the next requests their numbers; the seed of one without a seed of its own follows from it.
     """
 
-    def __init__(self, folder: Path, options: EngineOptions):
-        self.options = options
-        started = start(folder, options)
-        self.config, self.mesh, self.dtype = started.config, started.mesh, started.dtype
-        self.workspace, self.max_model_len = started.workspace, started.max_model_len
-        self.model, self.cache, self.scheduler = started.model, started.cache, started.scheduler
-        self.graphs, self.runner = started.graphs, started.runner
-        self.bytes_read, self.load_seconds = started.bytes_read, started.load_seconds
-        self.step_bytes = started.step_bytes
-        self.progress = progress_of(self.mesh, options)
+    def __init__(
+        self,
+        *,
+        options: EngineOptions,
+        config: ModelConfig,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        workspace: int,
+        max_model_len: int,
+        model: Model,
+        cache: KVCache,
+        scheduler: Scheduler,
+        graphs: DecodeGraphs | None,
+        runner: ModelRunner,
+        progress: Callable[..., Any],
+        bytes_read: int,
+        load_seconds: float,
+        step_bytes: int | None,
+    ):
+        self.options, self.config, self.mesh, self.dtype = options, config, mesh, dtype
+        self.workspace, self.max_model_len = workspace, max_model_len
+        self.model, self.cache, self.scheduler, self.graphs, self.runner = model, cache, scheduler, graphs, runner
+        self.progress = progress
+        self.bytes_read, self.load_seconds, self.step_bytes = bytes_read, load_seconds, step_bytes
+        self.launched_ahead = 0
+        self.ids = count()
+        self._in_flight: Samples | None = None  # of a step that has been launched and not read
         self.draft(options.speculation.num_speculative_tokens if options.speculation else 0)
-        self.launched_ahead = self._next_id = 0
-        self._scheduled: list[Chunk] = []  # the next step, until it has been launched
-        self._in_flight: list[Samples] = []  # of steps that have been launched and not read, oldest first
-        if self.graphs is not None and self.mesh.static_decode:
-            capture_likely(self.runner, self.mesh, options, self.max_model_len, self.progress)
 
     def draft(self, num_drafts: int) -> None:
         """Has so many drafts made of every request in a step, from now on: 0, or up to ``num_speculative_tokens``.
@@ -75,210 +91,229 @@ class Engine:
             ValueError: more than that.
             RuntimeError: requests are running.
         """
-        most = self.options.speculation.num_speculative_tokens if self.options.speculation else 0
-        if not 0 <= num_drafts <= most:
-            raise ValueError(f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {most}")
-        if self.scheduler.has_work:
-            raise RuntimeError("the engine is busy with requests; finish them first")
+        maximum = self.options.speculation.num_speculative_tokens if self.options.speculation else 0
+        if not 0 <= num_drafts <= maximum:
+            raise ValueError(
+                f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {maximum}"
+            )
+        self._check_idle()
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
         self.scheduler.least_last_chunk = num_drafts if len(self.model.mtp) > 1 else 1
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
         # With drafts, the host does not know which tokens the next step computes: only a padded one follows.
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
 
-    def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
-        """Queues a request; with a tokenizer text is made of its output, and it ends at a stop string.
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> list[Add]:
+        """Checked messages for :meth:`queue`, one for each output; any thread may call it.
 
         Raises:
-            ValueError: an empty prompt, token ids that the model does not have, or no room below ``max_model_len``.
-            CapacityError: it does not fit in the cache even alone.
+            ValueError, CapacityError: see :func:`.new_request.new_requests`.
         """
-        request = self.prepare(prompt, params, tokenizer)
-        self.queue(request)
+        limits = self.max_model_len, self.config.vocab_size
+        return new_requests(prompt, params, tokenizer, *limits, self.scheduler.check)
+
+    def queue(self, add: Add) -> Request:
+        """Takes a request of :meth:`new_requests`: it runs with the next steps."""
+        request = Request(add.id, add.prompt_ids, add.params, add.bad_words)
+        self.scheduler.add(request)
         return request
 
-    def prepare(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
-        """A request for :meth:`queue`, which cannot fail; raises what :meth:`add` raises. Any thread may call it."""
-        request = new_request(prompt, params, tokenizer, self.max_model_len, self.config.vocab_size)
-        self.scheduler.check(len(prompt), request.max_tokens)
-        return request
+    def add(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> Request:
+        """Queues a request with one output.
 
-    def queue(self, request: Request) -> None:
-        """Takes a request of :meth:`prepare`: it runs with the next steps, unless it has ended meanwhile."""
-        if request.finish_reason is not None:
-            return
-        with uninterrupted():
-            request.id = self._next_id
-            self.scheduler.add(request)
-            self._next_id += 1
+        Raises:
+            ValueError, CapacityError: see :meth:`new_requests`.
+        """
+        (add,) = self.new_requests(prompt, params, tokenizer)
+        add.id = next(self.ids)
+        return self.queue(add)
 
     def add_filled(self, length: int, params: SamplingParams) -> Request:
-        """A request whose ``length`` prompt tokens nobody computes: its caches are filled with random rows, and it
+        """A request whose ``length`` prompt tokens are not computed: its caches are filled with random rows, and it
         decodes from the next step on. For measuring decode; its tokens mean nothing.
 
         Raises:
             ValueError, CapacityError: as :meth:`add`, and ``CapacityError`` where there is no room right now.
         """
-        prompt = [0] * length
-        self._check_prompt(prompt, room=1)
-        with uninterrupted():
-            request = Request(self._next_id, prompt, params, arrival=time.perf_counter())
-            self.scheduler.adopt(request)
-            self._next_id += 1
-            request.output.append(0)  # the token that a prefill would have sampled
+        (add,) = self.new_requests([0] * length, params)
+        add.id = next(self.ids)
+        request = Request(add.id, add.prompt_ids, add.params)
+        self.scheduler.adopt(request)
+        request.output.append(0)  # the token that a prefill would have sampled
         self.cache.fill_random(request.pages, self.options.seed + request.id)
         return request
 
-    def check(self, prompt: list[int]) -> None:
-        """Raises what :meth:`prefill` would raise for this prompt, and runs nothing."""
-        self._check_prompt(prompt, room=0)
-        self.scheduler.check(len(prompt), max_tokens=1)
-
     def step(self) -> list[Sampled]:
-        """Runs one step; returns what was read of requests that had not ended before.
+        """Runs one step; returns what was read of requests that had not ended before, up to the token that ends each.
 
         With ``async_scheduling`` a decode step is launched before the tokens of the one before are read; returned is
         what has been read, sometimes nothing.
 
-        An error of the whole step is raised, an interrupt too; nothing is lost then: what has been read is in the
-        requests, and the next call goes on from there. What goes wrong in the sampling or the text of one request ends
-        that one only, with ``finish_reason`` "error".
+        Raises:
+            BaseException: what went wrong with a whole step; its requests have ended, with this as ``exception``. What
+                goes wrong in the sampling of one request ends that one alone.
         """
+        with record_function("schedule"):
+            chunks = self.scheduler.schedule()
+            plan = self.runner.plan(chunks)
+        before = self._in_flight
         # While stages are timed, each step is read at once: its time must be its own.
-        keep = 1 if self.async_scheduling and not observed() else 0
-        sampled = self._read(keep)  # one too many is in flight where an interrupt has come between
-        chunks = self.scheduler.due(self._scheduled)
+        ahead = self.async_scheduling and not observed()
+        if before is not None and not (ahead and self.runner.runs_ahead(plan, before)):
+            return self._read()  # the next call schedules anew
         if not chunks:
-            with record_function("schedule"), uninterrupted():
-                self._scheduled = chunks = self.scheduler.schedule()
-        plan = self.runner.plan(chunks)
-        before = self._in_flight[-1] if self._in_flight else None
-        if before is not None and not self.runner.runs_ahead(plan, before):
-            return sampled + self._read(0)
-        if not chunks:
-            return sampled
-        with record_function("launch"), interruptible():
+            return []
+        with record_function("launch"), self._failing(chunk.request for chunk in chunks):
             launched = self.runner.launch(plan, before)
-        with uninterrupted():
-            self._scheduled = []
-            self.scheduler.computed(chunks)
-            for request, indices in launched.indices.items():
-                request.placeholders += indices
-                request.uncertain += 0 if launched.verified is None else len(indices) - 1
-            for request, rows in launched.last_rows.items():
-                request.last_rows = rows
-            for request, found in launched.prompt_logprobs.items():
-                request.add_prompt_logprobs(found)
-            if launched.indices:
-                self.launched_ahead += bool(self._in_flight)
-                self._in_flight.append(launched)
-        # A step that samples nothing (a part of a prompt) does not keep what was sampled before it waiting; and on one
-        # whose drafts the host has to know no other follows.
+        self.scheduler.computed(chunks)
+        self._record(launched)
+        sampled = [] if before is None else self._read()
+        self._in_flight = launched if launched.indices else None
+        self.launched_ahead += bool(before is not None and launched.indices)
+        # On a step whose drafts the host has to know no other follows.
         follows = self.runner.num_drafts == 0 or launched.outcome is not None
-        return sampled + self._read(keep if launched.indices and follows else 0)
+        return sampled if ahead and follows else sampled + self._read()
 
-    def _read(self, keep: int) -> list[Sampled]:
-        """Reads the oldest steps in flight until ``keep`` are left."""
+    def _record(self, launched: Samples) -> None:
+        """Notes in the requests of a step what is known of it before its tokens are."""
+        for request, indices in launched.indices.items():
+            request.placeholders += indices
+            request.uncertain += 0 if launched.verified is None else len(indices) - 1
+        for request, rows in launched.last_rows.items():
+            request.last_rows = rows
+        for request, found in launched.prompt_logprobs.items():
+            request.add_prompt_logprobs(found)
+
+    def _read(self) -> list[Sampled]:
+        """Reads the step in flight, if there is one, and gives its requests their tokens."""
+        if self._in_flight is None:
+            return []
+        step, self._in_flight = self._in_flight, None
+        with record_function("read tokens"), self._failing(step.indices):
+            sampled = step.read()
         read = []
-        while len(self._in_flight) > keep:
-            with record_function("read tokens"), interruptible():
-                sampled = self._in_flight[0].read()
-            with uninterrupted():
-                indices = self._in_flight.pop(0).indices
-                now = time.perf_counter()
-                for one in sampled:
-                    if not one.request.placeholders:
-                        continue  # it was rewound to 0, and computes these again
-                    del one.request.placeholders[: len(indices[one.request])]
-                    if one.verified is not None:
-                        one.request.uncertain -= len(indices[one.request]) - 1
-                    if one.request.finish_reason is None:
-                        self._take(one, now)
-                        read.append(one)
+        for one in sampled:
+            request, count = one.request, len(step.indices[one.request])
+            if not request.placeholders:
+                continue  # it was rewound to 0, and computes these again
+            del request.placeholders[:count]
+            if one.verified is not None:
+                request.uncertain -= count - 1
+            if request.finish_reason is None:
+                read.append(self._take(one))
         return read
 
-    def _take(self, sampled: Sampled, now: float) -> None:
-        """Gives a request its new tokens, up to the one that ends it."""
-        found = sampled.verified
+    def _take(self, sampled: Sampled) -> Sampled:
+        """Gives a request its new tokens, up to the one that ends it; returns these."""
+        request, found = sampled.request, sampled.verified
         if found is not None and found.offered:
-            sampled.request.verified.append((found.offered, found.accepted))
-        for token in sampled.tokens:
-            ending = sampled.request.append(token, now, self.config.eos_token_ids)
+            request.verified.append((found.offered, found.accepted))
+        for number, token in enumerate(sampled.tokens):
+            ending = request.append(token, self.config.eos_token_ids)
             if ending is not None:
-                self.finish(sampled.request, *ending)
-                return
+                self.finish(request, *ending)
+                return sampled._replace(tokens=sampled.tokens[: number + 1])
         if found is not None:
-            self.scheduler.verified(sampled.request, found.drafts)
+            self.scheduler.verified(request, found.drafts)
+        return sampled
 
     def finish(
         self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None
     ) -> None:
         """Ends a request, in whatever state, and frees its pages; without effect on one that has ended."""
-        with uninterrupted():
-            if request.finish_reason is None:
-                request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
-                self.scheduler.finish(request)
+        if request.finish_reason is None:
+            request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
+            self.scheduler.finish(request)
 
-    def fail(self, error: Exception) -> bool:
-        """After an error of :meth:`step`: ends the requests of the step that could not be computed or read.
+    @contextmanager
+    def _failing(self, requests: Iterable[Request]) -> Iterator[None]:
+        """A part of a step; what it raises ends these requests."""
+        try:
+            yield
+        except BaseException as error:
+            for request in requests:
+                if request.finish_reason is None:
+                    request.exception = error
+                    self.finish(request, "error", f"{type(error).__name__}: {error}")
+            raise
 
-        Returns:
-            False where there are none: it was no request's step that failed.
+    def check(self, prompt: list[int]) -> None:
+        """Raises what :meth:`prefill` would raise for this prompt, and runs nothing.
+
+        Raises:
+            ValueError, CapacityError: see :func:`.new_request.new_requests`; an output needs no room.
         """
-        with uninterrupted():
-            if self._scheduled:
-                requests = [chunk.request for chunk in self._scheduled]
-                self._scheduled = []
-            else:
-                requests = [request for samples in self._in_flight for request in samples.indices]
-                self._in_flight = []
-            failed = [request for request in requests if request.finish_reason is None]
-            for request in failed:
-                request.exception = error
-                self.finish(request, "error", f"{type(error).__name__}: {error}")
-        return bool(failed)
+        check_prompt(prompt, 0, self.max_model_len, self.config.vocab_size)
+        self.scheduler.check(len(prompt), max_tokens=1)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
         """Prefills one prompt, alone, and forgets it.
 
         Returns:
             float32 CPU logits ``[vocab]`` after its last token, the same on every rank.
+
+        Raises:
+            ValueError, CapacityError: see :meth:`check`.
+            RuntimeError: other requests are under way.
         """
-        logits = None
-        self.check(prompt)
-        with uninterrupted(), self._chunks_alone(prompt) as chunks:
-            for chunk in chunks:
-                with interruptible():
-                    logits = self.runner.last_logits([chunk])
-        assert logits is not None
-        return logits.cpu()
+        return self._finished(Run(-1, "prefill", prompt))
 
     def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
-        """float32 CPU logits ``[len, vocab]`` at every position of a prompt, the same on every rank."""
-        self.check(prompt)
-        into = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
-        block = max(1, self.workspace // (8 * self.config.vocab_size))
-        with uninterrupted(), self._chunks_alone(prompt) as chunks:
-            for chunk in chunks:
-                with interruptible():
-                    self.runner.all_logits(chunk, into, block)
-        return into
+        """float32 CPU logits ``[len, vocab]`` at every position of a prompt, the same on every rank; raises what
+        :meth:`prefill` raises."""
+        return self._finished(Run(-1, "prompt_logits", prompt))
+
+    def _finished(self, run: Run) -> torch.Tensor:
+        self.check(run.prompt_ids)
+        job = self.job(run)
+        while True:
+            try:
+                next(job)
+            except StopIteration as end:
+                return end.value
+
+    def job(self, run: Run) -> Generator[None, None, torch.Tensor]:
+        """Computes a chunk of a prompt at each ``next``, and returns what is wanted: see :meth:`prefill` and
+        :meth:`prompt_logits`. Nothing is left of it when it is closed.
+
+        Raises:
+            RuntimeError: other requests are under way.
+        """
+        self._check_idle()
+        prompt, logits = run.prompt_ids, torch.empty(0)
+        if run.job == "prompt_logits":
+            logits = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
+        block = max(1, self.workspace // (8 * self.config.vocab_size))  # of rows whose logits are made at a time
+        request = Request(-1, prompt, SamplingParams(max_tokens=1))
+        with self.progress(len(prompt), "tokens", "prefill") as bar:
+            try:
+                self.scheduler.add(request)
+                while not request.prefilled:
+                    (chunk,) = self.scheduler.schedule()
+                    if run.job == "prompt_logits":
+                        self.runner.all_logits(chunk, logits, block)
+                    elif (last := self.runner.last_logits([chunk])) is not None:
+                        logits = last
+                    self.scheduler.computed([chunk])
+                    bar.update(chunk.length)
+                    yield
+            finally:
+                self.finish(request, "length" if request.prefilled else "abort")
+        return logits.cpu()
 
     def prefill_plans(self, length: int) -> list[StepPlan]:
         """How the steps of a prefill of ``length`` tokens, alone, are divided over the ranks; computes nothing."""
         request = Request(-1, [0] * length, SamplingParams())
         ranks = self.mesh.cp_ranks(0)
-        most = self.options.max_num_batched_tokens * self.mesh.cp_size
-        chunks = [Chunk(request, first, min(most, length - first), ranks) for first in range(0, length, most)]
+        maximum = self.options.max_num_batched_tokens * self.mesh.cp_size
+        chunks = [Chunk(request, first, min(maximum, length - first), ranks) for first in range(0, length, maximum)]
         return [self.runner.plan([chunk]) for chunk in chunks]
 
-    @contextmanager
-    def _chunks_alone(self, prompt: list[int]) -> Iterator[Iterator[Chunk]]:
-        with (
-            self.progress(len(prompt), "tokens", "prefill") as bar,
-            closing(chunks_alone(self.scheduler, prompt, bar)) as chunks,
-        ):
-            yield chunks
-
-    def _check_prompt(self, prompt: list[int], room: int) -> None:
-        check_prompt(prompt, room, self.max_model_len, self.config.vocab_size)
+    def _check_idle(self) -> None:
+        if self.scheduler.has_work:
+            raise RuntimeError("the engine is busy with other requests; finish them first")

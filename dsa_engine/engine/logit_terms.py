@@ -21,7 +21,6 @@ import torch
 
 from dsa_engine.engine.batch import known_ids
 from dsa_engine.engine.request import Request
-from dsa_engine.interrupts import uninterrupted
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.sampling_params import SamplingParams
@@ -54,10 +53,9 @@ class LogitTerms:
             logits: a row for each of ``wanted``; the rows of a request lie in order of position.
             sampled: the tokens of the step before, where they have not been read (``batch.known_ids``).
         """
-        with uninterrupted():  # what the tables hold and what is known of them change together
-            self._add_biases(logits, wanted)
-            self._forbid(logits, wanted, sampled)
-            self._penalise(logits, wanted, sampled)
+        self._add_biases(logits, wanted)
+        self._forbid(logits, wanted, sampled)
+        self._penalise(logits, wanted, sampled)
 
     def _add_biases(self, logits: torch.Tensor, wanted: Sequence[Wanted]) -> None:
         rows = [i for i, (request, _) in enumerate(wanted) if is_biased(request)]

@@ -1,37 +1,80 @@
-"""A request as it is asked for: its parameters within what the model allows, and what makes text of its output."""
+"""The one door for requests: a prompt and its parameters are checked, brought within the model's limits, and copied."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.request_checks import check_prompt, check_token_ids
+from dsa_engine.engine.messages import Add
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import TextStream, Tokenizer
+from dsa_engine.tokenizer import Tokenizer
 
 
-def new_request(
-    prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None, max_model_len: int, vocab_size: int
-) -> Request:
-    """A request that arrives now; its ``id`` is to be given when it is queued.
+def new_requests(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    vocab_size: int,
+    check_capacity: Callable[[int, int], None],
+) -> list[Add]:
+    """A message for each of the ``params.n`` outputs of a prompt that arrives now.
 
     Args:
-        tokenizer: makes text of the output; None: nobody asks for it.
+        tokenizer: gives the token ids of ``bad_words``; None where none are asked for.
+        check_capacity: raises where the caches cannot hold so many prompt and output tokens.
 
     Raises:
         ValueError: an empty prompt, token ids that the model does not have, or no room below ``max_model_len``.
+        CapacityError: it does not fit in the caches even alone.
     """
     check_prompt(prompt, 1, max_model_len, vocab_size)
-    check_token_ids(params, vocab_size)
+    _check_token_ids(params, vocab_size)
     room = max_model_len - len(prompt)
-    if params.max_tokens is None or params.max_tokens > room:
-        # As in vLLM: the model's length ends a request that asks for more.
-        params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-    text, bad_words = None, []
-    if tokenizer and params.detokenize:
-        how = (params.include_stop_str_in_output, params.skip_special_tokens)
-        text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how)
-    if tokenizer:
-        bad_words = [ids for word in params.bad_words or () for ids in tokenizer.word_ids(word)]
-    return Request(-1, prompt, params, time.perf_counter(), text, bad_words)
+    # As in vLLM: the model's length ends a request that asks for more.
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    check_capacity(len(prompt), max_tokens)
+    words = params.bad_words or () if tokenizer else ()
+    bad_words = [ids for word in words for ids in tokenizer.word_ids(word)] if tokenizer else []
+    arrival = time.perf_counter()
+    return [
+        Add(
+            list(prompt),
+            replace(
+                params,
+                n=1,
+                seed=None if params.seed is None else params.seed + number,
+                max_tokens=max_tokens,
+                min_tokens=min(params.min_tokens, max_tokens),
+                prompt_logprobs=None if number else params.prompt_logprobs,
+            ),
+            bad_words,
+            arrival,
+        )
+        for number in range(params.n)
+    ]
+
+
+def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_size: int) -> None:
+    """``ValueError`` for a prompt that is empty, has ids that the model does not have, or leaves no ``room`` tokens."""
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(prompt) + room > max_model_len:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, max_model_len is {max_model_len}"
+            + (f", of which at least {room} must be left for the output" if room else "")
+            + "; shorten the prompt or raise max_model_len"
+        )
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"token id {wrong} is out of range; the vocabulary has ids 0 … {vocab_size - 1}")
+
+
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """``ValueError`` where the parameters allow or favour tokens that the model does not have."""
+    for name in ("allowed_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            if token >= vocab_size:
+                raise ValueError(f"{name} has token id {token}; the vocabulary has ids 0 … {vocab_size - 1}")

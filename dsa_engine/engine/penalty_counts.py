@@ -15,7 +15,6 @@ import torch
 from dsa_engine.engine.logit_terms import RequestRows, of_prompt
 from dsa_engine.engine.outcome import Columns
 from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.interrupts import uninterrupted
 from dsa_engine.kernels.transfer import upload
 
 
@@ -43,21 +42,20 @@ class PenaltyCounts:
         penalising = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.request.params.penalises]
         if not penalising:
             return
-        with uninterrupted():  # what the table holds and what is known of it change together
-            width = (before.shape[1] - 2) // 2  # rows of a request: its last token and the drafts
-            slots = self._slots([chunk for _, chunk in penalising], 2 * width, before.device)
-            table, everybodys = [], [0] * len(out)
-            for i, chunk in penalising:
-                request = chunk.request
-                everybodys[i] = slots[request]
-                known = len(request.prompt) + len(request.output)
-                first = max(len(request.prompt), known - 2 * width)
-                tokens = request.tokens(first, known - first) + [0] * (2 * width - known + first)
-                table.append([i, slots[request], int(chunk.follows), first, known, *tokens])
-            flat = upload(torch.tensor([*everybodys, *(x for row in table for x in row)]), before.device)
-            columns = flat[len(out) :].view(len(table), -1).T
-            self._add(columns[:5], columns[5:].T, Columns.of(before[columns[0]]))
-            torch.index_select(self._rows.table, 0, flat[: len(out)], out=out)
+        width = (before.shape[1] - 2) // 2  # rows of a request: its last token and the drafts
+        slots = self._slots([chunk for _, chunk in penalising], 2 * width, before.device)
+        table, everybodys = [], [0] * len(out)
+        for i, chunk in penalising:
+            request = chunk.request
+            everybodys[i] = slots[request]
+            known = len(request.prompt) + len(request.output)
+            first = max(len(request.prompt), known - 2 * width)
+            tokens = request.tokens(first, known - first) + [0] * (2 * width - known + first)
+            table.append([i, slots[request], int(chunk.follows), first, known, *tokens])
+        flat = upload(torch.tensor([*everybodys, *(x for row in table for x in row)]), before.device)
+        columns = flat[len(out) :].view(len(table), -1).T
+        self._add(columns[:5], columns[5:].T, Columns.of(before[columns[0]]))
+        torch.index_select(self._rows.table, 0, flat[: len(out)], out=out)
 
     def _slots(self, chunks: Sequence[Chunk], window: int, device: torch.device) -> dict[Request, int]:
         """The row of each request, with all counts that the host knows where it is new or has missed too many."""

@@ -1,4 +1,4 @@
-"""A request from its arrival to its output: its tokens, how many of them are in the cache and where, and its text.
+"""A request from its arrival to its output: its tokens, and how many of them are in the cache and where.
 
 A token that has been sampled and not read yet is known to the device alone. Here, and nowhere else, it is a
 placeholder: the index at which it lies in the ``tokens`` of the step that samples it (``sampler.Samples``).
@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
+from dsa_engine.outputs import Logprobs
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import TextStream
 
 
 class SampledToken(NamedTuple):
@@ -52,11 +51,8 @@ class Request:
     id: int
     prompt: list[int]
     params: SamplingParams
-    arrival: float = 0.0  # seconds, time.perf_counter
-    text: TextStream | None = None  # makes text of the output; None: nobody asks for it
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)  # of each output token, where they are asked for
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
     uncertain: int = 0  # of the placeholders, those that are no tokens where a draft turns out not to be accepted
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
@@ -68,13 +64,11 @@ class Request:
     cp_group: int = 0  # the ranks that prefill it
     owner: int = 0  # the rank that decodes it
     pages: list[int] = field(default_factory=list)
-    first_token_time: float | None = None  # seconds, time.perf_counter
-    last_token_time: float | None = None
     finish_reason: str | None = None  # of its ending
     error: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
-    exception: Exception | None = None  # of a step that it was part of; whoever waits for it is to raise this
+    exception: BaseException | None = None  # of a step that it was part of, for its caller to raise
 
     def __post_init__(self) -> None:
         self.num_prefill_tokens = len(self.prompt)
@@ -91,7 +85,7 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of the output; ``Engine.add`` has put a number where the parameters leave it open."""
+        """Maximum of the output; a number also where the caller left it open (``new_request.py``)."""
         assert self.params.max_tokens is not None
         return self.params.max_tokens
 
@@ -110,62 +104,33 @@ class Request:
         behind = [-1 - index for index in self.placeholders] + self.drafts
         return known + behind[max(0, start - border) : end - border]
 
-    def append(self, sampled: SampledToken, now: float, eos_token_ids: Collection[int]) -> Ending | None:
-        """Takes the next token of the output, and decides whether the request ends with it.
+    def append(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
+        """Takes the next token of the output, and decides whether the request ends with it: stop strings, which are
+        seen in the text alone, are the caller's side's to find (``reply.py``).
 
         Args:
             sampled: the token, or the error in its place.
-            now: seconds, time.perf_counter.
             eos_token_ids: the model's end-of-sequence tokens.
 
         Returns:
-            how the request ends; None if it goes on. Text that cannot be made ends it, before any other reason.
+            how the request ends; None if it goes on.
         """
-        if sampled.error is None:
-            self.output.append(sampled.token)
-            self.first_token_time = self.first_token_time or now
-            self.last_token_time = now
-            if sampled.logprobs is not None:
-                self.logprobs.append(sampled.logprobs)
-        stop_token = self._stop_token(sampled, eos_token_ids)
-        try:
-            if sampled.logprobs is not None and self.text is not None:
-                self.logprobs[-1] = self.text.decoded(sampled.logprobs)
-            ends_unseen = stop_token is not None and not self.params.include_stop_str_in_output
-            if sampled.error is None and self.text is not None and not ends_unseen:
-                self.text.add(sampled.token)
-            ending = self._ending(sampled, stop_token)
-            if ending is not None and self.text is not None:
-                self.text.finish()
-        except Exception as error:  # of the tokenizer: this request's alone
-            return Ending("error", f"its tokens could not be decoded to text: {type(error).__name__}: {error}")
-        return ending
+        if sampled.error is not None:
+            return Ending("error", sampled.error)
+        self.output.append(sampled.token)
+        params, count = self.params, len(self.output)
+        if count > params.min_tokens:
+            if sampled.token in eos_token_ids and not params.ignore_eos:
+                return Ending("stop")
+            if sampled.token in (params.stop_token_ids or ()):
+                return Ending("stop", stop_reason=sampled.token)
+        return Ending("length") if count >= self.max_tokens else None
 
     def add_prompt_logprobs(self, found: Mapping[int, Logprobs]) -> None:
         """Takes those of the prompt's next tokens, by position."""
         assert self.prompt_logprobs is not None
         for position in sorted(found):
             self.prompt_logprobs[position:] = [found[position]]
-
-    def _stop_token(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
-        """How the request ends if this token, the last of the output, ends it."""
-        params = self.params
-        if sampled.error is not None or len(self.output) <= params.min_tokens:
-            return None
-        if sampled.token in eos_token_ids and not params.ignore_eos:
-            return Ending("stop")
-        if sampled.token in (params.stop_token_ids or ()):
-            return Ending("stop", stop_reason=sampled.token)
-        return None
-
-    def _ending(self, sampled: SampledToken, stop_token: Ending | None) -> Ending | None:
-        if sampled.error is not None:
-            return Ending("error", sampled.error)
-        if self.text is not None and self.text.stopped:
-            return Ending("stop", stop_reason=self.text.stop_string)
-        if stop_token is not None:
-            return stop_token
-        return Ending("length") if len(self.output) >= self.max_tokens else None
 
     def rewind(self, num_computed_tokens: int) -> None:
         """Forgets the cache rows from this position on: the tokens there are computed again.
@@ -188,50 +153,6 @@ class Request:
             if self.uncertain:  # how many tokens are in flight is not known: they are computed again
                 self.placeholders, self.uncertain = [], 0
             self.num_prefill_tokens = len(self)
-
-    def piece(self, first: int) -> StreamPiece:
-        """The output from token ``first`` on, and the text that has become certain since the last piece."""
-        return StreamPiece(
-            text=self.text.new_text() if self.text else "",
-            token_ids=self.output[first:],
-            finish_reason=self.finish_reason,
-            error=self.error,
-            logprobs=None if self.params.logprobs is None else self.logprobs[first:],
-            stop_reason=self.stop_reason,
-        )
-
-    def decoded_prompt_logprobs(self) -> list[Logprobs | None] | None:
-        """With the text of each token, where text is made."""
-        if self.prompt_logprobs is None or self.text is None:
-            return self.prompt_logprobs
-        return [None if of is None else self.text.decoded(of) for of in self.prompt_logprobs]
-
-    def completion(self, index: int) -> CompletionOutput:
-        """The whole output of a request that has ended, as number ``index`` of its prompt; not of one that is
-        streamed."""
-        assert self.finish_reason is not None
-        whole = self.piece(0)
-        logprobs = whole.logprobs
-        return CompletionOutput(
-            index=index,
-            text=whole.text,
-            token_ids=whole.token_ids,
-            finish_reason=self.finish_reason,
-            metrics=RequestMetrics.of(
-                self.arrival,
-                self.first_token_time,
-                self.last_token_time,
-                len(self.output),
-                self.preemptions,
-                SpeculationMetrics.of(self.verified) if self.verified else None,
-            ),
-            stop_reason=self.stop_reason,
-            error=self.error,
-            logprobs=logprobs,
-            cumulative_logprob=(
-                None if logprobs is None else sum(of[token] for of, token in zip(logprobs, self.output, strict=True))
-            ),
-        )
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Scheduler:
         self.num_drafts = 0
         self.least_last_chunk = 1
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
+        self._credit_after = 0.0  # the same, once the step scheduled last has been launched
         self._ledger = PageLedger(rank, world_size, pages)
         self._capacity = Capacity(world_size, cp_size, pages, page_size)
         self._waiting: deque[Request] = deque()  # both in order of arrival
@@ -97,17 +98,16 @@ class Scheduler:
         self._capacity.check_batch(requests, prompt_len, max_tokens, filled)
 
     def add(self, request: Request) -> None:
-        """Queues a request; ``CapacityError`` where it could not run even alone (:meth:`check`)."""
-        self.check(len(request.prompt), request.max_tokens)
+        """Queues a request that can run (:meth:`check`)."""
         insort(self._waiting, request, key=_arrival)
 
     def adopt(self, request: Request) -> None:
-        """Takes a request that needs no prefill, as somebody fills its pages: it decodes from the next step on.
+        """Takes a request that can run (:meth:`check`) and needs no prefill, as its pages are filled otherwise: it
+        decodes from the next step on.
 
         Raises:
             CapacityError: there is no room for it now.
         """
-        self.check(len(request.prompt), request.max_tokens)
         free, load = self._ledger.free, Load.of(self._running, self._ledger, self._capacity)
         need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
@@ -125,35 +125,27 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The next step: chunks of what is to be prefilled, or the new tokens of every request that decodes: one, or
-        more after a :meth:`rewind`."""
+        more after a :meth:`rewind`.
+
+        A step counts when it is launched (:meth:`computed`). One that is not is scheduled anew: requests may have
+        entered and taken pages for it, which they keep.
+        """
         self._budget = [self._group_tokens] * len(self._groups)
         decoding = any(_decodes(request) for request in self._running)
-        if decoding:
-            # Credit that nobody used is kept up to one step: who comes late is prefilled at once, a burst is not.
-            self._credit = min(1.0, self._credit) + self._max_prefill_share
-        if not decoding or self._credit > 1 - 1e-9:
+        # Credit that is not used is kept up to one step: a late request is prefilled at once, a burst is not.
+        self._credit_after = min(1.0, self._credit) + self._max_prefill_share if decoding else self._credit
+        if not decoding or self._credit_after > 1 - 1e-9:
             chunks = self._prefill()
             if chunks:
-                self._credit -= 1.0 if decoding else 0.0
+                self._credit_after -= 1.0 if decoding else 0.0
                 return chunks
         # An older request that is being prefilled may take the last pages of all that decode.
         return self._decode() or self._prefill()
 
-    def due(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Of chunks that were scheduled and not launched, those that are still to be computed: not those of requests
-        that have ended or been rewound. Where a step has been read on which one followed, it starts where it now does.
-        """
-        kept = []
-        for chunk in chunks:
-            request = chunk.request
-            if chunk.follows and not request.placeholders and _decodes(request):
-                chunk = self._decode_chunk(request)
-            if request.finish_reason is None and chunk.start == request.num_computed_tokens:
-                kept.append(chunk)
-        return kept
-
     def computed(self, chunks: list[Chunk]) -> None:
-        """Records that a step has been launched; after its prefill, a request leaves the ranks that do not own it."""
+        """Records that the step scheduled last has been launched; after its prefill, a request leaves the ranks that do
+        not own it."""
+        self._credit = self._credit_after
         for chunk in chunks:
             request = chunk.request
             request.num_computed_tokens = chunk.end

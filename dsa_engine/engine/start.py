@@ -1,4 +1,5 @@
-"""From options to what an engine runs on: ranks, weights, checked kernels, caches that fit, a runner with its graphs.
+"""From options to an engine: ranks, weights, checked kernels, caches that fit, a runner with its graphs; and what the
+log says of it.
 
 The order matters. Caches get what is left when everything else has taken its memory, so the largest steps have run by
 then (`step_memory.py`); graphs hold addresses of caches, so they come last (`capture.py`).
@@ -6,9 +7,9 @@ then (`step_memory.py`); graphs hold addresses of caches, so they come last (`ca
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 
 from dsa_engine.engine.agreement import start_facts
+from dsa_engine.engine.capture import capture_likely
 from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
@@ -25,6 +28,7 @@ from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.scheduler import Scheduler
 from dsa_engine.engine.step_memory import step_bytes
+from dsa_engine.kernels.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
@@ -32,34 +36,25 @@ from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.progress import progress_bar
-from dsa_engine.quantization import weight_format
-from dsa_engine.sizes import parse_bytes
+from dsa_engine.quantization import Unquantized, weight_format, word_for
+from dsa_engine.sizes import format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
 
 # How long the ranks wait for the one whose disk is slowest: longer than for a collective (`ParallelConfig.timeout`).
 _LOADING_S = 7200.0
 
 
-@dataclass
-class Started:
-    """What :func:`start` has made."""
+def start(folder: Path, options: EngineOptions) -> Engine:
+    """Loads a model, sizes its caches and captures the likely graphs; every rank calls it.
 
-    config: ModelConfig
-    mesh: Mesh
-    dtype: torch.dtype  # of activations
-    workspace: int  # bytes
-    max_model_len: int
-    model: Model
-    cache: KVCache
-    scheduler: Scheduler
-    graphs: DecodeGraphs | None
-    runner: ModelRunner
-    bytes_read: int
-    load_seconds: float
-    step_bytes: int | None  # set aside for steps and graphs; None where the caches were given their size
+    Args:
+        folder: a Hugging Face model folder; with ``load_format="dummy"`` its ``config.json`` is enough.
+        options: see :class:`dsa_engine.LLM`.
 
-
-def start(folder: Path, options: EngineOptions) -> Started:
-    """See :class:`.engine.Engine`; every rank calls it."""
+    Raises:
+        CheckpointError, CapacityError, ValueError: see :class:`dsa_engine.LLM`.
+    """
     config = ModelConfig.from_pretrained(folder, options.hf_overrides)
     refuse_extra_layers(folder, config, options)
     modules = mtp_modules(folder, config, options)
@@ -111,7 +106,8 @@ def start(folder: Path, options: EngineOptions) -> Started:
     contexts = ContextBuckets(max_model_len, options.page_size)
     graphs = DecodeGraphs(model, cache, config, mesh, contexts=contexts) if captures else None
     runner = ModelRunner(model, cache, config, mesh, options.seed, graphs, relaxed=relaxed)
-    return Started(
+    engine = Engine(
+        options=options,
         config=config,
         mesh=mesh,
         dtype=dtype,
@@ -122,10 +118,14 @@ def start(folder: Path, options: EngineOptions) -> Started:
         scheduler=scheduler,
         graphs=graphs,
         runner=runner,
+        progress=progress_of(mesh, options),
         bytes_read=bytes_read,
         load_seconds=load_seconds,
         step_bytes=for_steps,
     )
+    if graphs is not None and mesh.static_decode:
+        capture_likely(runner, mesh, options, max_model_len, engine.progress)
+    return engine
 
 
 def progress_of(mesh: Mesh, options: EngineOptions) -> Callable[..., Any]:
@@ -139,10 +139,63 @@ def progress_of(mesh: Mesh, options: EngineOptions) -> Callable[..., Any]:
 
 
 def _max_model_len(config: ModelConfig, options: EngineOptions) -> int:
-    most = options.max_model_len or config.max_position_embeddings
-    if most > config.max_position_embeddings:
+    wanted = options.max_model_len or config.max_position_embeddings
+    if wanted > config.max_position_embeddings:
         raise ValueError(
-            f"max_model_len {most} exceeds the model's {config.max_position_embeddings} positions; "
+            f"max_model_len {wanted} exceeds the model's {config.max_position_embeddings} positions; "
             "lower it, or raise max_position_embeddings with hf_overrides"
         )
-    return most
+    return wanted
+
+
+def log_start(engine: Engine, folder: Path) -> None:
+    """A line for the weights, one for the caches, and one for each thing that this run does without unasked."""
+    options, cache, ranks = engine.options, engine.cache, engine.mesh.world_size
+    where = f"{str(engine.dtype).removeprefix('torch.')} on {engine.mesh.device}"
+    if options.load_format == "dummy":
+        logger.info("%s: random weights made in %.1f s, %s", folder, engine.load_seconds, where)
+    else:
+        read = f"{format_bytes(engine.bytes_read)} in {engine.load_seconds:.1f} s"
+        logger.info("%s: weights loaded on this rank, %s, %s", folder, read, where)
+    tokens = cache.pages * cache.page_size
+    logger.info(
+        "cache of each rank: %s tokens in pages of %s, %s%s; room for %.2f requests of max_model_len %s on %s rank(s)",
+        f"{tokens:,}",
+        cache.page_size,
+        format_bytes(cache.bytes),
+        " in FP8" if cache.format.fp8 else "",
+        ranks * tokens / engine.max_model_len,
+        f"{engine.max_model_len:,}",
+        ranks,
+    )
+    if engine.step_bytes is not None:
+        logger.info("set aside for steps and graphs: %s", format_bytes(engine.step_bytes))
+    if engine.graphs is not None and engine.graphs.captured:
+        held = format_bytes(engine.graphs.memory_bytes)
+        logger.info("%s CUDA graphs captured, which hold %s", len(engine.graphs.captured), held)
+    _log_fallbacks(engine)
+
+
+def _log_fallbacks(engine: Engine) -> None:
+    options, stored = engine.options, word_for(engine.config.quantization)
+    if stored and isinstance(engine.model.runtime.weights, Unquantized):
+        why = "" if options.quantization else f": {engine.mesh.device} does not multiply them"
+        logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)
+    if engine.mesh.device.type != "cuda":
+        if options.device == "auto":
+            logger.info("no CUDA device is available: operations run in PyTorch on the CPU, not as Triton kernels")
+        if options.dtype == "auto" and engine.dtype != engine.config.dtype:
+            stored = str(engine.config.dtype).removeprefix("torch.")
+            logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", stored)
+        return
+    if flash_attn_varlen_func is None and flash_attn_3_varlen_func is None:
+        logger.info("flash-attn is not installed: PyTorch's attention does its work where tokens see few others")
+    lost = ["CUDA graphs"] if not options.enforce_eager else []
+    lost += ["async scheduling"] if options.async_scheduling else []
+    if lost and not engine.mesh.static_decode:
+        logger.warning(
+            "decode runs without %s, as shapes change from step to step with decode_dispatch '%s'; 'all_gather' keeps "
+            "them",
+            " and ".join(lost),
+            options.parallel.decode_dispatch,
+        )

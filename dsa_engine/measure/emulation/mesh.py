@@ -14,6 +14,7 @@ from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class EmulatedMesh(Mesh):
     def reports(self) -> bool:
         """An emulated rank is alone."""
         return True
+
+    def _host_group(self) -> Group:
+        """An emulated rank has no other to talk to."""
+        return Group((self.rank,), 0, None)
 
     def _group(self, size: int) -> EmulatedGroup:
         first = self.rank - self.rank % size

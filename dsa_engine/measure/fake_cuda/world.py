@@ -49,6 +49,9 @@ class FakeMesh(Mesh):
     def meet(self, wait_s: float) -> None:
         pass
 
+    def _host_group(self) -> Group:
+        return Group((0,), 0, None)
+
     def _group(self, size: int) -> FakeGroup:
         return FakeGroup(tuple(range(size)), 0, None, device=self.config.device)
 

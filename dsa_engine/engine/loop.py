@@ -1,0 +1,316 @@
+"""The thread that runs an engine: it takes the callers' messages, runs steps, and hands each caller what is new.
+
+One order in every turn: take messages, schedule, launch, read the step before (the last three are ``Engine.step``),
+hand over. Callers, whatever threads and event loops they run in, only send messages and wait for their own results, so
+an interrupt reaches none but the one that waits.
+
+On several ranks each has a loop, and rank 0's messages are those of all: they reach every rank between the same two
+steps. What comes during a step travels beside it and takes effect one step later (``message_channel.py``). The ranks
+agree by taking the same messages in the same order; a caller on another rank than 0 has said there that it wants the
+same (``agreement.py``), and gets its results from the steps that its own rank runs.
+
+While there is nothing to do rank 0 waits for a message, and the other ranks wait for rank 0, which sends an empty one
+now and then: so a rank that has died is noticed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+
+import torch
+
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.messages import Abort, Add, Message, Run, Shutdown
+from dsa_engine.engine.reply import Mailbox, Reply
+from dsa_engine.engine.request import Ending, Request
+from dsa_engine.engine.sampler import Sampled
+from dsa_engine.parallel.message_channel import MessageChannel
+
+_HEARTBEAT_S = 0.5  # how often ranks that have nothing to do hear of each other
+_CLOSE_S = 30.0  # longest wait for a step that is under way when the loop is closed
+_OTHERS_CLOSE_S = 5.0  # how long another rank than 0 waits for rank 0 to close
+_ANSWER_S = 0.5  # how long callers get to answer for a failure before it ends the process
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own, from now until :meth:`close`.
+
+    Attributes:
+        error: what has ended the loop; None while it runs, and where it was closed.
+        serves: whether all other ranks follow this one, so that any thread may call here.
+        steps, step_s: how many steps have been run, and their seconds, without the exchange of messages.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.error: BaseException | None = None
+        self.serves = engine.mesh.host.alone
+        self.steps, self.step_s = 0, 0.0
+        self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
+        self._sends = self.channel is None or self.channel.sends
+        # Never a lock that a caller and the loop share: an interrupt could leave it locked.
+        self._inbox: SimpleQueue[tuple[Message, Reply | Mailbox | None]] = SimpleQueue()
+        self._replies: dict[int, Reply] = {}  # of requests whose caller waits on this rank
+        self._jobs: dict[int, Mailbox] = {}  # the same of Run
+        self._requests: dict[int, Request] = {}  # that the engine has
+        self._backlog: deque[Add | Run] = deque()  # taken, and not begun; a Run holds up what comes after it
+        self._job: Generator[None, None, torch.Tensor] | None = None  # of the Run at the head of the backlog
+        self._closing = False  # by a message of rank 0
+        self._leaving = False  # by this rank alone
+        self._ended = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)  # before the mesh leaves the run, which has registered earlier
+
+    # What callers use, from any thread.
+
+    def send(self, *messages: tuple[Message, Reply | Mailbox | None]) -> None:
+        """Takes messages, each with where its results go on this rank. It cannot fail, and a destructor may call it.
+
+        On other ranks than 0, a message only says that its results are wanted here.
+        """
+        for message in messages:
+            self._inbox.put(message)
+        if self._ended.is_set():
+            self._refuse_waiting()
+
+    def check(self) -> None:
+        """Raises what has ended the loop, where it has ended.
+
+        Raises:
+            RuntimeError: it was closed, or has ended with an error before; this thread is the loop's own.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a call from within another call of the same thread, which would wait for it")
+        if self._closed or self._ended.is_set():
+            raise self._refusal()
+
+    def wait(self) -> None:
+        """Waits until the loop has ended; raises the error that has ended it, if it is one."""
+        while not self._ended.wait(1.0):  # in pieces: an interrupt is let through between them everywhere
+            pass
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        """Ends the loop soon, on rank 0 those of all ranks; what is under way is aborted. A destructor may call it."""
+        self._closed = True
+        if self._sends:
+            self._inbox.put((Shutdown(), None))
+
+    def close(self) -> None:
+        """:meth:`stop`, and waits for it; on another rank than 0 for rank 0, a few seconds."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
+
+    def _leave(self) -> None:
+        """At the end of the program: a thread that runs on could crash the interpreter."""
+        self.close()
+        if self._thread.is_alive():
+            self._inbox.put((Shutdown(), None))
+            self._thread.join(4 * _HEARTBEAT_S)
+
+    # The thread.
+
+    def _main(self) -> None:
+        try:
+            if self.engine.mesh.device.type == "cuda":
+                torch.cuda.set_device(self.engine.mesh.device)  # each thread has a current one
+            while not (self._closing or self._leaving):
+                for message in self._receive():
+                    self._take(message)
+                self._turn()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._end()
+
+    @property
+    def _idle(self) -> bool:
+        """The same on all ranks: it follows from the messages that all have taken."""
+        return not (self._backlog or self.engine.has_work)
+
+    def _receive(self) -> list[Message]:
+        """The messages that take effect now, the same on all ranks; waits for some where there is nothing to do."""
+        if self.channel is None:
+            return self._own(wait_s=None if self._idle else 0.0)
+        idle, arrived = self._idle, []
+        if self.channel.under_way:
+            arrived = pickle.loads(self.channel.finish())
+        if idle and not arrived:
+            self.channel.begin(self._packed(_HEARTBEAT_S))
+            arrived = pickle.loads(self.channel.finish())
+            if not arrived:
+                self.channel.confirm()
+        else:
+            self.channel.begin(self._packed(0.0))
+        if not self._sends:
+            self._own(wait_s=0.0)  # a caller has said what it wants before rank 0 has sent it
+        return arrived
+
+    def _packed(self, wait_s: float) -> bytes:
+        return pickle.dumps(self._own(wait_s)) if self._sends else b""
+
+    def _own(self, wait_s: float | None) -> list[Message]:
+        """The messages of this rank's callers, whose results are now known to go there; for rank 0 to send.
+
+        Args:
+            wait_s: how long to wait for the first one; None: as long as it takes.
+        """
+        messages: list[Message] = []
+        with suppress(queue.Empty):
+            while True:
+                wait = 0.0 if messages or not self._sends else wait_s
+                message, results = self._inbox.get(wait != 0.0, wait)
+                if isinstance(message, Add) and isinstance(results, Reply):
+                    self._replies[message.id] = results
+                elif isinstance(message, Run) and results is not None:
+                    self._jobs[message.id] = results  # type: ignore[assignment]
+                elif isinstance(message, Abort):
+                    self._drop(message.ids)
+                elif isinstance(message, Shutdown) and not self._sends:
+                    self._leaving = True
+                messages.append(message)
+        return messages if self._sends else []
+
+    def _drop(self, ids: Sequence[int]) -> None:
+        """Forgets where results go: their caller has left."""
+        for number in ids:
+            self._replies.pop(number, None)
+            self._jobs.pop(number, None)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Shutdown):
+            self._closing = True
+        elif isinstance(message, Abort):
+            self._abort(message.ids)
+        else:
+            self._backlog.append(message)
+
+    def _abort(self, ids: Sequence[int]) -> None:
+        left = RuntimeError("rank 0 has left this call before its end")
+        for number in ids:
+            if number in self._requests:
+                self.engine.finish(self._requests.pop(number), "abort")
+            if number in self._replies:  # of a caller on another rank
+                self._replies.pop(number).mailbox.put(left)
+            if number in self._jobs:
+                self._jobs.pop(number).put(left)
+        if self._job is not None and self._backlog[0].id in ids:
+            self._job.close()
+            self._job = None
+        if self._backlog:
+            self._backlog = deque(one for one in self._backlog if one.id not in ids)
+
+    def _turn(self) -> None:
+        """A step of the requests, or of what needs the engine for itself."""
+        while self._backlog and isinstance(self._backlog[0], Add):
+            self._begin(self._backlog.popleft())
+        begun = time.perf_counter()
+        if self._job is None and self.engine.has_work:
+            self._step()
+        elif self._backlog:
+            self._run(self._backlog[0])
+        else:
+            return
+        self.steps += 1
+        self.step_s += time.perf_counter() - begun
+
+    def _begin(self, add: Add | Run) -> None:
+        assert isinstance(add, Add)
+        request = self._requests[add.id] = self.engine.queue(add)
+        if add.id in self._replies:
+            self._replies[add.id].request = request
+
+    def _step(self) -> None:
+        try:
+            sampled = self.engine.step()
+        except BaseException as error:
+            if self.channel is not None:
+                raise  # the other ranks are in the middle of the step
+            failed = [request for request in self._requests.values() if request.exception is error]
+            if not failed:
+                raise
+            for request in failed:
+                del self._requests[request.id]
+                if request.id in self._replies:
+                    self._replies.pop(request.id).mailbox.put(error)
+            return
+        self._hand_over(sampled)
+
+    def _hand_over(self, sampled: Sequence[Sampled]) -> None:
+        """Gives callers what is new, and ends requests in whose text a stop string has come."""
+        for request, tokens, _ in sampled:
+            ended = request.finish_reason is not None
+            if ended:
+                self._requests.pop(request.id, None)
+            reply = self._replies.get(request.id)
+            if reply is None:
+                continue
+            ending = Ending(request.finish_reason, request.error, request.stop_reason) if ended else None  # type: ignore[arg-type]
+            reply.take(tokens, ending)
+            if reply.ending is not None:
+                del self._replies[request.id]
+                if not ended and self._sends:
+                    self._inbox.put((Abort((request.id,)), None))
+            reply.hand_over()
+
+    def _run(self, run: Add | Run) -> None:
+        """Goes on with a prefill that has the engine for itself."""
+        assert isinstance(run, Run)
+        try:
+            if self._job is None:
+                self._job = self.engine.job(run)
+            next(self._job)
+            return
+        except StopIteration as end:
+            result = end.value
+        except BaseException as error:
+            if self.channel is not None:
+                raise
+            result = error
+        self._job = None
+        self._backlog.popleft()
+        if run.id in self._jobs:
+            self._jobs.pop(run.id).put(result)
+
+    def _end(self) -> None:
+        """Frees what is left, and tells all who wait; then, where nobody else would, ends the process."""
+        with suppress(BaseException):
+            if self._job is not None:
+                self._job.close()
+            for request in self._requests.values():
+                self.engine.finish(request, "abort")
+        self._ended.set()
+        atexit.unregister(self._leave)
+        waiting = [reply.mailbox for reply in self._replies.values()] + list(self._jobs.values())
+        for mailbox in waiting:
+            mailbox.put(self._refusal())
+        self._refuse_waiting()
+        if self.error is not None and self.channel is not None and self.serves:
+            time.sleep(_ANSWER_S)
+            sys.excepthook(type(self.error), self.error, self.error.__traceback__)
+
+    def _refuse_waiting(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                message, results = self._inbox.get_nowait()
+                if results is not None and isinstance(message, (Add, Run)):
+                    mailbox = results.mailbox if isinstance(results, Reply) else results
+                    mailbox.put(self._refusal())
+
+    def _refusal(self) -> BaseException:
+        if self.error is not None:
+            return self.error
+        return RuntimeError("the LLM has been closed; make another one")

@@ -1,0 +1,80 @@
+"""Bytes from the first rank to all ranks of a group, which arrive between the same two steps everywhere.
+
+What is sent travels beside a step and is taken after it, so no step waits for it. While there is nothing to compute the
+other ranks wait in the receiving end, without using a core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from dsa_engine.parallel.group import Group
+
+# Bytes of every transfer, its length included; what is longer follows in one of its own.
+_HEAD = 2048
+_LENGTH = 8
+
+
+class MessageChannel:
+    """The end of one rank.
+
+    Args:
+        group: all ranks, on the CPU; nothing else may use it.
+
+    Attributes:
+        waited_s: seconds that :meth:`begin` and :meth:`finish` have taken.
+    """
+
+    def __init__(self, group: Group):
+        self.waited_s = 0.0
+        self._group = group
+        self._payload = b""
+        self._head = torch.zeros(_HEAD, dtype=torch.uint8)
+        self._wait: Callable[[], None] | None = None
+
+    @property
+    def sends(self) -> bool:
+        """Whether this is the rank that sends."""
+        return self._group.index == 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a transfer has begun and not finished; the same on all ranks."""
+        return self._wait is not None
+
+    def begin(self, payload: bytes) -> None:
+        """Starts a transfer; on other ranks than the first ``payload`` means nothing."""
+        begun = time.perf_counter()
+        if self.sends:
+            self._payload = payload
+            self._head[:_LENGTH].view(torch.int64)[0] = len(payload)
+            inline = payload[: _HEAD - _LENGTH]
+            if inline:
+                self._head[_LENGTH : _LENGTH + len(inline)] = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
+        self._wait = self._group.broadcast_async(self._head)
+        self.waited_s += time.perf_counter() - begun
+
+    def finish(self) -> bytes:
+        """What the first rank has sent, once it is here."""
+        assert self._wait is not None, "a transfer is begun before it is finished"
+        begun = time.perf_counter()
+        wait, self._wait = self._wait, None
+        wait()
+        length = int(self._head[:_LENGTH].view(torch.int64)[0])
+        inline = min(length, _HEAD - _LENGTH)
+        payload = self._payload if self.sends else bytes(self._head[_LENGTH : _LENGTH + inline].numpy())
+        if length > inline:
+            rest = torch.empty(length - inline, dtype=torch.uint8)
+            if self.sends:
+                rest = torch.frombuffer(bytearray(payload[inline:]), dtype=torch.uint8)
+            self._group.broadcast_async(rest)()
+            payload = payload if self.sends else payload + bytes(rest.numpy())
+        self.waited_s += time.perf_counter() - begun
+        return payload
+
+    def confirm(self) -> None:
+        """Waits until all ranks have come here, and so live; raises where one does not within the group's timeout."""
+        self._group.all_gather(torch.zeros(1, dtype=torch.uint8))

@@ -202,6 +202,13 @@ class LLM:
         with Call(self._callers) as call:
             return call.run(Run(-1, "prompt_logits", tokens))
 
+    def wait_idle(self) -> None:
+        """Returns when all requests before it have ended, and their pages are free: what uses ``engine`` directly, to
+        measure, begins with it."""
+        self._callers.check()
+        with Call(self._callers) as call:
+            call.run(Run(-1, "wait", []))
+
     def follow(self) -> None:
         """Serves rank 0 on every other rank of several; returns when rank 0 has closed its LLM::
 

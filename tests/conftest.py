@@ -313,6 +313,7 @@ def demo_random(demo_cache: Path) -> Any:
 def llm(demo_random: Any) -> Iterator[Any]:
     """The demo model; no test may leave a page taken or a request behind."""
     yield demo_random
+    demo_random.wait_idle()
     assert not demo_random.engine.scheduler.has_work
     assert demo_random.engine.scheduler.free_pages == [demo_random.engine.cache.pages]
 

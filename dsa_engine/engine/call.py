@@ -135,9 +135,10 @@ class Call:
         asynchronous: results are waited for in the running event loop.
     """
 
+    _ids: Sequence[int] = ()  # of a job
+    replies: Sequence[Reply] = ()
+
     def __init__(self, callers: Callers, streams: bool = False, asynchronous: bool = False):
-        self._ids: list[int] = []  # of a job
-        self.replies: list[Reply] = []
         self._callers = callers
         self._streams = streams
         self._mailbox: Any = EventLoopMailbox() if asynchronous else SimpleQueue()
@@ -174,7 +175,7 @@ class Call:
         self._ids = [next(self._callers.loop.engine.ids)]
         self._callers.run(Run(self._ids[0], run.job, run.prompt_ids), self._mailbox)
         result = _raised(self._get(None))
-        self._ids = []
+        self._ids = ()
         return result
 
     def _get(self, tick: Callable[[], object] | None) -> Any:
@@ -187,10 +188,10 @@ class Call:
 
     def close(self) -> None:
         """Aborts what has not ended."""
-        ids = self._ids + [reply.add.id for reply in self.replies if reply.ending is None]
+        ids = (*self._ids, *(reply.add.id for reply in self.replies if reply.ending is None))
         if ids:
-            self._callers.loop.send((Abort(tuple(ids)), None))
-        self._ids, self.replies = [], []
+            self._callers.loop.send((Abort(ids), None))
+        self._ids = self.replies = ()
 
     __del__ = close
 

@@ -286,6 +286,8 @@ class Engine:
         """
         self._check_idle()
         prompt, logits = run.prompt_ids, torch.empty(0)
+        if run.job == "wait":
+            return logits
         if run.job == "prompt_logits":
             logits = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
         block = max(1, self.workspace // (8 * self.config.vocab_size))  # of rows whose logits are made at a time

@@ -35,14 +35,14 @@ class Abort:
 
 @dataclass(frozen=True)
 class Run:
-    """A prefill that needs the engine for itself: it waits for the requests before it, and those after it wait.
+    """Something that needs the engine for itself: it waits for the requests before it, and those after it wait.
 
     Attributes:
-        job: what is wanted of it; see :meth:`.engine.Engine.job`.
+        job: "wait" for just that; or a prefill, see :meth:`.engine.Engine.job`.
     """
 
     id: int
-    job: Literal["prefill", "prompt_logits"]
+    job: Literal["prefill", "prompt_logits", "wait"]
     prompt_ids: list[int]
 
 

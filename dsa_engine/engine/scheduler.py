@@ -80,6 +80,16 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
+    def waiting(self) -> list[Request]:
+        """Requests that have not entered, or have given way, in order of arrival."""
+        return list(self._waiting)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that have pages, in order of arrival."""
+        return list(self._running)
+
+    @property
     def free_pages(self) -> list[int]:
         """Free pages of every rank."""
         return self._ledger.free

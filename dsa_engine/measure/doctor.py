@@ -23,6 +23,7 @@ from dsa_engine.checkpoint import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.kernel_check import trial_tokens
 from dsa_engine.engine.memory import available_bytes
+from dsa_engine.engine.start import start
 from dsa_engine.engine.trial_steps import try_steps
 from dsa_engine.kernels import cpu, operation
 from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
@@ -195,7 +196,7 @@ def _engine(mesh: Mesh) -> Iterator[Engine]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(released_config("deepseek_v32")))
         options = EngineOptions(folder, load_format="dummy", hf_overrides=_TWO_LAYERS, device="cuda", **common)
-        yield Engine(Path(folder), options)
+        yield start(Path(folder), options)
 
 
 def check_tokens(mesh: Mesh) -> str:

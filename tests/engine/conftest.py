@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dsa_engine.checkpoint import released_config
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.start import start
 from dsa_engine.measure.fake_cuda import FakeConfig, FakeDevice
 from dsa_engine.options import EngineOptions
 
@@ -33,7 +34,7 @@ def fake_engine(tmp_path: Path) -> Callable[..., Engine]:
         fixed: dict[str, Any] = {"device": "cuda", "kernels": "triton", "load_format": "dummy", "progress": False}
         fixed |= {"hf_overrides": LAYERS, "cache_memory": "16GiB", "cudagraph_capture_sizes": []}
         ranks = FakeConfig(device=device, world=world, **parallel or {})
-        return Engine(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))
+        return start(tmp_path, EngineOptions(tmp_path, parallel=ranks, **fixed | options))
 
     return make
 

@@ -165,7 +165,7 @@ class Simulation:
                 request = Request(number, list(range(wish.prompt)), SamplingParams(max_tokens=wish.output))
                 if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages:
                     with pytest.raises(CapacityError):
-                        scheduler.add(request)
+                        scheduler.check(wish.prompt, wish.output)
                     return
                 scheduler.add(request)
                 mine[number] = request
@@ -190,6 +190,9 @@ class Simulation:
     def step(self) -> None:
         oldest = min(self.live(), key=lambda s: s.id)
         lost, decoded = oldest.preemptions, any(s.prefilled for s in self.live())
+        if self.now % 3 == 0:  # as a step that is scheduled, and not launched before another one has been read
+            self.on_all(lambda scheduler, _: scheduler.schedule())
+            lost = oldest.preemptions
         steps = [scheduler.schedule() for scheduler in self.ranks]
         chunks = steps[0]
         assert chunks, "there is work, and nothing is done"

@@ -105,7 +105,7 @@ def test_a_request_that_can_never_run() -> None:
         match=r"17 prompt tokens and up to 5 new ones \(22 in all\) need 6 pages of 4 tokens, the cache has 5; "
         r"raise cache_memory by a factor of 1.20, or take fewer requests or tokens",
     ):
-        scheduler.add(make_request(1, 17, output=5))
+        scheduler.check(17, 5)
     assert step(scheduler) == [(0, 0, 16)]  # the other is not disturbed
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.request import Ending, Request, SampledToken
+from dsa_engine.engine.messages import Add
+from dsa_engine.engine.reply import Reply
+from dsa_engine.engine.request import Request, SampledToken
 from dsa_engine.engine.sampler import Samples
-from dsa_engine.tokenizer import TextStream
 
 PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second sees more than it selects
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -38,6 +40,7 @@ def shared(demo_cache: Path) -> LLM:
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
     yield shared
+    shared.wait_idle()
     scheduler = shared.engine.scheduler
     assert not scheduler.has_work and scheduler.free_pages == [shared.engine.cache.pages]
 
@@ -147,17 +150,17 @@ class Letters:
 )
 def test_how_a_request_ends(tokens: list[int], keys: dict[str, Any], count: int, reason: str) -> None:
     params = SamplingParams(max_tokens=4, **keys)
-    text = TextStream(Letters(), params.stop_strings, params.min_tokens)  # type: ignore[arg-type]
-    request = Request(0, [5], params, text=text)
-    endings: list[Ending | None] = []
+    reply = Reply(Add([5], params), Letters(), SimpleQueue())  # type: ignore[arg-type]
+    request = Request(0, [5], params)
     for token in tokens:
         sampled = SampledToken(token, error="not finite" if token < 0 else None)
-        endings.append(request.append(sampled, 1.0, (7,)))
-        if endings[-1]:
+        assert reply.ending is None
+        reply.take([sampled], request.append(sampled, (7,)))
+        if reply.ending:
             break
-    assert endings[:-1] == [None] * (len(endings) - 1) and endings[-1] is not None
-    assert endings[-1].reason == reason and (endings[-1].error is None) == (reason != "error")
-    assert request.output == tokens[:count]
+    assert reply.ending is not None
+    assert reply.ending.reason == reason and (reply.ending.error is None) == (reason != "error")
+    assert reply.output == tokens[:count]
 
 
 @pytest.mark.parametrize("back_to", [0, 44, 46, 48, 49])
@@ -177,20 +180,16 @@ def test_a_decoding_request_is_rewound(llm: LLM, back_to: int) -> None:
 
 
 def test_a_request_is_rewound_after_it_was_scheduled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that was scheduled and not launched goes on without it; then it is scheduled anew."""
+    """A step that was scheduled and not launched is scheduled anew, and starts where its requests now do."""
     engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
+    monkeypatch.setattr(engine, "async_scheduling", True)
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
     while len(requests[1].output) < 5:
         engine.step()
-
-    def lost(*_: Any) -> Samples:
-        raise RuntimeError("lost")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
-        patch.setattr(engine.runner, "launch", lost)
-        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "runs_ahead", lambda *_: False)
+        assert [one.request for one in engine.step()] == requests, "the step in flight is read, and none launched"
     engine.scheduler.rewind(requests[1], 45)
-    assert [one.request for one in engine.step()] == requests[:1]
     while engine.scheduler.has_work:
         engine.step()
     assert [request.output for request in requests] == [output.token_ids for output in wanted]

@@ -107,6 +107,7 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     half = HALF if ahead else HALF // 3
     for _ in range(2):
         ended += run(llm, rng, half)
+        llm.wait_idle()
         assert not engine.scheduler.has_work
         assert engine.scheduler.free_pages == [engine.cache.pages]
         assert engine.scheduler.own_free_pages == engine.cache.pages
@@ -176,7 +177,8 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
     print(ended, f"{engine.scheduler.preemptions - before} preemptions")
     assert ended.total() == requests and set(ended) == {"stop", "length", "closed", "forgotten", "interrupted"}
     assert engine.scheduler.preemptions > before
-    llm._calls.new()  # what the next call finds
+    gc.collect()
+    llm.wait_idle()
     assert not engine.scheduler.has_work
     assert engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.own_free_pages == engine.cache.pages
 
@@ -211,6 +213,7 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
     assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
     assert engine.scheduler.preemptions > 20 and set(accepted) == {0, 1, 2, 3}
     assert (engine.launched_ahead > 100) == ahead
+    llm.wait_idle()
     assert not engine.scheduler.has_work
     assert engine.scheduler.free_pages == [engine.cache.pages]
     assert engine.scheduler.own_free_pages == engine.cache.pages

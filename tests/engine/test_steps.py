@@ -5,6 +5,7 @@ On CUDA they are by default. On a CPU, where a launch computes at once, the same
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -41,6 +42,7 @@ def llm(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """Launches ahead; nothing may stay behind."""
     monkeypatch.setattr(shared.engine, "async_scheduling", True)
     yield shared
+    shared.wait_idle()
     scheduler = shared.engine.scheduler
     assert not scheduler.has_work and scheduler.free_pages == [shared.engine.cache.pages]
 
@@ -152,7 +154,7 @@ def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPat
     prompts = [PROMPTS[0]] * len(params)
 
     def run() -> list[RequestOutput]:
-        llm.engine._next_id = 1000  # seeds that are not given follow from it
+        llm.engine.ids = itertools.count(1000)  # seeds that are not given follow from it
         return llm.generate(prompts, params)
 
     ahead = run()
@@ -186,17 +188,17 @@ def test_closing_a_stream_while_a_step_is_under_way(llm: LLM) -> None:
         with closing(llm.stream(PROMPTS[1], GREEDY)) as stream:  # type: ignore[type-var]
             for _ in range(pieces):
                 next(stream)
-        assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
-        # What is left under way concerns nobody, though its pages and places are now another's.
+        # What is left under way concerns no request, though its pages are now another's.
         assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == [o.token_ids for o in wanted]
         assert torch.equal(llm.prompt_logits(PROMPTS[1]), logits)
+        assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", range(4))
 def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int) -> None:
-    """Nothing is lost: who goes on afterwards gets the same tokens."""
-    wanted = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    """The requests of that step end with it, with the tokens from before; others, and the pages, are not concerned."""
+    wanted = [llm.generate(PROMPTS[i], GREEDY)[0].token_ids for i in (0, 2)]
     request = llm.engine.add(PROMPTS[0], GREEDY)
     read, reads = Samples.read, iter(range(100))
 
@@ -205,14 +207,17 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
             raise error
         return read(samples)
 
-    monkeypatch.setattr(Samples, "read", failing)
-    with pytest.raises(type(error)):
-        while True:
-            llm.engine.step()
-    assert request.output == wanted[:at] and len(request.placeholders) == 2
-    while llm.engine.scheduler.has_work:
+    with monkeypatch.context() as patch:
+        patch.setattr(Samples, "read", failing)
+        with pytest.raises(type(error)):
+            while True:
+                llm.engine.step()
+    assert request.output == wanted[0][:at] and request.exception is error and request.finish_reason == "error"
+    assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
+    later = llm.engine.add(PROMPTS[2], GREEDY)
+    while llm.engine.has_work:
         llm.engine.step()
-    assert request.output == wanted and not request.placeholders
+    assert later.output == wanted[1] and request.output == wanted[0][:at]
 
 
 def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> None:

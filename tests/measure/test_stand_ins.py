@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsa_engine.checkpoint import released_config
-from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.start import start
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
@@ -80,7 +80,7 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
             enforce_eager=eager,
             cache_memory="4GiB",  # no trial of the largest steps: what arrives in an all-to-all depends on values
         )
-        engine = Engine(tmp_path, options)
+        engine = start(tmp_path, options)
         assert isinstance(engine.mesh, EmulatedMesh)
         follow_steps(engine)
         for _ in range(64):

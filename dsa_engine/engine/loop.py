@@ -31,7 +31,7 @@ import torch
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.messages import Abort, Add, Message, Run, Shutdown
 from dsa_engine.engine.reply import Mailbox, Reply
-from dsa_engine.engine.request import Ending, Request
+from dsa_engine.engine.request import Request
 from dsa_engine.engine.sampler import Sampled
 from dsa_engine.parallel.message_channel import MessageChannel
 
@@ -252,17 +252,15 @@ class EngineLoop:
     def _hand_over(self, sampled: Sequence[Sampled]) -> None:
         """Gives callers what is new, and ends requests in whose text a stop string has come."""
         for request, tokens, _ in sampled:
-            ended = request.finish_reason is not None
-            if ended:
+            if request.ending is not None:
                 self._requests.pop(request.id, None)
             reply = self._replies.get(request.id)
             if reply is None:
                 continue
-            ending = Ending(request.finish_reason, request.error, request.stop_reason) if ended else None  # type: ignore[arg-type]
-            reply.take(tokens, ending)
+            reply.take(tokens, request.ending)
             if reply.ending is not None:
                 del self._replies[request.id]
-                if not ended and self._sends:
+                if request.ending is None and self._sends:
                     self._inbox.put((Abort((request.id,)), None))
             reply.hand_over()
 

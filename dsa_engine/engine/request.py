@@ -94,6 +94,11 @@ class Request:
         """Whether it has nothing left to prefill: it decodes."""
         return self.num_computed_tokens >= self.num_prefill_tokens
 
+    @property
+    def ending(self) -> Ending | None:
+        """How it has ended; None while it runs."""
+        return None if self.finish_reason is None else Ending(self.finish_reason, self.error, self.stop_reason)
+
     def tokens(self, start: int, length: int) -> list[int]:
         """Token ids at ``start … start+length-1``, drafts behind the last; ``-1 - index`` for a placeholder."""
         border, end = len(self.prompt), start + length

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled
@@ -80,15 +82,19 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[CompletionOutput]:
     """Like ``LLM.generate``; one more request arrives every ``every`` steps."""
-    requests: list[Request] = []
+    replies: dict[Request, Reply] = {}
     step = 0
-    while len(requests) < len(prompts) or llm.engine.scheduler.has_work:
-        if step % every == 0 and len(requests) < len(prompts):
-            number = len(requests)
-            requests.append(llm.engine.add(prompts[number], params[number]))
-        llm.engine.step()
+    while len(replies) < len(prompts) or llm.engine.has_work:
+        if step % every == 0 and len(replies) < len(prompts):
+            (add,) = llm.engine.new_requests(prompts[len(replies)], params[len(replies)])
+            add.id = next(llm.engine.ids)
+            request = llm.engine.queue(add)
+            replies[request] = Reply(add, None, SimpleQueue())
+            replies[request].request = request
+        for request, tokens, _ in llm.engine.step():
+            replies[request].take(tokens, request.ending)
         step += 1
-    return [request.completion(0) for request in requests]
+    return [reply.completion(0) for reply in replies.values()]
 
 
 def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], tuple[int, list[int]]]:

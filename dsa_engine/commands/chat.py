@@ -10,7 +10,6 @@ from typing import Any
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
 from dsa_engine.llm import LLM
-from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.sampling_params import SamplingParams
 
 _HELP = "/new begins another conversation; Ctrl-C stops an answer, Ctrl-D (or /exit) ends"
@@ -23,17 +22,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> None:
-    """Reads a line, answers, and keeps both, until the input ends.
+    """Reads a line, answers, and keeps both, until the input ends. Of several ranks, rank 0 does so, and the others
+    follow.
 
     Raises:
-        ValueError: several processes, an option is not possible, or the model has no chat template.
+        ValueError: an option is not possible, or the model has no chat template.
     """
-    if several_processes():
-        raise ValueError(
-            "chat reads one keyboard and runs in one process; under torchrun use dsa-engine generate --chat"
-        )
     sampling_params(args)  # wrong ones are said before anything is loaded
     llm = llm_from(args)
+    if llm.engine.mesh.rank > 0:
+        llm.follow()
+        return
+    with llm:
+        _converse(llm, args)
+
+
+def _converse(llm: LLM, args: argparse.Namespace) -> None:
     params = sampling_params(args, llm.default_sampling)
     beginning = [{"role": "system", "content": args.system}] if args.system else []
     llm.tokenizer.chat([*beginning, {"role": "user", "content": "Hello"}])  # that there is a template

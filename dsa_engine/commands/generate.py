@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    """Prints the pieces of the output, on rank 0; exit status 1 where the request ends with an error.
+    """Prints the pieces of the output; exit status 1 where the request ends with an error. Of several ranks, rank 0
+    does so, and the others follow.
 
     Raises:
         ValueError, OSError: an option, the prompt or a file is not possible.
@@ -39,22 +40,22 @@ def run_generate(args: argparse.Namespace) -> None:
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
     sampling_params(args)  # wrong ones are said before anything is loaded
     llm = llm_from(args)
+    if llm.engine.mesh.rank > 0:
+        llm.follow()
+        return
     params = sampling_params(args, llm.default_sampling)
     prompt = text if args.prompt_ids is None else args.prompt_ids
     if args.chat:
         prompt = llm.tokenizer.chat([{"role": "user", "content": text}])
-    first, texts = llm.engine.mesh.rank == 0, llm.has_tokenizer
-    error = None
-    for piece in llm.stream(prompt, params):
-        if first:
+    texts, error = llm.has_tokenizer, None
+    with llm:
+        for piece in llm.stream(prompt, params):
             shown = piece.text if texts else "".join(f"{token} " for token in piece.token_ids)
             print(shown, end="", flush=True)
-        error = piece.error
-    if first:
-        print()
-        if error:
-            print(f"error: {error}", file=sys.stderr)
+            error = piece.error
+    print()
     if error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -41,6 +41,9 @@ _OTHERS_CLOSE_S = 5.0  # how long another rank than 0 waits for rank 0 to close
 _ANSWER_S = 0.5  # how long callers get to answer for a failure before it ends the process
 
 
+_Sent = tuple[Message, Reply | Mailbox | None]  # a message, and where its results go
+
+
 class EngineLoop:
     """Runs an engine in a thread of its own, from now until :meth:`close`.
 
@@ -58,7 +61,7 @@ class EngineLoop:
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
         # Never a lock that a caller and the loop share: an interrupt could leave it locked.
-        self._inbox: SimpleQueue[tuple[Message, Reply | Mailbox | None]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[_Sent, ...]] = SimpleQueue()
         self._replies: dict[int, Reply] = {}  # of requests whose caller waits on this rank
         self._jobs: dict[int, Mailbox] = {}  # the same of Run
         self._requests: dict[int, Request] = {}  # that the engine has
@@ -68,19 +71,19 @@ class EngineLoop:
         self._leaving = False  # by this rank alone
         self._ended = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
+        self.thread.start()
         atexit.register(self._leave)  # before the mesh leaves the run, which has registered earlier
 
     # What callers use, from any thread.
 
-    def send(self, *messages: tuple[Message, Reply | Mailbox | None]) -> None:
-        """Takes messages, each with where its results go on this rank. It cannot fail, and a destructor may call it.
+    def send(self, *messages: _Sent) -> None:
+        """Takes messages, each with where its results go on this rank; they take effect together. It cannot fail, and a
+        destructor may call it.
 
         On other ranks than 0, a message only says that its results are wanted here.
         """
-        for message in messages:
-            self._inbox.put(message)
+        self._inbox.put(messages)
         if self._ended.is_set():
             self._refuse_waiting()
 
@@ -90,7 +93,7 @@ class EngineLoop:
         Raises:
             RuntimeError: it was closed, or has ended with an error before; this thread is the loop's own.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             raise RuntimeError("a call from within another call of the same thread, which would wait for it")
         if self._closed or self._ended.is_set():
             raise self._refusal()
@@ -106,20 +109,20 @@ class EngineLoop:
         """Ends the loop soon, on rank 0 those of all ranks; what is under way is aborted. A destructor may call it."""
         self._closed = True
         if self._sends:
-            self._inbox.put((Shutdown(), None))
+            self._inbox.put(((Shutdown(), None),))
 
     def close(self) -> None:
         """:meth:`stop`, and waits for it; on another rank than 0 for rank 0, a few seconds."""
         self.stop()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
 
     def _leave(self) -> None:
         """At the end of the program: a thread that runs on could crash the interpreter."""
         self.close()
-        if self._thread.is_alive():
-            self._inbox.put((Shutdown(), None))
-            self._thread.join(4 * _HEARTBEAT_S)
+        if self.thread.is_alive():
+            self._inbox.put(((Shutdown(), None),))
+            self.thread.join(4 * _HEARTBEAT_S)
 
     # The thread.
 
@@ -172,23 +175,23 @@ class EngineLoop:
         with suppress(queue.Empty):
             while True:
                 wait = 0.0 if messages or not self._sends else wait_s
-                message, results = self._inbox.get(wait != 0.0, wait)
-                if isinstance(message, Add) and isinstance(results, Reply):
-                    self._replies[message.id] = results
-                elif isinstance(message, Run) and results is not None:
-                    self._jobs[message.id] = results  # type: ignore[assignment]
-                elif isinstance(message, Abort):
-                    self._drop(message.ids)
-                elif isinstance(message, Shutdown) and not self._sends:
-                    self._leaving = True
-                messages.append(message)
+                for message, results in self._inbox.get(wait != 0.0, wait):
+                    self._note(message, results)
+                    messages.append(message)
         return messages if self._sends else []
 
-    def _drop(self, ids: Sequence[int]) -> None:
-        """Forgets where results go: their caller has left."""
-        for number in ids:
-            self._replies.pop(number, None)
-            self._jobs.pop(number, None)
+    def _note(self, message: Message, results: Reply | Mailbox | None) -> None:
+        """Notes where the results of a message go, or no longer go."""
+        if isinstance(results, Reply):
+            self._replies[results.add.id] = results
+        elif isinstance(message, Run) and results is not None:
+            self._jobs[message.id] = results
+        elif isinstance(message, Abort):
+            for number in message.ids:
+                self._replies.pop(number, None)
+                self._jobs.pop(number, None)
+        elif isinstance(message, Shutdown) and not self._sends:
+            self._leaving = True
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Shutdown):
@@ -261,7 +264,7 @@ class EngineLoop:
             if reply.ending is not None:
                 del self._replies[request.id]
                 if request.ending is None and self._sends:
-                    self._inbox.put((Abort((request.id,)), None))
+                    self._inbox.put(((Abort((request.id,)), None),))
             reply.hand_over()
 
     def _run(self, run: Add | Run) -> None:
@@ -303,10 +306,9 @@ class EngineLoop:
     def _refuse_waiting(self) -> None:
         with suppress(queue.Empty):
             while True:
-                message, results = self._inbox.get_nowait()
-                if results is not None and isinstance(message, (Add, Run)):
-                    mailbox = results.mailbox if isinstance(results, Reply) else results
-                    mailbox.put(self._refusal())
+                for _, results in self._inbox.get_nowait():
+                    if results is not None:
+                        (results.mailbox if isinstance(results, Reply) else results).put(self._refusal())
 
     def _refusal(self) -> BaseException:
         if self.error is not None:

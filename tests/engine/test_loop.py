@@ -1,0 +1,248 @@
+"""The loop under many callers of all kinds, and how it ends: nothing wrong, nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.messages import Abort, Add, Run, Shutdown
+from dsa_engine.tokenizer import Tokenizer
+
+THREADS = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+Kind = tuple[list[int], SamplingParams, list[int], str]  # a request, its tokens and its text
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llm: Callable[..., LLM]) -> LLM:
+    return tiny_llm(160)
+
+
+@pytest.fixture(scope="module")
+def kinds(llm: LLM) -> list[Kind]:
+    """Requests with what they bring alone."""
+    rng, made = random.Random(5), []
+    for number in range(40):
+        prompt = [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 24, 30]))]
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 2, 5, 12, 25]),
+            ignore_eos=rng.random() < 0.8,
+            temperature=rng.choice([0.0, 0.8]),
+            seed=number,
+            stop=rng.choice([None, None, ["e"], ["ab", "qu"]]),
+        )
+        output = llm.generate([prompt], params)[0]
+        made.append((prompt, params, output.token_ids, output.text))
+    return made
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def in_a_thread(llm: LLM, kinds: list[Kind], rng: random.Random) -> str:
+    """One request of a thread, which may leave it; how it ended."""
+    prompt, params, wanted, text = rng.choice(kinds)
+    if rng.random() < 0.4:
+        output = llm.generate([prompt], params)[0]
+        assert (output.token_ids, output.text) == (wanted, text)
+        return "generated"
+    tokens: list[int] = []
+    with closing(llm.stream(prompt, params)) as pieces:  # type: ignore[type-var]
+        for piece in pieces:
+            tokens += piece.token_ids
+            if rng.random() < 0.1:
+                assert tokens == wanted[: len(tokens)]
+                return "left"
+    assert tokens == wanted
+    return "streamed"
+
+
+async def in_a_task(llm: LLM, kinds: list[Kind], rng: random.Random) -> str:
+    """One request of a task, which may leave it, or be cancelled at any moment."""
+    prompt, params, wanted, text = rng.choice(kinds)
+    await asyncio.sleep(rng.random() * 0.5)
+    if rng.random() < 0.4:
+        output = (await llm.agenerate([prompt], params))[0]
+        assert (output.token_ids, output.text) == (wanted, text)
+        return "generated"
+    tokens: list[int] = []
+    async with aclosing(llm.astream(prompt, params)) as pieces:
+        async for piece in pieces:
+            tokens += piece.token_ids
+            if rng.random() < 0.1:
+                assert tokens == wanted[: len(tokens)]
+                return "left"
+    assert tokens == wanted
+    return "streamed"
+
+
+@pytest.mark.parametrize("requests, tasks", [(200, 60), pytest.param(2000, 500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_threads_and_tasks_at_once(
+    llm: LLM, kinds: list[Kind], monkeypatch: pytest.MonkeyPatch, requests: int, tasks: int, ahead: bool
+) -> None:
+    """Eight threads and an event loop full of tasks, cancelled at random: each token is that of a request alone."""
+    monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
+    threads, files = threading.active_count(), open_files()
+    ended: Counter[str] = Counter()
+
+    def work(number: int) -> Counter[str]:
+        rng = random.Random(number)
+        return Counter(in_a_thread(llm, kinds, rng) for _ in range(requests // THREADS))
+
+    async def everything() -> None:
+        rng = random.Random(7)
+        running = [asyncio.create_task(in_a_task(llm, kinds, random.Random(n))) for n in range(tasks)]
+        while not all(task.done() for task in running):
+            await asyncio.sleep(0.01)
+            if rng.random() < 0.5:
+                rng.choice(running).cancel()
+        for done in await asyncio.gather(*running, return_exceptions=True):
+            ended["cancelled" if isinstance(done, asyncio.CancelledError) else done] += 1  # type: ignore[index]
+        assert len(asyncio.all_tasks()) == 1, "a task is left"
+
+    with ThreadPoolExecutor(THREADS + 1) as pool:
+        event_loop = pool.submit(asyncio.run, everything())
+        for done in [pool.submit(work, number) for number in range(THREADS)]:
+            ended += done.result()
+        event_loop.result()
+    print(ended, f"{llm.engine.scheduler.preemptions} preemptions")
+    assert ended.total() == requests // THREADS * THREADS + tasks
+    assert set(ended) == {"generated", "streamed", "left", "cancelled"}
+    llm.wait_idle()
+    scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
+    assert not scheduler.has_work and scheduler.free_pages == [pages] and scheduler.own_free_pages == pages
+    assert threading.active_count() == threads and open_files() == files
+
+
+def test_messages_can_be_pickled() -> None:
+    """As they are when rank 0 sends them."""
+    add = Add([1, 2], SamplingParams(stop=["a"], logit_bias={3: 1.0}, seed=4), [[5]], 1.5, 7)
+    for message in (add, Abort((1, 2)), Run(3, "prompt_logits", [4]), Shutdown()):
+        assert pickle.loads(pickle.dumps(message)) == message
+
+
+def test_a_stop_string_ends_the_request_itself(llm: LLM) -> None:
+    """It is found on the caller's side, and aborts what would go on for long."""
+    free = llm.generate([[5, 6, 7]], ENDLESS)[0]
+    stop = next(text for text in free.text[20:] if text.isprintable() and text.strip())
+    before = llm.loop.steps
+    output = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, stop=[stop]))[0]
+    llm.wait_idle()
+    assert output.finish_reason == "stop" and output.outputs[0].stop_reason == stop and output.text == free.text.split(stop)[0]
+    assert llm.loop.steps - before < len(output.token_ids) + 10
+
+
+class Panic(BaseException):
+    """As of Rust: no ``Exception``."""
+
+
+def test_a_panic_in_the_text_of_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, other = (out.token_ids for out in llm.generate([[5, 6, 7], [9]], GREEDY))
+    decode = Tokenizer.decode
+
+    def panics(self: Tokenizer, ids: list[int], *rest: Any, **how: Any) -> str:
+        if wanted[3] in ids and other[3] not in ids:
+            raise Panic("index out of bounds")
+        return decode(self, ids, *rest, **how)
+
+    assert wanted[3] not in other
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "decode", panics)
+        failed, fine = llm.generate([[5, 6, 7], [9]], GREEDY)
+    assert failed.finish_reason == "error" and "Panic: index out of bounds" in str(failed.error)
+    assert failed.token_ids == wanted[:4] and fine.token_ids == other
+    assert llm.generate([[5, 6, 7]], GREEDY)[0].token_ids == wanted
+
+
+def test_a_panic_in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its callers get it, those that come later are served."""
+    wanted = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "launch", lambda *_: (_ for _ in ()).throw(Panic("lost")))
+        with pytest.raises(Panic, match="lost"):
+            llm.generate([[5, 6, 7]], GREEDY)
+    assert llm.generate([[5, 6, 7]], GREEDY)[0].token_ids == wanted
+
+
+def test_an_error_of_no_request_ends_the_loop(tiny_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits is told, and so are those that come later; nothing hangs."""
+    llm = tiny_llm(160)
+    stream = llm.stream([5, 6, 7], ENDLESS)
+    next(stream)
+
+    def broken() -> Any:
+        raise LookupError("no such page")
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", broken)
+    with pytest.raises(LookupError, match="no such page"):
+        list(stream)
+    for call in (lambda: llm.generate([[5]], GREEDY), lambda: llm.prompt_logits([5]), lambda: asyncio.run(one(llm))):
+        with pytest.raises(LookupError, match="no such page"):
+            call()
+
+
+async def one(llm: LLM) -> Any:
+    return await llm.agenerate([[5]], GREEDY)
+
+
+def test_closing(tiny_llm: Callable[..., LLM]) -> None:
+    with tiny_llm(160) as llm:
+        stream = llm.stream([5, 6, 7], ENDLESS)
+        next(stream)
+    with pytest.raises(RuntimeError, match="the LLM has been closed; make another one"):
+        list(stream)
+    for call in (lambda: llm.generate([[5]], GREEDY), lambda: llm.stream([5], GREEDY), llm.wait_idle):
+        with pytest.raises(RuntimeError, match="the LLM has been closed; make another one"):
+            call()
+    assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
+    llm.close()  # once more changes nothing
+
+
+def test_what_is_dropped_is_freed(tiny_llm: Callable[..., LLM]) -> None:
+    """With all that it holds: no thread keeps it."""
+    llm = tiny_llm(160)
+    llm.generate([[5]], GREEDY)
+    engine, thread = weakref.ref(llm.engine), llm.loop.thread
+    del llm
+    gc.collect()
+    thread.join(20)
+    gc.collect()
+    assert not thread.is_alive() and engine() is None
+
+
+PROGRAM = """
+import sys
+from dsa_engine import LLM, SamplingParams
+llm = LLM("demo-random", device="cpu", max_model_len=4096, progress=False)
+stream = llm.stream("def main():", SamplingParams(max_tokens=4000, ignore_eos=True))
+print(len(next(stream).token_ids))
+if "raise" in sys.argv:
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("how, status", [("end", 0), ("raise", 7)])
+def test_a_program_that_does_not_close_ends(demo_cache: Path, how: str, status: int) -> None:
+    """In the middle of a request that would take minutes."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (status, "1\n"), ended.stderr
+    assert "Traceback" not in ended.stderr and "Fatal" not in ended.stderr

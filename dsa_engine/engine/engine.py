@@ -15,7 +15,6 @@ pages may go to another one at once: the device works in order, and a row is wri
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count

@@ -1,4 +1,4 @@
-"""What comes of a request, on the side of its caller: tokens, their text, how it ended. Only a rank with a caller has it.
+"""What comes of a request, on its caller's side: tokens, their text, how it ended. Only a rank with a caller has it.
 
 The thread of the loop writes it and hands results to the caller; a caller's thread reads nothing of it before the end
 but counts. A stop string is found here, in the text, and ends the request for its caller at once: what the engine

@@ -147,7 +147,11 @@ def test_a_stop_string_ends_the_request_itself(llm: LLM) -> None:
     before = llm.loop.steps
     output = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, stop=[stop]))[0]
     llm.wait_idle()
-    assert output.finish_reason == "stop" and output.outputs[0].stop_reason == stop and output.text == free.text.split(stop)[0]
+    assert (
+        output.finish_reason == "stop"
+        and output.outputs[0].stop_reason == stop
+        and output.text == free.text.split(stop)[0]
+    )
     assert llm.loop.steps - before < len(output.token_ids) + 10
 
 

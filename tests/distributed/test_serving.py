@@ -1,0 +1,83 @@
+"""Rank 0 of several serves threads and event loops, while the others follow."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, SamplingParams
+
+Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def kinds(demo_random: LLM) -> list[dict[str, Any]]:
+    """Requests with the tokens and the text that one process makes of them."""
+    rng, made = random.Random(3), []
+    for number in range(30):
+        params = {
+            "max_tokens": rng.choice([1, 2, 5, 12, 25]),
+            "ignore_eos": True,
+            "temperature": rng.choice([0.0, 0.8]),
+            "seed": number,
+            "stop": rng.choice([None, None, ["e"], ["a", "u"]]),
+        }
+        prompt = [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 24, 90]))]
+        output = demo_random.generate([prompt], SamplingParams(**params))[0]
+        made.append({"prompt": prompt, "params": params, "tokens": output.token_ids, "text": output.text})
+    return made
+
+
+@pytest.fixture(scope="module")
+def serving(torchrun: Torchrun, kinds: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``serving(how, ranks, requests, tasks)``: the finished launch, and the file of its results."""
+
+    def run(how: str, ranks: int, *sizes: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+        folder = tmp_path_factory.mktemp("serving")
+        (folder / "kinds.json").write_text(json.dumps(kinds))
+        result = folder / "results.json"
+        done = torchrun(ranks, "serving.py", how, folder / "kinds.json", result, *sizes, timeout=280)
+        print(done.stdout, done.stderr)
+        return done, result
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "ranks, requests, tasks", [(2, 60, 20), (4, 40, 20), pytest.param(4, 2000, 500, marks=pytest.mark.slow)]
+)
+def test_tokens_are_those_of_one_process(
+    serving: Any, demo_random: LLM, kinds: list[dict[str, Any]], ranks: int, requests: int, tasks: int
+) -> None:
+    done, path = serving("load", ranks, requests, tasks)
+    assert done.returncode == 0, done.stderr
+    for rank in range(1, ranks):
+        assert f"rank {rank} is done, True" in done.stdout
+    result = json.loads(path.read_text())
+    assert len(result["found"]) + result["cancelled"] == requests + tasks
+    ended = 0
+    for number, tokens, text, over in result["found"]:
+        wanted = kinds[number]
+        ended += over
+        if over:
+            assert (tokens, text) == (wanted["tokens"], wanted["text"])
+        assert tokens == wanted["tokens"][: len(tokens)] and wanted["text"].startswith(text)
+    assert ended > requests // 2 and 0 < result["cancelled"] < tasks
+    assert result["pages_lost"] == 0
+    logits = torch.tensor(result["logits"])
+    assert torch.allclose(logits, demo_random.prompt_logits([5, 6, 7]), atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["killed", "killed idle"])
+def test_a_rank_that_is_killed_ends_the_run(serving: Any, how: str) -> None:
+    """In the middle of steps, and while there is nothing to do."""
+    done, path = serving(how, 4, 40, 10)
+    assert done.returncode != 0 and not path.exists()
+    assert "rank      : 2 (local_rank: 2)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"

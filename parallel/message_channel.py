@@ -6,7 +6,6 @@ other ranks wait in the receiving end, without using a core.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -23,13 +22,9 @@ class MessageChannel:
 
     Args:
         group: all ranks, on the CPU; nothing else may use it.
-
-    Attributes:
-        waited_s: seconds that :meth:`begin` and :meth:`finish` have taken.
     """
 
     def __init__(self, group: Group):
-        self.waited_s = 0.0
         self._group = group
         self._payload = b""
         self._head = torch.zeros(_HEAD, dtype=torch.uint8)
@@ -47,7 +42,6 @@ class MessageChannel:
 
     def begin(self, payload: bytes) -> None:
         """Starts a transfer; on other ranks than the first ``payload`` means nothing."""
-        begun = time.perf_counter()
         if self.sends:
             self._payload = payload
             self._head[:_LENGTH].view(torch.int64)[0] = len(payload)
@@ -55,12 +49,10 @@ class MessageChannel:
             if inline:
                 self._head[_LENGTH : _LENGTH + len(inline)] = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
         self._wait = self._group.broadcast_async(self._head)
-        self.waited_s += time.perf_counter() - begun
 
     def finish(self) -> bytes:
         """What the first rank has sent, once it is here."""
         assert self._wait is not None, "a transfer is begun before it is finished"
-        begun = time.perf_counter()
         wait, self._wait = self._wait, None
         wait()
         length = int(self._head[:_LENGTH].view(torch.int64)[0])
@@ -72,7 +64,6 @@ class MessageChannel:
                 rest = torch.frombuffer(bytearray(payload[inline:]), dtype=torch.uint8)
             self._group.broadcast_async(rest)()
             payload = payload if self.sends else payload + bytes(rest.numpy())
-        self.waited_s += time.perf_counter() - begun
         return payload
 
     def confirm(self) -> None:

@@ -50,14 +50,15 @@ class EngineLoop:
     Attributes:
         error: what has ended the loop; None while it runs, and where it was closed.
         serves: whether all other ranks follow this one, so that any thread may call here.
-        steps, step_s: how many steps have been run, and their seconds, without the exchange of messages.
+        steps, step_s: how many steps have been run, and their seconds.
+        messages_s: seconds between these steps, in which messages were exchanged and taken.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.error: BaseException | None = None
         self.serves = engine.mesh.host.alone
-        self.steps, self.step_s = 0, 0.0
+        self.steps, self.step_s, self.messages_s = 0, 0.0, 0.0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
         # Never a lock that a caller and the loop share: an interrupt could leave it locked.
@@ -131,8 +132,10 @@ class EngineLoop:
             if self.engine.mesh.device.type == "cuda":
                 torch.cuda.set_device(self.engine.mesh.device)  # each thread has a current one
             while not (self._closing or self._leaving):
+                begun, busy = time.perf_counter(), not self._idle
                 for message in self._receive():
                     self._take(message)
+                self.messages_s += time.perf_counter() - begun if busy else 0.0
                 self._turn()
         except BaseException as error:
             self.error = error

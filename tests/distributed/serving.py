@@ -76,8 +76,8 @@ def load(llm: LLM, kinds: list[Any], requests: int, tasks: int) -> dict[str, Any
     cancelled = sum(isinstance(one, asyncio.CancelledError) for one in ended)
     found += [one for one in ended if not isinstance(one, asyncio.CancelledError)]
     llm.wait_idle()
-    assert llm.loop.channel is not None
-    print(f"{1e6 * llm.loop.channel.waited_s / llm.loop.steps:.0f} µs of {1e3 * llm.loop.step_s / llm.loop.steps:.1f} ms")
+    loop = llm.loop
+    print(f"messages {1e6 * loop.messages_s / loop.steps:.0f} µs, a step {1e3 * loop.step_s / loop.steps:.1f} ms")
     return {
         "found": found,
         "cancelled": cancelled,

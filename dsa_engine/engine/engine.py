@@ -103,9 +103,14 @@ class Engine:
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
 
     @property
+    def in_flight(self) -> bool:
+        """Whether a step has been launched and not read."""
+        return self._in_flight is not None
+
+    @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to do."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or self.in_flight
 
     def new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> list[Add]:
         """Checked messages for :meth:`queue`, one for each output; any thread may call it.

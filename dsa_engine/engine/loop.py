@@ -65,7 +65,8 @@ class EngineLoop:
         self._inbox: SimpleQueue[tuple[_Sent, ...]] = SimpleQueue()
         self._replies: dict[int, Reply] = {}  # of requests whose caller waits on this rank
         self._jobs: dict[int, Mailbox] = {}  # the same of Run
-        self._requests: dict[int, Request] = {}  # that the engine has
+        self._requests: dict[int, Request] = {}  # that the engine has from here; a program may have given it others
+        self._unread = False  # whether a step that was run here has not been read
         self._backlog: deque[Add | Run] = deque()  # taken, and not begun; a Run holds up what comes after it
         self._job: Generator[None, None, torch.Tensor] | None = None  # of the Run at the head of the backlog
         self._closing = False  # by a message of rank 0
@@ -145,7 +146,7 @@ class EngineLoop:
     @property
     def _idle(self) -> bool:
         """The same on all ranks: it follows from the messages that all have taken."""
-        return not (self._backlog or self.engine.has_work)
+        return not (self._backlog or self._requests or self._unread)
 
     def _receive(self) -> list[Message]:
         """The messages that take effect now, the same on all ranks; waits for some where there is nothing to do."""
@@ -224,7 +225,7 @@ class EngineLoop:
         while self._backlog and isinstance(self._backlog[0], Add):
             self._begin(self._backlog.popleft())
         begun = time.perf_counter()
-        if self._job is None and self.engine.has_work:
+        if self._job is None and (self._requests or self._unread):
             self._step()
         elif self._backlog:
             self._run(self._backlog[0])
@@ -253,6 +254,8 @@ class EngineLoop:
                 if request.id in self._replies:
                     self._replies.pop(request.id).mailbox.put(error)
             return
+        finally:
+            self._unread = self.engine.in_flight
         self._hand_over(sampled)
 
     def _hand_over(self, sampled: Sequence[Sampled]) -> None:

@@ -1,6 +1,6 @@
 """How often requests have their tokens, counted on the device while the host does not know them yet.
 
-For steps that are run whole (``speculative_step.py``). Of each request that penalises, a row of a table holds what
+For steps that are one graph (``speculation/graph_step.py``). Of each request that penalises, a row of a table holds what
 :class:`.logit_terms.LogitTerms` holds for other steps, and up to which position its tokens are counted. Before a step
 the tokens up to its first row are added: those of the outcome that it follows from, or those that the host knows; none
 is counted twice, whatever has been launched before.
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.engine.logit_terms import RequestRows, of_prompt
-from dsa_engine.engine.outcome import Columns
 from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.speculation.result import Columns
 from dsa_engine.interrupts import uninterrupted
 from dsa_engine.kernels.transfer import upload
 

@@ -21,9 +21,9 @@ from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
-from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.step_memory import step_bytes
 from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format

@@ -38,7 +38,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     engine.async_scheduling = case.get("ahead", False)
     if case.get("padded"):
         parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner._graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+        engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
     break_logits(engine.runner, case.get("broken_seed"))
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):

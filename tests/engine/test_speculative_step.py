@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine import speculative_step
 from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.outcome import Columns, Outcome, Verified
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.speculation.result import Columns, DraftResult, Outcome
+from dsa_engine.engine.speculation.rows import StepRows
+from dsa_engine.engine.step_plan import StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.0, seed=3)
@@ -57,27 +58,19 @@ class Script:
         self.outputs: dict[int, list[int]] = {}
         self.made: dict[tuple[int, int], list[int]] = {}
         self._vocab = llm.engine.config.vocab_size
-        self._steps = llm.engine.runner.drafter.steps  # type: ignore[union-attr]
-        self._run, self._passes, self._vanilla = self._steps.run, self._steps._passes, self._steps._vanilla
         self._requests: list[Request] = []
-        self._steps.run = self.run  # type: ignore[method-assign]
-        self._steps._passes = self.passes  # type: ignore[assignment]
-        if self._vanilla is not None:
-            self._steps._vanilla = self.vanilla  # type: ignore[assignment]
+        drafter = llm.engine.runner.drafter
+        assert drafter is not None
+        self._made = drafter.passes.after_decode
+        drafter.passes.after_decode = self.after_decode  # type: ignore[method-assign]
+        llm.engine.runner.observers.append(self.observe)
 
-    def run(self, step: Any, *args: Any) -> Samples:
+    def observe(self, step: StepPlan) -> None:
         self._requests = [chunk.request for chunk in step.ranks[0].chunks]
-        return self._run(step, *args)
 
-    def passes(self, *args: Any) -> torch.Tensor:
-        return self._scripted(self._passes(*args), args[-3])
-
-    def vanilla(
-        self, batch: Any, hidden: torch.Tensor, sampled: torch.Tensor, accepted: torch.Tensor, keeps: Any
-    ) -> Any:
-        assert self._vanilla is not None
-        first = batch.sparse_mqa.visible.view(len(accepted), -1)[:, 0] - 1
-        return self._scripted(self._vanilla(batch, hidden, sampled, accepted, keeps), first + accepted)
+    def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, buffers: Any) -> torch.Tensor:
+        drafts = self._made(rows, hidden, tokens, accepted, buffers)
+        return self._scripted(drafts, (rows.first + accepted).where(rows.positions[:, 0] >= 0, -1))
 
     def _scripted(self, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         count = drafts.shape[1]
@@ -100,7 +93,7 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     llm = LLM(folder, **OPTIONS | options | {"speculative_config": {"num_speculative_tokens": drafts}})
     engine = llm.engine
     parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner._graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
     return llm
 
 
@@ -156,10 +149,20 @@ def test_the_last_tokens_of_the_longest_context(
     """As if no request could have more than 62 tokens: with the drafts of a step that follows on another, and in whole
     pages of 4, that is 72."""
     llm = engines[0]
-    steps, contexts = llm.engine.runner.drafter.steps, set()
-    monkeypatch.setattr(llm.engine.runner._graphs, "_contexts", ContextBuckets(62, 4, fewest=32))
-    run = steps.run
-    monkeypatch.setattr(steps, "run", lambda step, *how: contexts.add(step.bucket.context) or run(step, *how))
+    contexts: set[int] = set()
+    contexts_of = ContextBuckets(62, 4, fewest=32)
+    engine = llm.engine
+    parts = engine.model, engine.cache, engine.config, engine.mesh
+    monkeypatch.setattr(engine.runner, "graphs", DecodeGraphs(*parts, capture=False, contexts=contexts_of))
+
+    run = engine.runner.drafter.run_graph
+
+    def run_graph(step: StepPlan, *how: Any) -> Samples:
+        assert step.bucket is not None
+        contexts.add(step.bucket.context)
+        return run(step, *how)
+
+    monkeypatch.setattr(engine.runner.drafter, "run_graph", run_graph)
     same(engines, [random_ids(50, seed=3), random_ids(59, seed=4)], [replace(GREEDY, max_tokens=n) for n in (12, 3)])
     assert contexts == {72}
 
@@ -237,13 +240,14 @@ def test_an_interrupt_behind_the_launch(shared: Any, monkeypatch: pytest.MonkeyP
         return left.setdefault(name, torch.empty_like(result)).copy_(result)
 
     def interrupted(*args: Any) -> Samples:
+        samples = run_graph(*args)
         if next(launched) in (2, 5):
             raise KeyboardInterrupt
-        return samples(*args)
+        return samples
 
-    samples = speculative_step._samples
-    monkeypatch.setattr(speculative_step, "_samples", interrupted)
-    monkeypatch.setattr(engine.runner._graphs, "run", replayed)
+    run_graph = engine.runner.drafter.run_graph
+    monkeypatch.setattr(engine.runner.drafter, "run_graph", interrupted)
+    monkeypatch.setattr(engine.runner.graphs, "run", replayed)
     monkeypatch.setattr(engine, "async_scheduling", True)
     engine._next_id = 400
     script.outputs = {400 + i: tokens for i, tokens in enumerate(expected)}
@@ -289,5 +293,5 @@ def test_an_outcome() -> None:
     for one, other in zip(Columns.of(table), columns, strict=True):
         assert torch.equal(one, other)
     assert columns.last_token.tolist() == [[1], [3]]
-    places = {requests[1]: 0, requests[3]: 1}
-    assert Outcome(table, places).read(table.tolist) == [Verified(2, 1, [1]), Verified(1, 0, [])]
+    rows = {requests[1]: 0, requests[3]: 1}
+    assert Outcome(table, rows).read(table.tolist) == [DraftResult(2, 1, [1]), DraftResult(1, 0, [])]

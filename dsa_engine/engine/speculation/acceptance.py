@@ -1,15 +1,18 @@
-"""Relaxed acceptance: while a model thinks, a draft counts that the model finds likely, too.
+"""Which drafts are accepted.
 
-It changes outputs, and so is off unless asked for (``relaxed_topk``). A draft takes the place of the token that the
-model would have chosen, if it is among the ``relaxed_topk`` most likely ones and its probability is at least that of
-the most likely one less ``relaxed_delta``. Probabilities are the model's, with forbidden tokens and penalties, before
-temperature. Only between the tokens that begin and end the thinking: outside, and for the one that ends it, a draft has
-to be the model's own choice.
+The rule: a draft is accepted while it equals the token that was chosen in its place, and those before it are. So a
+request gets the tokens that it would have got without drafts.
+
+Relaxed acceptance changes outputs, and so is off unless asked for (``relaxed_topk``). While a model thinks, a draft
+counts that the model finds likely, too: it takes the place of the token that was chosen, if it is among the
+``relaxed_topk`` most likely ones and its probability is at least that of the most likely one less ``relaxed_delta``.
+Probabilities are the model's, with forbidden tokens and penalties, before temperature. Only between the tokens that
+begin and end the thinking: outside, and for the one that ends it, a draft has to be the model's own choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -21,7 +24,29 @@ from dsa_engine.kernels.transfer import upload
 from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.tokenizer import Tokenizer
 
+# Says how many drafts are accepted, int64 [n], where tokens mean nothing and speed is measured: from the keys of the
+# requests' seeds and the positions of their last tokens, int64 [n] each, and the largest number of drafts.
+Assume = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
 THINKING = ("<think>", "</think>")
+
+
+def count_accepted(
+    tokens: torch.Tensor, drafts: torch.Tensor, offered: torch.Tensor, assumed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """How many of its drafts each request keeps, int64 ``[n]``.
+
+    Args:
+        tokens: int64 ``[n, 1 + count]``, chosen at the place of each draft, and after the last.
+        drafts: int64 ``[n, count]``.
+        offered: int64 ``[n]``: the first so many of them were verified; the others are void.
+        assumed: int64 ``[n]``, in place of what the tokens say (:data:`Assume`).
+    """
+    if assumed is not None:
+        return assumed.minimum(offered)
+    number = torch.arange(drafts.shape[1], device=drafts.device)
+    equal = (tokens[:, :-1] == drafts) & (number < offered[:, None])
+    return equal.long().cumprod(dim=1).sum(dim=1)
 
 
 class RelaxedAcceptance:

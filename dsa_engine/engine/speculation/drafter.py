@@ -1,0 +1,132 @@
+"""Speculative decoding with MTP modules: drafts, and what the model makes of them.
+
+One step of a request whose tokens are t_0 … t_{n-1}, the last of them not computed yet, with drafts d_1 … d_k of the
+tokens after them:
+
+1. The model computes 1 + k rows, of t_{n-1}, d_1 … d_k. The sampler chooses a token after each, s_0 … s_k, as it would
+   have done one row at a time: the row of d_j sees the drafts before it, and its token is drawn with the random numbers
+   of its own position.
+2. A draft is *accepted* while it equals the token in its place: d_1 = s_0, d_2 = s_1, … The request goes on by the a
+   drafts that are, and by s_a. So it gets the tokens that it would have got without drafts.
+3. The module runs over the same rows with the model's hidden states and the tokens s_0 … s_k after them, and drafts
+   the token after s_a. What it computes for later rows is void, and so are the model's cache rows of drafts that were
+   not accepted: the next step writes them again, and nothing before that sees them.
+4. In eagle mode the module goes on alone, a row at a time, from its own hidden state and its last draft. Its cache rows
+   of these are void too. A checkpoint with several modules drafts a token with each (``several_modules.py``).
+
+So the caches of model and module hold the same positions, and one ``num_computed_tokens`` serves both. A step of
+prefill is the same with rows of a prompt: only 3 and 4 follow, and under context parallelism they run on the ranks
+that have the rows.
+
+There are two ways to run a step. As one graph (``graph_step.py``): a decode step whose tokens the device can choose
+alone. Eagerly: every other step, and all where there are no graphs. Then model and sampler run as without drafts, and
+what follows is here. Both share the passes and the rule of acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.sample_logits import seed_key
+from dsa_engine.engine.sampler import Samples, seed_of
+from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
+from dsa_engine.engine.speculation.graph_step import GraphKey, GraphStep
+from dsa_engine.engine.speculation.passes import ChosenTokens, EagleChain, Passes
+from dsa_engine.engine.speculation.result import Columns, Outcome, sampled_requests
+from dsa_engine.engine.speculation.several_modules import SeveralModules
+from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.kernels.transfer import download, upload
+from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.model import Model
+from dsa_engine.parallel import Mesh
+
+
+class Drafter:
+    """Verifies drafts and makes new ones, after every step of the model or in one graph with it.
+
+    Args:
+        model, cache, mesh: of the engine.
+        observe: is called with the plan of passes whose rows are not those of the step.
+        seed: of requests without a seed of their own.
+
+    Attributes:
+        passes: of the MTP modules.
+        assume: decides, in place of the tokens, how many drafts are accepted; for measuring where tokens mean nothing.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, observe: Callable[[StepPlan], None], seed: int):
+        self._mesh = mesh
+        self._seed = seed
+        self._graph_step = GraphStep(model, cache, mesh, seed)
+        self.passes: Passes = (SeveralModules if len(model.mtp) > 1 else EagleChain)(model, cache, mesh, observe)
+        self.assume: Assume | None = None
+
+    def fits_graph(self, step: StepPlan, count: int) -> bool:
+        """Whether a decode step of static shapes, with ``count`` drafts, needs nothing of the host within it: the same
+        on every rank."""
+        return self._graph_step.fits(step, count)
+
+    def graph_key(self, step: StepPlan) -> GraphKey:
+        """The name of the graph that runs a padded step."""
+        return self._graph_step.key(step, self.assume)
+
+    def run_graph(self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs) -> Samples:
+        """Launches a step, model, sampling and drafts, as one graph; nothing waits for the device.
+
+        Args:
+            step: a padded one, which :meth:`fits_graph`.
+            before: of the step before, for chunks that follow from it.
+        """
+        return self._graph_step.run(step, self.graph_key(step), self.passes, before, graphs)
+
+    def draft(self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples, count: int) -> Samples:
+        """Finds what was accepted, and drafts the tokens after it, eagerly; every rank takes part.
+
+        Args:
+            step, batch: of the step that the model has computed.
+            hidden: its normed hidden states ``[T, hidden]``.
+            samples: what was sampled from it.
+            count: drafts of every request.
+
+        Returns:
+            the samples with the result of drafts. The next step follows from it where none was verified: after a
+            prefill. Otherwise the host has to read it first.
+        """
+        requests = list(samples.indices)
+        on_host = torch.zeros(len(requests), Columns.width(count), dtype=torch.int64)
+        for row, (request, indices) in zip(on_host, samples.indices.items(), strict=True):
+            offered = request.drafts[: len(indices) - 1]
+            columns = Columns.of(row[None])
+            columns.position.fill_(len(request))
+            columns.offered.fill_(len(offered))
+            columns.tokens[0, : len(indices)] = torch.tensor(indices)
+            columns.drafts[0, : len(offered)] = torch.tensor(offered, dtype=torch.int64)
+        columns = Columns.of(upload(on_host, self._mesh.device))
+        tokens = samples.tokens[columns.tokens]
+        accepted = count_accepted(tokens, columns.drafts, columns.offered, self._assumed(samples, columns, count))
+        # In place of a token there may be the negative code of an error: that request ends.
+        chosen = ChosenTokens(sampled_requests(step), tokens.clamp(min=0), accepted)
+        drafts, kept = self.passes.after_eager_step(step, batch, hidden, chosen)
+        if not requests:
+            return samples
+        columns = columns._replace(position=columns.position + accepted, accepted=accepted, tokens=tokens)
+        table = columns._replace(drafts=drafts).table()
+        outcome = Outcome(table, {request: row for row, request in enumerate(requests)})
+        rows, verifies = download(table), any(request.drafts for request in requests)
+        return replace(
+            samples,
+            verified=lambda: outcome.read(rows),
+            outcome=None if verifies else outcome,
+            last_rows=kept,
+        )
+
+    def _assumed(self, samples: Samples, columns: Columns, count: int) -> torch.Tensor | None:
+        if self.assume is None or not samples.indices:
+            return None
+        keys = [seed_key(seed_of(request, self._seed)) for request in samples.indices]
+        return self.assume(upload(torch.tensor(keys), self._mesh.device), columns.position - 1, count)

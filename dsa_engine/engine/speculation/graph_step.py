@@ -1,0 +1,244 @@
+"""A decode step with drafts as one function of device tensors: model, choice of tokens, acceptance and draft passes.
+
+All shapes are a bucket's, so the whole step is one CUDA graph, and nothing in it asks the host. What it leaves of every
+request is a row of an :class:`Outcome`: how many drafts were accepted, the tokens, the next drafts, and the position of
+the last token. The next step may follow from that before the host has read it: then the host gives it the request's row
+of the outcome, its pages and the limit up to which it may be computed, all for the case that every draft is accepted.
+
+A request that turns out to have ended is part of one step too many. Its rows from its limit on are padding; what is
+drawn from them is dropped with the rest.
+
+Where a request asks for what only the host can do in each step, the whole step runs eagerly (``drafter.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.logit_terms import is_biased, penalised, penalties_of
+from dsa_engine.engine.pages import pages_for
+from dsa_engine.engine.penalty_counts import PenaltyCounts, with_drafts
+from dsa_engine.engine.request import Chunk
+from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
+from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
+from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
+from dsa_engine.engine.speculation.passes import Passes
+from dsa_engine.engine.speculation.result import FIRST_TOKEN, Columns, Outcome, gathered_rows, sampled_requests
+from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows, verifies
+from dsa_engine.engine.step_plan import Bucket, StepPlan
+from dsa_engine.kernels.transfer import download, upload
+from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.model import Model
+from dsa_engine.parallel import Mesh
+
+
+class GraphKey(NamedTuple):
+    """What the launches of a step depend on: a graph's name."""
+
+    bucket: Bucket
+    limits: Limits | None  # None: all requests are greedy
+    penalises: bool
+    assume: Assume | None
+
+
+class Inputs(NamedTuple):
+    """What the host says of the n requests of a step, int64."""
+
+    source: torch.Tensor  # [n], row of the outcome that each follows from; -1 where the host knows its tokens
+    drawn: torch.Tensor  # [n], 1 where tokens are drawn, 0 where they are the most likely
+    draws: torch.Tensor  # [5, n], see ``Draws.of_columns``
+    penalties: torch.Tensor  # [3, n], bits of float64, see ``penalties_of``
+    chunks: torch.Tensor  # [3 + rows, n], see ``ChunkColumns``
+
+    @classmethod
+    def of(cls, table: torch.Tensor) -> Inputs:
+        """Views of ``table [fields, n]``."""
+        source, drawn, draws, penalties, chunks = table.split((1, 1, 5, 3, len(table) - 10))
+        return cls(source[0], drawn[0], draws, penalties, chunks)
+
+    @staticmethod
+    def fields(rows: int) -> int:
+        """Number of fields, with ``rows`` rows of each request."""
+        return 13 + rows
+
+    def table(self) -> torch.Tensor:
+        """int64 ``[fields, n]``."""
+        return torch.cat((self.source[None], self.drawn[None], *self[2:]))
+
+
+@dataclass
+class _Buffers:
+    """What stays of a bucket from step to step; the first three are written anew in every step."""
+
+    inputs: torch.Tensor  # [fields, requests] int64, see Inputs
+    before: torch.Tensor  # [requests, …] int64, see Columns: of the outcome that each follows from
+    tables: torch.Tensor  # [requests, pages] int32, block tables
+    rows: StaticRows  # of the step
+    counts: torch.Tensor  # [requests, vocab + 1] int32, see PenaltyCounts; empty until a request penalises; shared
+    passes: PassBuffers
+
+
+class GraphStep:
+    """Runs decode steps in which every request verifies up to ``count`` drafts and gets as many new ones.
+
+    Args:
+        model, cache, mesh: of the engine.
+        seed: of requests without a seed of their own.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, seed: int):
+        self._model = model
+        self._cache = cache
+        self._mesh = mesh
+        self._seed = seed
+        self._counts = PenaltyCounts(model.config.vocab_size)
+        self._counts_in_step = torch.empty(0, dtype=torch.int32, device=mesh.device)
+        self._buffers: dict[Bucket, _Buffers] = {}
+
+    def fits(self, step: StepPlan, count: int) -> bool:
+        """Whether all requests verify up to ``count`` drafts, and their sampling needs nothing of the host."""
+        chunks = [chunk for plan in step.ranks for chunk in plan.chunks]
+        return all(verifies(chunk, count) and not _needs_host(chunk) for chunk in chunks)
+
+    def key(self, step: StepPlan, assume: Assume | None) -> GraphKey:
+        """Of a padded step."""
+        assert step.bucket is not None
+        params = [chunk.request.params for plan in step.ranks for chunk in plan.chunks]
+        drawn, vocab = [p for p in params if p.temperature > 0], self._model.config.vocab_size
+        limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
+        return GraphKey(step.bucket, limits, any(p.penalises for p in params), assume)
+
+    def run(
+        self, step: StepPlan, key: GraphKey, passes: Passes, before: Outcome | None, graphs: DecodeGraphs
+    ) -> Samples:
+        """Launches a step; nothing waits for the device.
+
+        Args:
+            step, key: a padded step, and its key.
+            before: of the step before, for chunks that follow from it.
+        """
+        bucket = key.bucket
+        buffers = self._buffers.get(bucket)
+        if buffers is None:
+            buffers = self._buffers[bucket] = self._make_buffers(bucket, passes)
+        chunks = step.ranks[self._mesh.rank].chunks
+        upload(self._inputs(bucket, chunks, before).table(), self._mesh.device, out=buffers.inputs)
+        tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
+        table_rows = tables.rows([chunk.request.pages for chunk in chunks])
+        tables.gather(table_rows + [0] * (requests - len(chunks)), width, out=buffers.tables)
+        if before is not None and any(chunk.follows for chunk in chunks):
+            source = Inputs.of(buffers.inputs).source
+            torch.index_select(before.table, 0, source.clamp(min=0), out=buffers.before)
+        if key.penalises:
+            if not buffers.counts.numel():
+                buffers.counts = self._counts_of(requests)
+            self._counts.update(chunks, buffers.before, buffers.counts)
+        buffers.passes.load(chunks)
+        table = graphs.run(key, lambda: self._step(buffers, key, passes))
+        # Not where the graph leaves it: a step that an interrupt has cut off is launched again, and follows from this.
+        return replace(_samples(step, table.clone()), last_rows=buffers.passes.kept(chunks))
+
+    def _counts_of(self, requests: int) -> torch.Tensor:
+        """A buffer for the counts of a step: the same for all buckets but those that are larger than any before."""
+        if len(self._counts_in_step) < requests:
+            width = self._model.config.vocab_size + 1
+            self._counts_in_step = torch.zeros(requests, width, dtype=torch.int32, device=self._mesh.device)
+        return self._counts_in_step[:requests]
+
+    def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> Inputs:
+        """On the host, padded to the bucket's requests."""
+        requests, padding = [chunk.request for chunk in chunks], (0, bucket.requests - len(chunks))
+        params = [request.params for request in requests]
+        seeds = [seed_of(request, self._seed) for request in requests]
+        source = [before.rows[chunk.request] if chunk.follows and before else -1 for chunk in chunks]
+        return Inputs(
+            source=F.pad(torch.tensor(source, dtype=torch.int64), padding, value=-1),
+            drawn=F.pad(torch.tensor([p.temperature > 0 for p in params], dtype=torch.int64), padding),
+            draws=F.pad(draws_of(params, seeds, self._model.config.vocab_size), padding),
+            penalties=F.pad(penalties_of(params).view(torch.int64), padding),
+            chunks=ChunkColumns.on_host(chunks, self._cache.page_size, bucket.rows_per_request, bucket.requests),
+        )
+
+    def _step(self, buffers: _Buffers, key: GraphKey, passes: Passes) -> torch.Tensor:
+        """The outcome's table ``[requests of all ranks, …]``, from the buffers and nothing else."""
+        model, width = self._model, buffers.rows.each
+        inputs, before = Inputs.of(buffers.inputs), Columns.of(buffers.before)
+        known, draws, follows = (
+            ChunkColumns.of(inputs.chunks),
+            Draws.of_columns(tuple(inputs.draws)),
+            inputs.source >= 0,
+        )
+        # In place of a token there may be the negative code of an error: that request has ended.
+        ids = torch.cat((before.last_token, before.drafts), dim=1).where(follows[:, None], known.ids).clamp(min=0)
+        columns = known._replace(first=before.position.where(follows, known.first), ids=ids)
+        rows = StepRows.of(columns, buffers.rows, buffers.tables, model, self._cache)
+        hidden = model(rows.batch, self._cache)
+        logits = model.own_logits(hidden, rows.batch.rows)
+        finite = logits.sum(dim=-1).isfinite()
+        if key.penalises:
+            penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
+            logits = penalised(logits, with_drafts(buffers.counts[:, :-1], ids), penalties)
+        tokens = _choose(logits, draws, inputs.drawn, rows, key.limits)
+        tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
+        assumed = None if key.assume is None else key.assume(draws.keys, rows.first, width - 1)
+        accepted = count_accepted(tokens, ids[:, 1:], rows.offered, assumed)
+        drafts = passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
+        outcome = Columns(rows.first + accepted + 1, rows.offered, accepted, tokens, drafts)
+        return self._mesh.world.all_gather(outcome.table())
+
+    def _make_buffers(self, bucket: Bucket, passes: Passes) -> _Buffers:
+        requests, width, device = bucket.requests, bucket.rows_per_request, self._mesh.device
+        pages = pages_for(bucket.context, self._cache.page_size)
+        return _Buffers(
+            inputs=torch.zeros(Inputs.fields(width), requests, dtype=torch.int64, device=device),
+            before=torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device),
+            tables=torch.zeros(requests, pages, dtype=torch.int32, device=device),
+            rows=StaticRows.of(bucket, width, self._model),
+            counts=torch.empty(0, dtype=torch.int32, device=device),
+            passes=passes.buffers(bucket),
+        )
+
+
+def _choose(
+    logits: torch.Tensor, draws: Draws, drawn: torch.Tensor, rows: StepRows, limits: Limits | None
+) -> torch.Tensor:
+    """A token for every row, int64 ``[requests, rows of each]``."""
+    each = rows.ids.shape[1]
+    tokens = logits.argmax(dim=-1).view_as(rows.ids)
+    if limits is not None:
+        of_rows = Draws(*(column.repeat_interleave(each) for column in draws))
+        positions = rows.first[:, None] + torch.arange(1, each + 1, device=logits.device)
+        chosen = draw(logits, of_rows, positions.flatten(), limits).view_as(rows.ids)
+        tokens = chosen.where(drawn[:, None] > 0, tokens)
+    return tokens
+
+
+def _needs_host(chunk: Chunk) -> bool:
+    """Whether a request asks for what only the host can do in this step."""
+    request, params = chunk.request, chunk.request.params
+    asks = params.logprobs is not None or len(request.output) < params.min_tokens
+    return asks or is_biased(request) or bool(request.bad_words)
+
+
+def _samples(step: StepPlan, table: torch.Tensor) -> Samples:
+    """What the host comes to know of an outcome; ``table`` is its own."""
+    assert step.bucket is not None
+    rows, width = gathered_rows(sampled_requests(step), step.bucket.requests), table.shape[1]
+    indices = {
+        chunk.request: range(first, first + chunk.length)
+        for plan in step.ranks
+        for chunk in plan.chunks
+        for first in [rows[chunk.request] * width + FIRST_TOKEN]
+    }
+    read, outcome = cache(download(table)), Outcome(table, rows)
+
+    def codes() -> list[int]:
+        return [code for row in read() for code in row]
+
+    return Samples(indices, table.flatten(), codes, None, verified=lambda: outcome.read(read), outcome=outcome)

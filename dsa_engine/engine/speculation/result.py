@@ -1,0 +1,98 @@
+"""What a step leaves of its requests: a table on the device, from which the next step follows, and what is read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dsa_engine.engine.request import Request
+from dsa_engine.engine.step_plan import StepPlan
+
+
+class DraftResult(NamedTuple):
+    """What came of a request's drafts in a step."""
+
+    offered: int  # drafts that were verified
+    accepted: int
+    drafts: list[int]  # of the next tokens
+
+
+class Columns(NamedTuple):
+    """The columns of a table of n requests with up to ``count`` drafts each; int64, on one device."""
+
+    position: torch.Tensor  # [n], of the last token, which is the first to be computed next
+    offered: torch.Tensor  # [n], drafts that were verified
+    accepted: torch.Tensor  # [n]
+    tokens: torch.Tensor  # [n, 1 + count]: accepted drafts and the token after them, or codes of errors; then void
+    drafts: torch.Tensor  # [n, count], of the tokens after these
+
+    @classmethod
+    def of(cls, table: torch.Tensor) -> Columns:
+        """Views of ``table [n, width]``."""
+        count = draft_count(table.shape[1])
+        position, offered, accepted, tokens, drafts = table.split((1, 1, 1, 1 + count, count), dim=1)
+        return cls(position[:, 0], offered[:, 0], accepted[:, 0], tokens, drafts)
+
+    @staticmethod
+    def width(count: int) -> int:
+        """Number of columns."""
+        return 4 + 2 * count
+
+    @property
+    def last_token(self) -> torch.Tensor:
+        """int64 ``[n, 1]``: the token at ``position``."""
+        return self.tokens.gather(1, self.accepted[:, None])
+
+    def table(self) -> torch.Tensor:
+        """int64 ``[n, width]``."""
+        numbers = torch.stack((self.position, self.offered, self.accepted), dim=1)
+        return torch.cat((numbers, self.tokens, self.drafts), dim=1)
+
+
+FIRST_TOKEN = 3  # column of a table at which its tokens begin
+
+
+class Outcome(NamedTuple):
+    """The result of a step for the requests of all ranks."""
+
+    table: torch.Tensor  # [n, width] int64, see Columns
+    rows: Mapping[Request, int]  # each request's row of the table
+
+    def read(self, download: Callable[[], list[Any]]) -> list[DraftResult]:
+        """The result of each request, where this is the oldest step that has not been read.
+
+        Args:
+            download: gives the table as nested lists.
+        """
+        table = download()
+        return [_draft_result(table[row], request) for request, row in self.rows.items()]
+
+
+def _draft_result(row: list[int], request: Request) -> DraftResult:
+    count = draft_count(len(row))
+    _, offered, accepted = row[:FIRST_TOKEN]
+    left = request.max_tokens - len(request.output) - accepted - 1
+    return DraftResult(offered, accepted, row[FIRST_TOKEN + 1 + count :][: usable_drafts(left, count)])
+
+
+def draft_count(width: int) -> int:
+    """Drafts of a request in a table of this width."""
+    return (width - 4) // 2
+
+
+def usable_drafts(left: int, count: int) -> int:
+    """How many of ``count`` drafts a request can use that may still get ``left`` tokens: its last token is never
+    drafted, nothing would be gained."""
+    return max(0, min(count, left - 1))
+
+
+def sampled_requests(step: StepPlan) -> list[list[Request]]:
+    """The requests of each rank for which the step chooses tokens, in the order of the sampler."""
+    return [list(dict.fromkeys(request for _, request in plan.logits_rows)) for plan in step.ranks]
+
+
+def gathered_rows(by_rank: list[list[Request]], each: int) -> dict[Request, int]:
+    """Where the row of each request lies once the tables of all ranks, of ``each`` rows, are gathered."""
+    return {request: rank * each + i for rank, requests in enumerate(by_rank) for i, request in enumerate(requests)}

@@ -121,7 +121,7 @@ class Passes(ABC):
         tables."""
         own, page_size, tables = by_rank[self._mesh.rank], self._cache.page_size, self._cache.block_tables
         pages = [chunk.request.pages for chunk in own]
-        most = max(pages_for(2 * width, page_size), *map(len, pages), 0)
+        most = max(map(len, pages), default=0) + pages_for(2 * width, page_size)  # missing rows follow the last ones
         bucket = Bucket(max(1, *map(len, by_rank)), width, most * page_size)
         selects = self._model.config.has_indexer
         self._observe(StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket))

@@ -42,11 +42,9 @@ def count_accepted(
         offered: int64 ``[n]``: the first so many of them were verified; the others are void.
         assumed: int64 ``[n]``, in place of what the tokens say (:data:`Assume`).
     """
-    if assumed is not None:
-        return assumed.minimum(offered)
-    number = torch.arange(drafts.shape[1], device=drafts.device)
-    equal = (tokens[:, :-1] == drafts) & (number < offered[:, None])
-    return equal.long().cumprod(dim=1).sum(dim=1)
+    if assumed is None:
+        assumed = (tokens[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)
+    return assumed.minimum(offered)
 
 
 class RelaxedAcceptance:

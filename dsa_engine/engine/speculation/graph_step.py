@@ -213,8 +213,7 @@ def _choose(
     tokens = logits.argmax(dim=-1).view_as(rows.ids)
     if limits is not None:
         of_rows = Draws(*(column.repeat_interleave(each) for column in draws))
-        positions = rows.first[:, None] + torch.arange(1, each + 1, device=logits.device)
-        chosen = draw(logits, of_rows, positions.flatten(), limits).view_as(rows.ids)
+        chosen = draw(logits, of_rows, rows.positions.flatten() + 1, limits).view_as(rows.ids)
         tokens = chosen.where(drawn[:, None] > 0, tokens)
     return tokens
 

@@ -30,6 +30,7 @@ class StaticRows:
     segments: Segments  # on the host they see the whole context; on the device what they do see, written by every batch
     none: Segments
     sequences: torch.Tensor  # [requests · each] int64, rows of the block tables
+    offsets: torch.Tensor  # [each] int64: 0, 1, …
     frequencies: torch.Tensor
 
     @classmethod
@@ -41,6 +42,7 @@ class StaticRows:
             Segments.of(segments, device),
             Segments.of([], device),
             torch.arange(bucket.requests, device=device).repeat_interleave(each),
+            torch.arange(each, device=device),
             model.config.rope.inverse_frequencies().to(device),
         )
 
@@ -101,10 +103,6 @@ class ChunkColumns(NamedTuple):
             table[i, : len(numbers)] = torch.tensor(numbers)
         return table.T
 
-    def live(self, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """bool ``[n, rows]``: which rows are tokens."""
-        return (offsets < self.length[:, None]) & (positions < self.limit[:, None])
-
 
 def computable_tokens(request: Request, page_size: int) -> int:
     """How many tokens of a request have pages on this rank and are not the last that it may get."""
@@ -124,22 +122,18 @@ class StepRows(NamedTuple):
     positions: torch.Tensor  # [requests, 1 + count] int64, -1 of padding
     limit: torch.Tensor  # [requests] int64, see ChunkColumns
     ids: torch.Tensor  # [requests, 1 + count] int64
+    offered: torch.Tensor  # [requests] int64, drafts that are verified
 
     @classmethod
     def of(
         cls, columns: ChunkColumns, rows: StaticRows, tables: torch.Tensor, model: Model, cache: KVCache
     ) -> StepRows:
         """``tables``: block tables ``[requests, pages]``."""
-        offsets = torch.arange(rows.each, device=tables.device)
-        positions = columns.first[:, None] + offsets
-        at = positions.where(columns.live(positions, offsets), -1)
+        positions = columns.first[:, None] + rows.offsets
+        live = (rows.offsets < columns.length[:, None]) & (positions < columns.limit[:, None])
+        at = positions.where(live, -1)
         batch = rows.batch(model, cache, tables, at.flatten(), columns.ids.flatten())
-        return cls(batch, columns.first, at, columns.limit, columns.ids)
-
-    @property
-    def offered(self) -> torch.Tensor:
-        """int64 ``[requests]``: drafts that the step verifies."""
-        return (self.positions[:, 1:] >= 0).sum(dim=1)
+        return cls(batch, columns.first, at, columns.limit, columns.ids, live[:, 1:].sum(dim=1))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ tokens after them:
    the token after s_a. What it computes for later rows is void, and so are the model's cache rows of drafts that were
    not accepted: the next step writes them again, and nothing before that sees them.
 4. In eagle mode the module goes on alone, a row at a time, from its own hidden state and its last draft. Its cache rows
-   of these are void too. A checkpoint with several modules drafts a token with each (``several_modules.py``).
+   of these are void too. Each of several modules drafts one token (``passes.py``).
 
 So the caches of model and module hold the same positions, and one ``num_computed_tokens`` serves both. A step of
 prefill is the same with rows of a prompt: only 3 and 4 follow, and under context parallelism they run on the ranks
@@ -35,9 +35,8 @@ from dsa_engine.engine.sample_logits import seed_key
 from dsa_engine.engine.sampler import Samples, seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
 from dsa_engine.engine.speculation.graph_step import GraphKey, GraphStep
-from dsa_engine.engine.speculation.passes import ChosenTokens, EagleChain, Passes
+from dsa_engine.engine.speculation.passes import ChosenTokens, EagleChain, ModuleEach, Passes
 from dsa_engine.engine.speculation.result import Columns, Outcome, sampled_requests
-from dsa_engine.engine.speculation.several_modules import SeveralModules
 from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -62,8 +61,8 @@ class Drafter:
     def __init__(self, model: Model, cache: KVCache, mesh: Mesh, observe: Callable[[StepPlan], None], seed: int):
         self._mesh = mesh
         self._seed = seed
-        self._graph_step = GraphStep(model, cache, mesh, seed)
-        self.passes: Passes = (SeveralModules if len(model.mtp) > 1 else EagleChain)(model, cache, mesh, observe)
+        self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, mesh, observe)
+        self._graph_step = GraphStep(self.passes, seed)
         self.assume: Assume | None = None
 
     def fits_graph(self, step: StepPlan, count: int) -> bool:
@@ -82,7 +81,7 @@ class Drafter:
             step: a padded one, which :meth:`fits_graph`.
             before: of the step before, for chunks that follow from it.
         """
-        return self._graph_step.run(step, self.graph_key(step), self.passes, before, graphs)
+        return self._graph_step.run(step, self.graph_key(step), before, graphs)
 
     def draft(self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples, count: int) -> Samples:
         """Finds what was accepted, and drafts the tokens after it, eagerly; every rank takes part.
@@ -97,36 +96,24 @@ class Drafter:
             the samples with the result of drafts. The next step follows from it where none was verified: after a
             prefill. Otherwise the host has to read it first.
         """
-        requests = list(samples.indices)
-        on_host = torch.zeros(len(requests), Columns.width(count), dtype=torch.int64)
-        for row, (request, indices) in zip(on_host, samples.indices.items(), strict=True):
-            offered = request.drafts[: len(indices) - 1]
-            columns = Columns.of(row[None])
-            columns.position.fill_(len(request))
-            columns.offered.fill_(len(offered))
-            columns.tokens[0, : len(indices)] = torch.tensor(indices)
-            columns.drafts[0, : len(offered)] = torch.tensor(offered, dtype=torch.int64)
-        columns = Columns.of(upload(on_host, self._mesh.device))
-        tokens = samples.tokens[columns.tokens]
-        accepted = count_accepted(tokens, columns.drafts, columns.offered, self._assumed(samples, columns, count))
+        about = []
+        for request, indices in samples.indices.items():
+            offered, missing = request.drafts[: len(indices) - 1], 1 + count - len(indices)
+            filled = [*indices, *[0] * missing, *offered, *[0] * (count - len(offered))]
+            about.append([len(request), len(offered), 0, *filled])
+        on_host = torch.tensor(about, dtype=torch.int64).view(len(about), Columns.width(count))
+        known = Columns.of(upload(on_host, self._mesh.device))
+        tokens, assumed = samples.tokens[known.tokens], None
+        if self.assume is not None and about:
+            keys = [seed_key(seed_of(request, self._seed)) for request in samples.indices]
+            assumed = self.assume(upload(torch.tensor(keys), self._mesh.device), known.position - 1, count)
+        accepted = count_accepted(tokens, known.drafts, known.offered, assumed)
         # In place of a token there may be the negative code of an error: that request ends.
         chosen = ChosenTokens(sampled_requests(step), tokens.clamp(min=0), accepted)
         drafts, kept = self.passes.after_eager_step(step, batch, hidden, chosen)
-        if not requests:
+        if not about:
             return samples
-        columns = columns._replace(position=columns.position + accepted, accepted=accepted, tokens=tokens)
-        table = columns._replace(drafts=drafts).table()
-        outcome = Outcome(table, {request: row for row, request in enumerate(requests)})
-        rows, verifies = download(table), any(request.drafts for request in requests)
-        return replace(
-            samples,
-            verified=lambda: outcome.read(rows),
-            outcome=None if verifies else outcome,
-            last_rows=kept,
-        )
-
-    def _assumed(self, samples: Samples, columns: Columns, count: int) -> torch.Tensor | None:
-        if self.assume is None or not samples.indices:
-            return None
-        keys = [seed_key(seed_of(request, self._seed)) for request in samples.indices]
-        return self.assume(upload(torch.tensor(keys), self._mesh.device), columns.position - 1, count)
+        table = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()
+        outcome, rows = Outcome(table, {request: row for row, request in enumerate(samples.indices)}), download(table)
+        result = replace(samples, verified=lambda: outcome.read(rows), last_rows=kept)
+        return result if any(request.drafts for request in samples.indices) else replace(result, outcome=outcome)

@@ -28,14 +28,11 @@ from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
-from dsa_engine.engine.speculation.passes import Passes
+from dsa_engine.engine.speculation.passes import Passes, verifies
 from dsa_engine.engine.speculation.result import FIRST_TOKEN, Columns, Outcome, gathered_rows, sampled_requests
-from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows, verifies
+from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows
 from dsa_engine.engine.step_plan import Bucket, StepPlan
 from dsa_engine.kernels.transfer import download, upload
-from dsa_engine.model.kv_cache import KVCache
-from dsa_engine.model.model import Model
-from dsa_engine.parallel import Mesh
 
 
 class GraphKey(NamedTuple):
@@ -58,18 +55,12 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Inputs:
-        """Views of ``table [fields, n]``."""
-        source, drawn, draws, penalties, chunks = table.split((1, 1, 5, 3, len(table) - 10))
-        return cls(source[0], drawn[0], draws, penalties, chunks)
-
-    @staticmethod
-    def fields(rows: int) -> int:
-        """Number of fields, with ``rows`` rows of each request."""
-        return 13 + rows
+        """Views of ``table [10 + 3 + rows, n]``."""
+        return cls(table[0], table[1], table[2:7], table[7:10], table[10:])
 
     def table(self) -> torch.Tensor:
-        """int64 ``[fields, n]``."""
-        return torch.cat((self.source[None], self.drawn[None], *self[2:]))
+        """int64 ``[10 + 3 + rows, n]``."""
+        return torch.cat((self.source[None], self.drawn[None], self.draws, self.penalties, self.chunks))
 
 
 @dataclass
@@ -88,17 +79,15 @@ class GraphStep:
     """Runs decode steps in which every request verifies up to ``count`` drafts and gets as many new ones.
 
     Args:
-        model, cache, mesh: of the engine.
+        passes: of the MTP modules; model, cache and mesh are theirs.
         seed: of requests without a seed of their own.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, seed: int):
-        self._model = model
-        self._cache = cache
-        self._mesh = mesh
+    def __init__(self, passes: Passes, seed: int):
+        self._passes = passes
+        self._model, self._cache, self._mesh = passes.model, passes.cache, passes.mesh
         self._seed = seed
-        self._counts = PenaltyCounts(model.config.vocab_size)
-        self._counts_in_step = torch.empty(0, dtype=torch.int32, device=mesh.device)
+        self._counts = PenaltyCounts(self._model.config.vocab_size, self._mesh.device)
         self._buffers: dict[Bucket, _Buffers] = {}
 
     def fits(self, step: StepPlan, count: int) -> bool:
@@ -114,9 +103,7 @@ class GraphStep:
         limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
         return GraphKey(step.bucket, limits, any(p.penalises for p in params), assume)
 
-    def run(
-        self, step: StepPlan, key: GraphKey, passes: Passes, before: Outcome | None, graphs: DecodeGraphs
-    ) -> Samples:
+    def run(self, step: StepPlan, key: GraphKey, before: Outcome | None, graphs: DecodeGraphs) -> Samples:
         """Launches a step; nothing waits for the device.
 
         Args:
@@ -126,7 +113,7 @@ class GraphStep:
         bucket = key.bucket
         buffers = self._buffers.get(bucket)
         if buffers is None:
-            buffers = self._buffers[bucket] = self._make_buffers(bucket, passes)
+            buffers = self._buffers[bucket] = self._make_buffers(bucket)
         chunks = step.ranks[self._mesh.rank].chunks
         upload(self._inputs(bucket, chunks, before).table(), self._mesh.device, out=buffers.inputs)
         tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
@@ -137,19 +124,12 @@ class GraphStep:
             torch.index_select(before.table, 0, source.clamp(min=0), out=buffers.before)
         if key.penalises:
             if not buffers.counts.numel():
-                buffers.counts = self._counts_of(requests)
+                buffers.counts = self._counts.in_step(requests)
             self._counts.update(chunks, buffers.before, buffers.counts)
-        buffers.passes.load(chunks)
-        table = graphs.run(key, lambda: self._step(buffers, key, passes))
+        buffers.passes.load([chunk.request.last_rows for chunk in chunks])
+        table = graphs.run(key, lambda: self._step(buffers, key))
         # Not where the graph leaves it: a step that an interrupt has cut off is launched again, and follows from this.
         return replace(_samples(step, table.clone()), last_rows=buffers.passes.kept(chunks))
-
-    def _counts_of(self, requests: int) -> torch.Tensor:
-        """A buffer for the counts of a step: the same for all buckets but those that are larger than any before."""
-        if len(self._counts_in_step) < requests:
-            width = self._model.config.vocab_size + 1
-            self._counts_in_step = torch.zeros(requests, width, dtype=torch.int32, device=self._mesh.device)
-        return self._counts_in_step[:requests]
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> Inputs:
         """On the host, padded to the bucket's requests."""
@@ -162,22 +142,22 @@ class GraphStep:
             drawn=F.pad(torch.tensor([p.temperature > 0 for p in params], dtype=torch.int64), padding),
             draws=F.pad(draws_of(params, seeds, self._model.config.vocab_size), padding),
             penalties=F.pad(penalties_of(params).view(torch.int64), padding),
-            chunks=ChunkColumns.on_host(chunks, self._cache.page_size, bucket.rows_per_request, bucket.requests),
+            chunks=ChunkColumns.on_host(chunks, self._cache.page_size, bucket.rows_per_request, bucket.requests).T,
         )
 
-    def _step(self, buffers: _Buffers, key: GraphKey, passes: Passes) -> torch.Tensor:
+    def _step(self, buffers: _Buffers, key: GraphKey) -> torch.Tensor:
         """The outcome's table ``[requests of all ranks, …]``, from the buffers and nothing else."""
         model, width = self._model, buffers.rows.each
         inputs, before = Inputs.of(buffers.inputs), Columns.of(buffers.before)
         known, draws, follows = (
-            ChunkColumns.of(inputs.chunks),
+            ChunkColumns.of(inputs.chunks.T),
             Draws.of_columns(tuple(inputs.draws)),
             inputs.source >= 0,
         )
         # In place of a token there may be the negative code of an error: that request has ended.
         ids = torch.cat((before.last_token, before.drafts), dim=1).where(follows[:, None], known.ids).clamp(min=0)
         columns = known._replace(first=before.position.where(follows, known.first), ids=ids)
-        rows = StepRows.of(columns, buffers.rows, buffers.tables, model, self._cache)
+        rows = StepRows.of(columns, buffers.rows, buffers.tables, model, self._cache.page_size)
         hidden = model(rows.batch, self._cache)
         logits = model.own_logits(hidden, rows.batch.rows)
         finite = logits.sum(dim=-1).isfinite()
@@ -188,20 +168,20 @@ class GraphStep:
         tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
         assumed = None if key.assume is None else key.assume(draws.keys, rows.first, width - 1)
         accepted = count_accepted(tokens, ids[:, 1:], rows.offered, assumed)
-        drafts = passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
+        drafts = self._passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
         outcome = Columns(rows.first + accepted + 1, rows.offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())
 
-    def _make_buffers(self, bucket: Bucket, passes: Passes) -> _Buffers:
+    def _make_buffers(self, bucket: Bucket) -> _Buffers:
         requests, width, device = bucket.requests, bucket.rows_per_request, self._mesh.device
         pages = pages_for(bucket.context, self._cache.page_size)
         return _Buffers(
-            inputs=torch.zeros(Inputs.fields(width), requests, dtype=torch.int64, device=device),
+            inputs=torch.zeros(13 + width, requests, dtype=torch.int64, device=device),
             before=torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device),
             tables=torch.zeros(requests, pages, dtype=torch.int32, device=device),
             rows=StaticRows.of(bucket, width, self._model),
             counts=torch.empty(0, dtype=torch.int32, device=device),
-            passes=passes.buffers(bucket),
+            passes=self._passes.buffers(bucket),
         )
 
 

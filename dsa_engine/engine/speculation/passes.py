@@ -1,9 +1,23 @@
-"""The passes of MTP modules after a step: one interface, and eagle mode, in which one module makes all drafts."""
+"""The passes of MTP modules after a step: by one module again and again, or by one each of several modules.
+
+Eagle mode: one module runs over the step's rows, and then alone, a row of each request at a time, from its own state
+and its last draft.
+
+Vanilla mode: each of several modules drafts one token. Of a request whose tokens t_0 … t_{m-1} are known, the model has
+computed the positions up to m - 2. The row of module k at position i embeds t_{i+k}, so from true tokens it can be
+computed up to position m - 1 - k. The rows after that, up to m - 2, embed drafts, and the last of them drafts the token
+at m + k - 1. They are right if these drafts are accepted; if not, they have to be computed again. So a step whose first
+row has position p computes the ``count - 1`` positions before p once more, with the tokens that are there by now:
+``2 · count`` rows of a request, for all modules. Among its first tokens fewer lie before: then the rows begin at
+position 0, and those left over at the end are padding. For that the model's states at these positions are kept; those of
+the modules follow from them. A prompt's chunks need no states of the chunk before: the scheduler leaves as many tokens
+for the last chunk as there are modules, so every row before it embeds a token of the prompt.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +27,7 @@ from dsa_engine.engine.batch import known_ids
 from dsa_engine.engine.pages import pages_for
 from dsa_engine.engine.request import Chunk, LastRows, Request
 from dsa_engine.engine.speculation.result import gathered_rows
-from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows, verifies
+from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows
 from dsa_engine.engine.step_plan import Bucket, RankPlan, StepPlan, plans_of
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -35,25 +49,15 @@ class ChosenTokens:
         return [request for requests in self.by_rank for request in requests]
 
     @property
-    def count(self) -> int:
-        """Drafts to be made of each request."""
-        return self.tokens.shape[1] - 1
-
-    @property
     def each(self) -> int:
         """Largest number of requests of a rank, 1 or more."""
         return max(1, *map(len, self.by_rank))
 
     def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and accepted drafts of this rank's requests, padded to ``each`` requests with zeros."""
+        """Tokens and accepted drafts of a rank's requests, padded to ``each`` requests with zeros."""
         first, count = sum(map(len, self.by_rank[:rank])), len(self.by_rank[rank])
         rows, missing = slice(first, first + count), self.each - count
         return F.pad(self.tokens[rows], (0, 0, 0, missing)), F.pad(self.accepted[rows], (0, missing))
-
-    def gathered(self, mesh: Mesh, drafts: torch.Tensor) -> torch.Tensor:
-        """``drafts [each, …]`` of every rank's requests, in one tensor ``[n, …]``; every rank takes part."""
-        rows = list(gathered_rows(self.by_rank, self.each).values())
-        return mesh.world.all_gather(drafts)[upload(torch.tensor(rows, dtype=torch.int64), mesh.device)]
 
 
 class Passes(ABC):
@@ -65,14 +69,18 @@ class Passes(ABC):
     """
 
     def __init__(self, model: Model, cache: KVCache, mesh: Mesh, observe: Callable[[StepPlan], None]):
-        self._model = model
-        self._cache = cache
-        self._mesh = mesh
+        self.model = model
+        self.cache = cache
+        self.mesh = mesh
         self._observe = observe
 
     @abstractmethod
+    def modules(self, count: int) -> int:
+        """How many modules make ``count`` drafts."""
+
+    @abstractmethod
     def buffers(self, bucket: Bucket) -> PassBuffers:
-        """Those of :meth:`after_decode` for decode steps of this shape."""
+        """For :meth:`after_decode`, in steps of this shape."""
 
     @abstractmethod
     def after_decode(
@@ -81,142 +89,204 @@ class Passes(ABC):
         """Drafts of this rank's requests, int64 ``[requests, count]``, by launches that are always the same.
 
         Args:
-            rows: of the step.
-            hidden: the model's normed states ``[requests · (1 + count), hidden]`` of these rows.
+            rows, hidden: of the step, with the model's normed states ``[requests · (1 + count), hidden]``.
             tokens: int64 ``[requests, 1 + count]``, chosen after each row, none below 0.
             accepted: int64 ``[requests]``.
-        """
-
-    @abstractmethod
-    def after_prefill(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, chosen: ChosenTokens
-    ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        """Drafts of the requests of all ranks, int64 ``[n, count]``, and what this rank's are to keep.
-
-        Args:
-            step, batch: of any step.
-            hidden: its normed states ``[T, hidden]``.
-            chosen: in it; n may be 0, in the middle of prompts.
         """
 
     def after_eager_step(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, chosen: ChosenTokens
     ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        """The same as :meth:`after_prefill`; decode steps get the passes that they have in a graph."""
-        by_rank = [plan.chunks for plan in step.ranks]
-        if not all(verifies(chunk, chosen.count) for chunks in by_rank for chunk in chunks):
-            return self.after_prefill(step, batch, hidden, chosen)
-        mesh, width = self._mesh, 1 + chosen.count
-        bucket, columns, tables = self._static_shape(by_rank, width)
-        rows = StepRows.of(columns, StaticRows.of(bucket, width, self._model), tables, self._model, self._cache)
-        buffers, own = self.buffers(bucket), by_rank[mesh.rank]
-        buffers.load(own)
-        index = logits_rows(step.ranks[mesh.rank], width, mesh.device)
-        states = F.pad(hidden[index.flatten()], (0, 0, 0, (bucket.requests - len(own)) * width))
-        drafts = self.after_decode(rows, states, *chosen.of_rank(mesh.rank), buffers)
-        return chosen.gathered(mesh, drafts), buffers.kept(own)
+        """Drafts after any step: by the passes that a decode step has in a graph, over the rows whose tokens are chosen.
+        Where there are others, of prompts, the modules run over all rows first, which fills their caches.
 
-    def _static_shape(self, by_rank: list[list[Chunk]], width: int) -> tuple[Bucket, ChunkColumns, torch.Tensor]:
-        """The chunks of all ranks in ``width`` rows of each request: the shape, and this rank's columns and block
-        tables."""
-        own, page_size, tables = by_rank[self._mesh.rank], self._cache.page_size, self._cache.block_tables
-        pages = [chunk.request.pages for chunk in own]
-        most = max(map(len, pages), default=0) + pages_for(2 * width, page_size)  # missing rows follow the last ones
-        bucket = Bucket(max(1, *map(len, by_rank)), width, most * page_size)
-        selects = self._model.config.has_indexer
+        Args:
+            step, batch, hidden: the step, with its normed states ``[T, hidden]``.
+            chosen: in it; of no request in the middle of prompts.
+
+        Returns:
+            int64 ``[n, count]`` for the requests of all ranks, and what this rank's are to keep.
+        """
+        mesh, width = self.mesh, chosen.tokens.shape[1]
+        last: Mapping[Request, LastRows] = {}
+        fills = not all(verifies(chunk, width - 1) for plan in step.ranks for chunk in plan.chunks)
+        if fills:
+            last = self._fill(step, batch, hidden, chosen)
+        if not chosen.requests:
+            return chosen.tokens[:, 1:], {}
+        by_rank = [
+            [_with_logits(chunk, rank) for chunk in plan.chunks if chunk.request in chosen.by_rank[rank]]
+            for rank, plan in enumerate(step.ranks)
+        ]
+        own, bucket = by_rank[mesh.rank], self._static_shape(by_rank, width)
+        rows = self._static_rows(own, bucket)
+        buffers = self.buffers(bucket)
+        buffers.load([_part(last[c.request], 0, -1) if c.request in last else c.request.last_rows for c in own])
+        states = self._states_with_logits(step, hidden, width, bucket.requests)
+        drafts = mesh.world.all_gather(self.after_decode(rows, states, *chosen.of_rank(mesh.rank), buffers))
+        at = self._indices([*gathered_rows(chosen.by_rank, bucket.requests).values()])
+        mine = {request: _part(rows, 1, None) for request, rows in last.items() if request.owner == mesh.rank}
+        return drafts[at], mine if fills else buffers.kept(own)
+
+    def _fill(
+        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, chosen: ChosenTokens
+    ) -> Mapping[Request, LastRows]:
+        """Runs the modules over all rows of a step. Returns the model's states at the last positions of each request of
+        this context-parallel group, as many as there are modules; nothing for one module."""
+        width, states = chosen.tokens.shape[1], hidden
+        codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(chosen.requests)}
+        modules = self.modules(width - 1)
+        for number in range(1, 1 + modules):
+            ids = [plan.next_token_ids(batch.tp_rows, codes, number) for plan in plans_of(step, self.mesh.tp)]
+            on_host = torch.tensor(ids, dtype=torch.int64)
+            input_ids = known_ids(on_host, chosen.tokens.flatten(), self.mesh.device)
+            states = self.model.draft(number - 1, states, replace(batch, input_ids=input_ids), self.cache)
+        return self._last_positions(step, hidden, codes, modules) if modules > 1 else {}
+
+    def _last_positions(
+        self, step: StepPlan, hidden: torch.Tensor, ending: Container[Request], count: int
+    ) -> Mapping[Request, LastRows]:
+        """The last ``count`` positions before the first chosen token of each request that is ``ending`` its prompt: the
+        ranks of its context-parallel group have them together."""
+        plans = plans_of(step, self.mesh.cp)
+        rows = [[*_rows_of_last_positions(plan, ending, count)] for plan in plans]  # request, number, row
+        most = max(map(len, rows))
+        if most == 0:
+            return {}
+        at = {of[:2]: rank * most + i for rank, found in enumerate(rows) for i, of in enumerate(found)}
+        own = hidden[self._indices([row for *_, row in rows[self.mesh.cp.index]])]
+        states = self.mesh.cp.all_gather(F.pad(own, (0, 0, 0, most - len(own))))
+        requests = list(dict.fromkeys(request for request, _ in at))
+        index = self._indices([[at.get((request, number), 0) for number in range(count)] for request in requests])
+        ids = [[0] * (count - len(r)) + r.tokens(max(0, len(r) - count), min(count, len(r))) for r in requests]
+        return dict(zip(requests, map(LastRows, states[index], self._indices(ids)), strict=True))
+
+    def _static_shape(self, by_rank: list[list[Chunk]], width: int) -> Bucket:
+        """A bucket for these chunks, with ``width`` rows of each request."""
+        # Missing rows of a request count as following its last one, in the passes too.
+        pages = [len(chunk.request.pages) for chunk in by_rank[self.mesh.rank]]
+        context = (max(pages, default=0) + pages_for(2 * width, self.cache.page_size)) * self.cache.page_size
+        bucket, selects = Bucket(max(1, *map(len, by_rank)), width, context), self.model.config.has_indexer
         self._observe(StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket))
-        on_host = ChunkColumns.on_host(own, page_size, width, bucket.requests)
-        columns = ChunkColumns.of(upload(on_host, self._mesh.device))
-        return bucket, columns, tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), most)
+        return bucket
 
-    def _embedding(
-        self, step: StepPlan, batch: ForwardBatch, codes: Mapping[Request, range], tokens: torch.Tensor, ahead: int
-    ) -> ForwardBatch:
-        """The step's rows with the tokens ``ahead`` positions after their own; see :meth:`RankPlan.next_token_ids`."""
-        ids = [p.next_token_ids(batch.tp_rows, codes, ahead) for p in plans_of(step, self._mesh.tp)]
-        on_host = torch.tensor(ids, dtype=torch.int64)
-        return replace(batch, input_ids=known_ids(on_host, tokens.flatten(), self._mesh.device))
+    def _static_rows(self, chunks: list[Chunk], bucket: Bucket) -> StepRows:
+        """This rank's chunks in the rows of a bucket."""
+        tables, page_size = self.cache.block_tables, self.cache.page_size
+        table_rows = tables.rows([chunk.request.pages for chunk in chunks]) + [0] * (bucket.requests - len(chunks))
+        in_step = tables.gather(table_rows, bucket.context // page_size)
+        on_host = ChunkColumns.on_host(chunks, page_size, bucket.rows_per_request, bucket.requests)
+        columns, rows = upload(on_host, self.mesh.device), StaticRows.of(bucket, bucket.rows_per_request, self.model)
+        return StepRows.of(ChunkColumns.of(columns), rows, in_step, self.model, page_size)
 
-    def _last_rows(self, step: StepPlan, chosen: ChosenTokens) -> torch.Tensor:
-        """int64 ``[requests of this rank]``: the row of each after which tokens are drafted, that of its last accepted
-        draft."""
-        index = logits_rows(step.ranks[self._mesh.rank], 1 + chosen.count, self._mesh.device)
-        _, accepted = chosen.of_rank(self._mesh.rank)
-        return index.gather(1, accepted[: len(index), None])[:, 0]
+    def _states_with_logits(self, step: StepPlan, hidden: torch.Tensor, width: int, requests: int) -> torch.Tensor:
+        """``[requests · width, hidden]``: of ``hidden [T, hidden]`` the rows of this rank's requests whose logits are
+        wanted, each filled up with its last one."""
+        found: dict[Request, list[int]] = {}
+        for row, request in step.ranks[self.mesh.rank].logits_rows:
+            found.setdefault(request, []).append(row)
+        index = [row for rows in found.values() for row in rows + rows[-1:] * (width - len(rows))]
+        return F.pad(hidden[self._indices(index)], (0, 0, 0, requests * width - len(index)))
+
+    def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
+        return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
 
     def _most_likely(self, states: torch.Tensor, module: int) -> torch.Tensor:
         """int64 ``[requests]``: the token that the module's states ``[requests, hidden]`` draft."""
-        return self._model.own_logits(states, len(states), module).argmax(dim=-1)
+        return self.model.own_logits(states, len(states), module).argmax(dim=-1)
 
 
 class EagleChain(Passes):
-    """One module: it runs over the step's rows, and then alone, a row at a time, from its own state and last draft."""
+    """One module makes all drafts."""
+
+    def modules(self, count: int) -> int:
+        return 1
 
     def buffers(self, bucket: Bucket) -> PassBuffers:
-        return PassBuffers.of(bucket, each=1, kept=0, model=self._model)
+        return PassBuffers.of(bucket, each=1, kept=0, model=self.model)
 
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
     ) -> torch.Tensor:
-        input_ids = self._mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
-        states = self._model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self._cache)
-        last = rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
-        tables, count = rows.batch.block_tables, tokens.shape[1] - 1
-        return self._chain(last, rows.first + accepted, rows.limit, tables, buffers.rows, count)
-
-    def after_prefill(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, chosen: ChosenTokens
-    ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        mesh, width = self._mesh, chosen.tokens.shape[1]
-        codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(chosen.requests)}
-        states = self._model.draft(0, hidden, self._embedding(step, batch, codes, chosen.tokens, 1), self._cache)
-        if not codes:
-            return chosen.tokens[:, 1:], {}
-        alone = [
-            [Chunk(request, len(request) - 1, 1, range(rank, rank + 1), 1) for request in requests]
-            for rank, requests in enumerate(chosen.by_rank)
-        ]
-        bucket, columns, tables = self._static_shape(alone, 1)
-        last, (_, accepted) = states[self._last_rows(step, chosen)], chosen.of_rank(mesh.rank)
-        last = F.pad(last, (0, 0, 0, bucket.requests - len(last)))
-        rows, at = StaticRows.of(bucket, 1, self._model), columns.first + accepted
-        return chosen.gathered(mesh, self._chain(last, at, columns.limit, tables, rows, chosen.count)), {}
-
-    def _chain(
-        self,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        limits: torch.Tensor,
-        tables: torch.Tensor,
-        rows: StaticRows,
-        count: int,
-    ) -> torch.Tensor:
-        """Drafts int64 ``[requests, count]``.
-
-        Args:
-            states: ``[requests, hidden]``, the module's, of the last row of each.
-            positions: int64 ``[requests]``, of these rows.
-            limits: int64 ``[requests]``, tokens that may be computed.
-            rows: one of every request.
-        """
-        drafts = [self._most_likely(states, 0)]
-        for number in range(1, count):
-            at = positions + number
-            one = rows.batch(self._model, self._cache, tables, at.where(at < limits, -1), drafts[-1])
-            states = self._model.draft(0, states, one, self._cache)
-            drafts.append(self._most_likely(states, 0))
+        input_ids = self.mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
+        states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
+        state, position = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0], rows.first + accepted
+        drafts = [self._most_likely(state, 0)]
+        for number in range(1, tokens.shape[1] - 1):
+            at = position + number
+            at, tables = at.where(at < rows.limit, -1), rows.batch.block_tables
+            one = buffers.rows.batch(self.model, self.cache.page_size, tables, at, drafts[-1])
+            state = self.model.draft(0, state, one, self.cache)
+            drafts.append(self._most_likely(state, 0))
         return torch.stack(drafts, dim=1)
 
 
-def rows_at(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+class ModuleEach(Passes):
+    """Each of several modules drafts one token."""
+
+    def modules(self, count: int) -> int:
+        return count
+
+    def buffers(self, bucket: Bucket) -> PassBuffers:
+        count = bucket.rows_per_request - 1
+        return PassBuffers.of(bucket, each=2 * count, kept=count - 1, model=self.model)
+
+    def after_decode(
+        self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
+    ) -> torch.Tensor:
+        requests, count = tokens.shape[0], tokens.shape[1] - 1
+        first, length = rows.positions[:, :1], (rows.positions >= 0).sum(dim=1, keepdim=True)
+        # Of count - 1 positions before the first row, those before position 0 are left out.
+        left_out, columns = (count - 1 - first).clamp(min=0), buffers.rows.offsets
+        positions = first - (count - 1) + left_out + columns
+        at = positions.where((first >= 0) & (positions < first + length), -1).flatten()
+        states = torch.cat((buffers.before.states, hidden.view(requests, 1 + count, -1)), dim=1)
+        ids = torch.cat((buffers.before.tokens, rows.ids[:, :1], tokens, torch.zeros_like(tokens[:, 1:])), dim=1)
+        keep = accepted[:, None] + 1 + columns[: count - 1]
+        buffers.after.states.copy_(_rows_at(states, keep))
+        buffers.after.tokens.copy_(ids.gather(1, keep))
+        state = _rows_at(states, (left_out + columns).clamp(max=2 * count - 1)).flatten(0, 1)
+        last = (count - 1 - left_out + accepted[:, None]).clamp(min=0)
+        tables, nothing = rows.batch.block_tables, torch.zeros_like(at)
+        batch = buffers.rows.batch(self.model, self.cache.page_size, tables, at, nothing)
+        drafts: list[torch.Tensor] = []
+        for number in range(1, count + 1):
+            embedded = ids.gather(1, (left_out + columns + number).clamp(max=ids.shape[1] - 1)).flatten()
+            input_ids = self.mesh.tp.all_gather(embedded).view(-1, len(embedded))
+            state = self.model.draft(number - 1, state, replace(batch, input_ids=input_ids), self.cache)
+            after_last = _rows_at(state.view(requests, 2 * count, -1), last)[:, 0]
+            drafts.append(self._most_likely(after_last, number - 1))
+            ids.scatter_(1, accepted[:, None] + count + number, drafts[-1][:, None])
+        return torch.stack(drafts, dim=1)
+
+
+def verifies(chunk: Chunk, count: int) -> bool:
+    """Whether a request decodes, and all rows of the chunk are its last token and up to ``count`` drafts."""
+    return chunk.start >= chunk.request.num_prefill_tokens and chunk.num_logits == chunk.length <= 1 + count
+
+
+def _with_logits(chunk: Chunk, rank: int) -> Chunk:
+    """The rows of a chunk whose logits are wanted, on the rank that has them."""
+    return replace(chunk, start=chunk.end - chunk.num_logits, length=chunk.num_logits, ranks=range(rank, rank + 1))
+
+
+def _rows_of_last_positions(
+    plan: RankPlan, ending: Container[Request], count: int
+) -> Iterator[tuple[Request, int, int]]:
+    """The rows of one rank among the last ``count`` positions of each request, before the first token that is chosen:
+    request, which of these positions, row."""
+    for s in plan.segments:
+        chunk = plan.chunks[s.sequence]
+        if chunk.request in ending:
+            first = chunk.end - chunk.num_logits + 1 - count
+            for position in range(max(s.start, first), min(s.end, first + count)):
+                yield chunk.request, position - first, s.row + position - s.start
+
+
+def _rows_at(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """``states [requests, n, hidden]`` at ``rows [requests, m]``: ``[requests, m, hidden]``."""
     return states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
 
 
-def logits_rows(plan: RankPlan, width: int, device: torch.device) -> torch.Tensor:
-    """int64 ``[requests, width]``: the rows of each request whose logits are wanted, the last of them again after it."""
-    found: dict[Request, list[int]] = {}
-    for row, request in plan.logits_rows:
-        found.setdefault(request, []).append(row)
-    table = [rows + rows[-1:] * (width - len(rows)) for rows in found.values()]
-    return upload(torch.tensor(table, dtype=torch.int64).view(-1, width), device)
+def _part(rows: LastRows, first: int, last: int | None) -> LastRows:
+    return LastRows(rows.states[first:last], rows.tokens[first:last])

@@ -1,4 +1,4 @@
-"""What a step leaves of its requests: a table on the device, from which the next step follows, and what is read of it."""
+"""What a step leaves of its requests: a table on the device, from which the next step follows, and what is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DraftResult(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a table of n requests with up to ``count`` drafts each; int64, on one device."""
+    """The columns of a table of n requests with up to ``count`` drafts each; int64."""
 
     position: torch.Tensor  # [n], of the last token, which is the first to be computed next
     offered: torch.Tensor  # [n], drafts that were verified
@@ -31,7 +31,7 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, table: torch.Tensor) -> Columns:
         """Views of ``table [n, width]``."""
-        count = draft_count(table.shape[1])
+        count = table.shape[1] // 2 - 2
         position, offered, accepted, tokens, drafts = table.split((1, 1, 1, 1 + count, count), dim=1)
         return cls(position[:, 0], offered[:, 0], accepted[:, 0], tokens, drafts)
 
@@ -51,7 +51,7 @@ class Columns(NamedTuple):
         return torch.cat((numbers, self.tokens, self.drafts), dim=1)
 
 
-FIRST_TOKEN = 3  # column of a table at which its tokens begin
+FIRST_TOKEN = 3  # the column where the tokens begin
 
 
 class Outcome(NamedTuple):
@@ -61,31 +61,16 @@ class Outcome(NamedTuple):
     rows: Mapping[Request, int]  # each request's row of the table
 
     def read(self, download: Callable[[], list[Any]]) -> list[DraftResult]:
-        """The result of each request, where this is the oldest step that has not been read.
-
-        Args:
-            download: gives the table as nested lists.
-        """
+        """The result of each request; this is the oldest step that has not been read. ``download`` gives the table."""
         table = download()
         return [_draft_result(table[row], request) for request, row in self.rows.items()]
 
 
 def _draft_result(row: list[int], request: Request) -> DraftResult:
-    count = draft_count(len(row))
-    _, offered, accepted = row[:FIRST_TOKEN]
-    left = request.max_tokens - len(request.output) - accepted - 1
-    return DraftResult(offered, accepted, row[FIRST_TOKEN + 1 + count :][: usable_drafts(left, count)])
-
-
-def draft_count(width: int) -> int:
-    """Drafts of a request in a table of this width."""
-    return (width - 4) // 2
-
-
-def usable_drafts(left: int, count: int) -> int:
-    """How many of ``count`` drafts a request can use that may still get ``left`` tokens: its last token is never
-    drafted, nothing would be gained."""
-    return max(0, min(count, left - 1))
+    """A request's last token is never drafted: nothing would be gained."""
+    _, offered, accepted, *others = row
+    count, left = len(others) // 2, request.max_tokens - len(request.output) - accepted - 1
+    return DraftResult(offered, accepted, others[1 + count :][: max(0, left - 1)])
 
 
 def sampled_requests(step: StepPlan) -> list[list[Request]]:

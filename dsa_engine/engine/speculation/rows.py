@@ -1,7 +1,7 @@
 """Rows of static shape: the same number of every request, at positions that the device alone needs to know.
 
-Where drafts begin depends on how many were accepted. So the positions, slots and angles of the rows behind a decode
-step are computed on the device: nothing is waited for, and the passes may be part of a CUDA graph. A row without a
+Where drafts begin depends on how many were accepted. So positions, slots and angles of the rows after a decode step are
+computed on the device: nothing is waited for, and the passes over them may be part of a CUDA graph. A row without a
 page, or of no request, is padding: it has position -1.
 """
 
@@ -18,7 +18,6 @@ from dsa_engine.engine.step_plan import Bucket
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 
 
@@ -47,7 +46,7 @@ class StaticRows:
         )
 
     def batch(
-        self, model: Model, cache: KVCache, tables: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor
+        self, model: Model, page_size: int, tables: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor
     ) -> ForwardBatch:
         """The batch of these rows, by launches that are always the same.
 
@@ -68,7 +67,7 @@ class StaticRows:
             dense_mqa=self.none if selects else self.segments,
             sparse_mqa=self.segments if selects else self.none,
             block_tables=tables,
-            slot_mapping=slots_of(positions, tables, self.sequences, cache.page_size),
+            slot_mapping=slots_of(positions, tables, self.sequences, page_size),
             gathers=False,
             cp_rows=count,
             tp_rows=count,
@@ -79,61 +78,50 @@ class StaticRows:
 
 
 class ChunkColumns(NamedTuple):
-    """The chunks of a rank in a decode step, as columns of a table of n requests; int64, on one device."""
+    """The chunks of a rank in a decode step, as columns of a table of n requests; int64."""
 
     first: torch.Tensor  # [n], position of the first row
     length: torch.Tensor  # [n], rows
-    limit: torch.Tensor  # [n], tokens that may be computed: those with pages, but for the last that may be sampled
-    ids: torch.Tensor  # [n, rows]: the token of each row, 0 after the last
+    limit: torch.Tensor  # [n], tokens that may be computed: they have pages, and are not the last that may be sampled
+    ids: torch.Tensor  # [n, rows]: the token of each row; 0 where there is none, or the device alone knows it
 
     @classmethod
     def of(cls, table: torch.Tensor) -> ChunkColumns:
-        """Views of ``table [3 + rows, n]``."""
-        first, length, limit = table[:3]
-        return cls(first, length, limit, table[3:].T)
+        """Views of ``table [n, 3 + rows]``."""
+        return cls(table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
 
     @staticmethod
     def on_host(chunks: Sequence[Chunk], page_size: int, rows: int, requests: int) -> torch.Tensor:
-        """The table ``[3 + rows, requests]`` of these chunks; the tokens of one that follows are not known, and 0. Zeros
-        after the last chunk: padding."""
-        table = torch.zeros(requests, 3 + rows, dtype=torch.int64)
+        """The table ``[requests, 3 + rows]`` of these chunks; after the last one zeros, which are padding."""
+        table = [[0] * (3 + rows) for _ in range(requests)]
         for i, chunk in enumerate(chunks):
-            ids = [] if chunk.follows else chunk.request.tokens(chunk.start, chunk.length)
-            numbers = [chunk.start, chunk.length, computable_tokens(chunk.request, page_size), *ids]
-            table[i, : len(numbers)] = torch.tensor(numbers)
-        return table.T
-
-
-def computable_tokens(request: Request, page_size: int) -> int:
-    """How many tokens of a request have pages on this rank and are not the last that it may get."""
-    return min(len(request.pages) * page_size, len(request.prompt) + request.max_tokens - 1)
-
-
-def verifies(chunk: Chunk, count: int) -> bool:
-    """Whether a request decodes, and all rows of the chunk are its last token and up to ``count`` drafts."""
-    return chunk.start >= chunk.request.num_prefill_tokens and chunk.num_logits == chunk.length <= 1 + count
+            request = chunk.request
+            limit = min(len(request.pages) * page_size, len(request.prompt) + request.max_tokens - 1)
+            ids = [] if chunk.follows else request.tokens(chunk.start, chunk.length)
+            table[i][: 3 + len(ids)] = [chunk.start, chunk.length, limit, *ids]
+        return torch.tensor(table, dtype=torch.int64)
 
 
 class StepRows(NamedTuple):
-    """The rows of a decode step, ``1 + count`` of each of this rank's requests."""
+    """The rows of a decode step, ``1 + count`` of each of this rank's requests; int64."""
 
     batch: ForwardBatch
-    first: torch.Tensor  # [requests] int64, position of the first row
-    positions: torch.Tensor  # [requests, 1 + count] int64, -1 of padding
-    limit: torch.Tensor  # [requests] int64, see ChunkColumns
-    ids: torch.Tensor  # [requests, 1 + count] int64
-    offered: torch.Tensor  # [requests] int64, drafts that are verified
+    first: torch.Tensor  # [requests], position of the first row
+    limit: torch.Tensor  # [requests], see ChunkColumns
+    ids: torch.Tensor  # [requests, 1 + count]
+    positions: torch.Tensor  # [requests, 1 + count], -1 of padding
+    offered: torch.Tensor  # [requests], drafts that are verified
 
     @classmethod
     def of(
-        cls, columns: ChunkColumns, rows: StaticRows, tables: torch.Tensor, model: Model, cache: KVCache
+        cls, columns: ChunkColumns, rows: StaticRows, tables: torch.Tensor, model: Model, page_size: int
     ) -> StepRows:
         """``tables``: block tables ``[requests, pages]``."""
         positions = columns.first[:, None] + rows.offsets
         live = (rows.offsets < columns.length[:, None]) & (positions < columns.limit[:, None])
         at = positions.where(live, -1)
-        batch = rows.batch(model, cache, tables, at.flatten(), columns.ids.flatten())
-        return cls(batch, columns.first, at, columns.limit, columns.ids, live[:, 1:].sum(dim=1))
+        batch = rows.batch(model, page_size, tables, at.flatten(), columns.ids.flatten())
+        return cls(batch, columns.first, columns.limit, columns.ids, at, live[:, 1:].sum(dim=1))
 
 
 @dataclass(frozen=True)
@@ -149,18 +137,15 @@ class PassBuffers:
         """``each``: rows of a request in a pass. ``kept``: positions that a request keeps."""
         shape, device = (bucket.requests, kept), model.runtime.mesh.device
         states = torch.zeros(*shape, model.config.hidden_size, dtype=model.runtime.dtype, device=device)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        after = LastRows(torch.empty_like(states), torch.empty_like(tokens))
-        return cls(StaticRows.of(bucket, each, model), LastRows(states, tokens), after)
+        before = LastRows(states, torch.zeros(shape, dtype=torch.int64, device=device))
+        return cls(StaticRows.of(bucket, each, model), before, LastRows(*map(torch.empty_like, before)))
 
-    def load(self, chunks: Sequence[Chunk]) -> None:
-        """Takes what this rank's requests have kept; before the passes."""
-        if not chunks or not self.before.tokens.numel():
-            return
-        none = LastRows(*(torch.zeros_like(part[0]) for part in self.before))  # of a prompt that was never computed
-        kept = [none if chunk.request.last_rows is None else chunk.request.last_rows for chunk in chunks]
-        torch.stack([rows.states for rows in kept], out=self.before.states[: len(chunks)])
-        torch.stack([rows.tokens for rows in kept], out=self.before.tokens[: len(chunks)])
+    def load(self, kept: Sequence[LastRows | None]) -> None:
+        """Takes what this rank's requests have kept; before the passes. None of a prompt that was never computed."""
+        if kept and self.before.tokens.numel():
+            none = LastRows(*(torch.zeros_like(part[0]) for part in self.before))
+            for parts, out in zip(zip(*(rows or none for rows in kept), strict=True), self.before, strict=True):
+                torch.stack(parts, out=out[: len(kept)])
 
     def kept(self, chunks: Sequence[Chunk]) -> Mapping[Request, LastRows]:
         """What they are to keep; after the passes."""

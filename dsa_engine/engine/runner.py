@@ -83,7 +83,7 @@ class ModelRunner:
         needs the host within it runs eagerly as a whole."""
         if self.num_drafts == 0:
             return True
-        return not self._relaxed and self.drafter is not None and self.drafter.fits_graph(step, self.num_drafts)
+        return not self._relaxed and self.drafter is not None and self.drafter.graph.fits(step, self.num_drafts)
 
     def _observed(self, step: StepPlan) -> None:
         for observer in self.observers:
@@ -106,7 +106,7 @@ class ModelRunner:
             return self.graphs.ready(plan.bucket)
         if plan.bucket is None or self.drafter is None or before.outcome is None:
             return False
-        return self.graphs.ready(self.drafter.graph_key(plan))
+        return self.graphs.ready(self.drafter.graph.key(plan, self.drafter.assume))
 
     def _is_static(self, plan: StepPlan) -> bool:
         """Whether the host knows every shape of this step: a decode step, dispatched without regard to the routing."""
@@ -122,7 +122,8 @@ class ModelRunner:
         """
         if self.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
-            return self.drafter.run_graph(plan, None if before is None else before.outcome, self.graphs)
+            key = self.drafter.graph.key(plan, self.drafter.assume)
+            return self.drafter.graph.run(plan, key, None if before is None else before.outcome, self.graphs)
         sampled = None if before is None else before.tokens
         batch, hidden = self._forward(plan, sampled)
         samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)

@@ -70,7 +70,7 @@ class Script:
 
     def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, buffers: Any) -> torch.Tensor:
         drafts = self._made(rows, hidden, tokens, accepted, buffers)
-        return self._scripted(drafts, (rows.first + accepted).where(rows.positions[:, 0] >= 0, -1))
+        return self._scripted(drafts, (rows.chunks.first + accepted).where(rows.positions[:, 0] >= 0, -1))
 
     def _scripted(self, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         count = drafts.shape[1]
@@ -155,14 +155,14 @@ def test_the_last_tokens_of_the_longest_context(
     parts = engine.model, engine.cache, engine.config, engine.mesh
     monkeypatch.setattr(engine.runner, "graphs", DecodeGraphs(*parts, capture=False, contexts=contexts_of))
 
-    run = engine.runner.drafter.run_graph
+    run = engine.runner.drafter.graph.run
 
     def run_graph(step: StepPlan, *how: Any) -> Samples:
         assert step.bucket is not None
         contexts.add(step.bucket.context)
         return run(step, *how)
 
-    monkeypatch.setattr(engine.runner.drafter, "run_graph", run_graph)
+    monkeypatch.setattr(engine.runner.drafter.graph, "run", run_graph)
     same(engines, [random_ids(50, seed=3), random_ids(59, seed=4)], [replace(GREEDY, max_tokens=n) for n in (12, 3)])
     assert contexts == {72}
 
@@ -245,8 +245,8 @@ def test_an_interrupt_behind_the_launch(shared: Any, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
         return samples
 
-    run_graph = engine.runner.drafter.run_graph
-    monkeypatch.setattr(engine.runner.drafter, "run_graph", interrupted)
+    run_graph = engine.runner.drafter.graph.run
+    monkeypatch.setattr(engine.runner.drafter.graph, "run", interrupted)
     monkeypatch.setattr(engine.runner.graphs, "run", replayed)
     monkeypatch.setattr(engine, "async_scheduling", True)
     engine._next_id = 400

@@ -96,18 +96,14 @@ class RelaxedAcceptance:
             logits: float32 ``[rows, vocab]``, -inf for what is forbidden.
             tokens: int64 ``[rows]``, the choices; below 0 codes of errors, which stay.
         """
-        rows, drafts = [], []
+        found = []
         for i, (request, position) in enumerate(wanted):
             number = position - len(request)
-            if not 0 <= number < len(request.drafts):
-                continue
-            draft = request.drafts[number]
-            if draft != self._end and self._thinks(request, number):
-                rows.append(i)
-                drafts.append(draft)
-        if not rows:
+            if 0 <= number < len(request.drafts) and self._thinks(request, number):
+                found.append((i, request.drafts[number]))
+        if not found:
             return tokens
-        at, guessed = upload(torch.tensor([rows, drafts]), logits.device)
+        at, guessed = upload(torch.tensor(found).T.contiguous(), logits.device)
         probabilities = logits[at].softmax(dim=-1)
         best = probabilities.topk(min(self._topk, logits.shape[1]), dim=-1).values
         likely = probabilities.gather(1, guessed[:, None])[:, 0]
@@ -115,14 +111,13 @@ class RelaxedAcceptance:
         return tokens.index_copy(0, at, guessed.where(accepted, tokens[at]))
 
     def _thinks(self, request: Request, number: int) -> bool:
-        """Whether it thinks behind so many of its drafts."""
+        """Whether a request thinks after ``number`` of its drafts, and still does with the next."""
         done, thinks = self._seen.get(request, (0, False))
-        for token in request.tokens(done, len(request) - done):
-            thinks = self._after(token, thinks)
+        thinks = self._thinks_after(request.tokens(done, len(request) - done), thinks)
         self._seen[request] = len(request), thinks
-        for token in request.drafts[:number]:
-            thinks = self._after(token, thinks)
-        return thinks
+        return self._thinks_after(request.drafts[:number], thinks) and request.drafts[number] != self._end
 
-    def _after(self, token: int, thinks: bool) -> bool:
-        return token == self._begin or (thinks and token != self._end)
+    def _thinks_after(self, tokens: Sequence[int], thinks: bool) -> bool:
+        for token in tokens:
+            thinks = token == self._begin or (thinks and token != self._end)
+        return thinks

@@ -30,13 +30,12 @@ from dataclasses import replace
 
 import torch
 
-from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.sample_logits import seed_key
 from dsa_engine.engine.sampler import Samples, seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
-from dsa_engine.engine.speculation.graph_step import GraphKey, GraphStep
-from dsa_engine.engine.speculation.passes import ChosenTokens, EagleChain, ModuleEach, Passes
-from dsa_engine.engine.speculation.result import Columns, Outcome, sampled_requests
+from dsa_engine.engine.speculation.graph_step import GraphStep
+from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
+from dsa_engine.engine.speculation.result import Columns, Outcome
 from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -55,6 +54,7 @@ class Drafter:
 
     Attributes:
         passes: of the MTP modules.
+        graph: runs a whole step, with its sampling and drafts, as one graph.
         assume: decides, in place of the tokens, how many drafts are accepted; for measuring where tokens mean nothing.
     """
 
@@ -62,26 +62,8 @@ class Drafter:
         self._mesh = mesh
         self._seed = seed
         self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, mesh, observe)
-        self._graph_step = GraphStep(self.passes, seed)
+        self.graph = GraphStep(self.passes, seed)
         self.assume: Assume | None = None
-
-    def fits_graph(self, step: StepPlan, count: int) -> bool:
-        """Whether a decode step of static shapes, with ``count`` drafts, needs nothing of the host within it: the same
-        on every rank."""
-        return self._graph_step.fits(step, count)
-
-    def graph_key(self, step: StepPlan) -> GraphKey:
-        """The name of the graph that runs a padded step."""
-        return self._graph_step.key(step, self.assume)
-
-    def run_graph(self, step: StepPlan, before: Outcome | None, graphs: DecodeGraphs) -> Samples:
-        """Launches a step, model, sampling and drafts, as one graph; nothing waits for the device.
-
-        Args:
-            step: a padded one, which :meth:`fits_graph`.
-            before: of the step before, for chunks that follow from it.
-        """
-        return self._graph_step.run(step, self.graph_key(step), before, graphs)
 
     def draft(self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples, count: int) -> Samples:
         """Finds what was accepted, and drafts the tokens after it, eagerly; every rank takes part.
@@ -109,8 +91,7 @@ class Drafter:
             assumed = self.assume(upload(torch.tensor(keys), self._mesh.device), known.position - 1, count)
         accepted = count_accepted(tokens, known.drafts, known.offered, assumed)
         # In place of a token there may be the negative code of an error: that request ends.
-        chosen = ChosenTokens(sampled_requests(step), tokens.clamp(min=0), accepted)
-        drafts, kept = self.passes.after_eager_step(step, batch, hidden, chosen)
+        drafts, kept = self.passes.after_eager_step(step, batch, hidden, tokens.clamp(min=0), accepted)
         if not about:
             return samples
         table = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()

@@ -13,7 +13,7 @@ Where a request asks for what only the host can do in each step, the whole step 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -29,8 +29,8 @@ from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
 from dsa_engine.engine.speculation.passes import Passes, verifies
-from dsa_engine.engine.speculation.result import FIRST_TOKEN, Columns, Outcome, gathered_rows, sampled_requests
-from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows
+from dsa_engine.engine.speculation.result import FIRST_TOKEN, Columns, Outcome, gathered_rows
+from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows
 from dsa_engine.engine.step_plan import Bucket, StepPlan
 from dsa_engine.kernels.transfer import download, upload
 
@@ -63,16 +63,19 @@ class Inputs(NamedTuple):
         return torch.cat((self.source[None], self.drawn[None], self.draws, self.penalties, self.chunks))
 
 
-@dataclass
 class _Buffers:
     """What stays of a bucket from step to step; the first three are written anew in every step."""
 
-    inputs: torch.Tensor  # [fields, requests] int64, see Inputs
-    before: torch.Tensor  # [requests, …] int64, see Columns: of the outcome that each follows from
-    tables: torch.Tensor  # [requests, pages] int32, block tables
-    rows: StaticRows  # of the step
-    counts: torch.Tensor  # [requests, vocab + 1] int32, see PenaltyCounts; empty until a request penalises; shared
-    passes: PassBuffers
+    def __init__(self, bucket: Bucket, passes: Passes):
+        requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
+        pages = pages_for(bucket.context, passes.cache.page_size)
+        self.inputs = torch.zeros(13 + width, requests, dtype=torch.int64, device=device)  # see Inputs
+        # Columns of the outcome that each request follows from.
+        self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
+        self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
+        self.rows = StaticRows.of(bucket, width, passes.model)  # of the step
+        self.passes = passes.buffers(bucket)
+        self.counts = torch.empty(0)  # see PenaltyCounts.in_step; empty until a request penalises; shared
 
 
 class GraphStep:
@@ -113,7 +116,7 @@ class GraphStep:
         bucket = key.bucket
         buffers = self._buffers.get(bucket)
         if buffers is None:
-            buffers = self._buffers[bucket] = self._make_buffers(bucket)
+            buffers = self._buffers[bucket] = _Buffers(bucket, self._passes)
         chunks = step.ranks[self._mesh.rank].chunks
         upload(self._inputs(bucket, chunks, before).table(), self._mesh.device, out=buffers.inputs)
         tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
@@ -149,11 +152,8 @@ class GraphStep:
         """The outcome's table ``[requests of all ranks, …]``, from the buffers and nothing else."""
         model, width = self._model, buffers.rows.each
         inputs, before = Inputs.of(buffers.inputs), Columns.of(buffers.before)
-        known, draws, follows = (
-            ChunkColumns.of(inputs.chunks.T),
-            Draws.of_columns(tuple(inputs.draws)),
-            inputs.source >= 0,
-        )
+        known, follows = ChunkColumns.of(inputs.chunks.T), inputs.source >= 0
+        draws = Draws.of_columns(tuple(inputs.draws))
         # In place of a token there may be the negative code of an error: that request has ended.
         ids = torch.cat((before.last_token, before.drafts), dim=1).where(follows[:, None], known.ids).clamp(min=0)
         columns = known._replace(first=before.position.where(follows, known.first), ids=ids)
@@ -166,34 +166,22 @@ class GraphStep:
             logits = penalised(logits, with_drafts(buffers.counts[:, :-1], ids), penalties)
         tokens = _choose(logits, draws, inputs.drawn, rows, key.limits)
         tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
-        assumed = None if key.assume is None else key.assume(draws.keys, rows.first, width - 1)
+        assumed = None if key.assume is None else key.assume(draws.keys, columns.first, width - 1)
         accepted = count_accepted(tokens, ids[:, 1:], rows.offered, assumed)
         drafts = self._passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
-        outcome = Columns(rows.first + accepted + 1, rows.offered, accepted, tokens, drafts)
+        outcome = Columns(columns.first + accepted + 1, rows.offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())
-
-    def _make_buffers(self, bucket: Bucket) -> _Buffers:
-        requests, width, device = bucket.requests, bucket.rows_per_request, self._mesh.device
-        pages = pages_for(bucket.context, self._cache.page_size)
-        return _Buffers(
-            inputs=torch.zeros(13 + width, requests, dtype=torch.int64, device=device),
-            before=torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device),
-            tables=torch.zeros(requests, pages, dtype=torch.int32, device=device),
-            rows=StaticRows.of(bucket, width, self._model),
-            counts=torch.empty(0, dtype=torch.int32, device=device),
-            passes=self._passes.buffers(bucket),
-        )
 
 
 def _choose(
     logits: torch.Tensor, draws: Draws, drawn: torch.Tensor, rows: StepRows, limits: Limits | None
 ) -> torch.Tensor:
     """A token for every row, int64 ``[requests, rows of each]``."""
-    each = rows.ids.shape[1]
-    tokens = logits.argmax(dim=-1).view_as(rows.ids)
+    each = rows.positions.shape[1]
+    tokens = logits.argmax(dim=-1).view_as(rows.positions)
     if limits is not None:
         of_rows = Draws(*(column.repeat_interleave(each) for column in draws))
-        chosen = draw(logits, of_rows, rows.positions.flatten() + 1, limits).view_as(rows.ids)
+        chosen = draw(logits, of_rows, rows.positions.flatten() + 1, limits).view_as(rows.positions)
         tokens = chosen.where(drawn[:, None] > 0, tokens)
     return tokens
 
@@ -208,16 +196,16 @@ def _needs_host(chunk: Chunk) -> bool:
 def _samples(step: StepPlan, table: torch.Tensor) -> Samples:
     """What the host comes to know of an outcome; ``table`` is its own."""
     assert step.bucket is not None
-    rows, width = gathered_rows(sampled_requests(step), step.bucket.requests), table.shape[1]
+    rows, width = gathered_rows([plan.chunks for plan in step.ranks], step.bucket.requests), table.shape[1]
     indices = {
         chunk.request: range(first, first + chunk.length)
         for plan in step.ranks
         for chunk in plan.chunks
         for first in [rows[chunk.request] * width + FIRST_TOKEN]
     }
-    read, outcome = cache(download(table)), Outcome(table, rows)
+    on_host, outcome = cache(download(table)), Outcome(table, rows)
 
     def codes() -> list[int]:
-        return [code for row in read() for code in row]
+        return [code for row in on_host() for code in row]
 
-    return Samples(indices, table.flatten(), codes, None, verified=lambda: outcome.read(read), outcome=outcome)
+    return Samples(indices, table.flatten(), codes, None, verified=lambda: outcome.read(on_host), outcome=outcome)

@@ -9,8 +9,8 @@ computed up to position m - 1 - k. The rows after that, up to m - 2, embed draft
 at m + k - 1. They are right if these drafts are accepted; if not, they have to be computed again. So a step whose first
 row has position p computes the ``count - 1`` positions before p once more, with the tokens that are there by now:
 ``2 · count`` rows of a request, for all modules. Among its first tokens fewer lie before: then the rows begin at
-position 0, and those left over at the end are padding. For that the model's states at these positions are kept; those of
-the modules follow from them. A prompt's chunks need no states of the chunk before: the scheduler leaves as many tokens
+position 0, and those left over at the end are padding. For that the model's states at these positions are kept; those
+of the modules follow from them. A prompt's chunks need no states of the chunk before: the scheduler leaves as many tokens
 for the last chunk as there are modules, so every row before it embeds a token of the prompt.
 """
 
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import known_ids
 from dsa_engine.engine.pages import pages_for
 from dsa_engine.engine.request import Chunk, LastRows, Request
-from dsa_engine.engine.speculation.result import gathered_rows
+from dsa_engine.engine.speculation.result import chunks_with_logits, gathered_rows
 from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows
 from dsa_engine.engine.step_plan import Bucket, RankPlan, StepPlan, plans_of
 from dsa_engine.kernels.transfer import upload
@@ -34,30 +35,6 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.parallel import Mesh
-
-
-@dataclass(frozen=True)
-class ChosenTokens:
-    """The tokens that a step has chosen for n requests, which are counted rank by rank; the same on every rank."""
-
-    by_rank: list[list[Request]]
-    tokens: torch.Tensor  # [n, 1 + count] int64, none below 0; void after the last of a request
-    accepted: torch.Tensor  # [n] int64
-
-    @property
-    def requests(self) -> list[Request]:
-        return [request for requests in self.by_rank for request in requests]
-
-    @property
-    def each(self) -> int:
-        """Largest number of requests of a rank, 1 or more."""
-        return max(1, *map(len, self.by_rank))
-
-    def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and accepted drafts of a rank's requests, padded to ``each`` requests with zeros."""
-        first, count = sum(map(len, self.by_rank[:rank])), len(self.by_rank[rank])
-        rows, missing = slice(first, first + count), self.each - count
-        return F.pad(self.tokens[rows], (0, 0, 0, missing)), F.pad(self.accepted[rows], (0, missing))
 
 
 class Passes(ABC):
@@ -73,10 +50,6 @@ class Passes(ABC):
         self.cache = cache
         self.mesh = mesh
         self._observe = observe
-
-    @abstractmethod
-    def modules(self, count: int) -> int:
-        """How many modules make ``count`` drafts."""
 
     @abstractmethod
     def buffers(self, bucket: Bucket) -> PassBuffers:
@@ -95,51 +68,61 @@ class Passes(ABC):
         """
 
     def after_eager_step(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, chosen: ChosenTokens
+        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor
     ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        """Drafts after any step: by the passes that a decode step has in a graph, over the rows whose tokens are chosen.
-        Where there are others, of prompts, the modules run over all rows first, which fills their caches.
+        """Drafts after any step: by the passes that a decode step has in a graph, over the rows with chosen tokens.
+        Where there are others, of prompts, the modules first run over all rows, which fills their caches.
 
         Args:
             step, batch, hidden: the step, with its normed states ``[T, hidden]``.
-            chosen: in it; of no request in the middle of prompts.
+            tokens: int64 ``[n, 1 + count]``, chosen for the requests of all ranks in the order of the sampler, none
+                below 0; void after the last of a request. n is 0 in the middle of prompts.
+            accepted: int64 ``[n]``.
 
         Returns:
-            int64 ``[n, count]`` for the requests of all ranks, and what this rank's are to keep.
+            int64 ``[n, count]``, and what this rank's requests are to keep.
         """
-        mesh, width = self.mesh, chosen.tokens.shape[1]
-        last: Mapping[Request, LastRows] = {}
+        by_rank, rank, width = chunks_with_logits(step), self.mesh.rank, tokens.shape[1]
+        requests = [chunk.request for chunks in by_rank for chunk in chunks]
         fills = not all(verifies(chunk, width - 1) for plan in step.ranks for chunk in plan.chunks)
-        if fills:
-            last = self._fill(step, batch, hidden, chosen)
-        if not chosen.requests:
-            return chosen.tokens[:, 1:], {}
-        by_rank = [
-            [_with_logits(chunk, rank) for chunk in plan.chunks if chunk.request in chosen.by_rank[rank]]
-            for rank, plan in enumerate(step.ranks)
-        ]
-        own, bucket = by_rank[mesh.rank], self._static_shape(by_rank, width)
-        rows = self._static_rows(own, bucket)
+        last = self._fill(step, batch, hidden, requests, tokens) if fills else {}
+        if not requests:
+            return tokens[:, 1:], {}
+        own, (bucket, rows) = by_rank[rank], self._static_rows(by_rank, width)
         buffers = self.buffers(bucket)
         buffers.load([_part(last[c.request], 0, -1) if c.request in last else c.request.last_rows for c in own])
-        states = self._states_with_logits(step, hidden, width, bucket.requests)
-        drafts = mesh.world.all_gather(self.after_decode(rows, states, *chosen.of_rank(mesh.rank), buffers))
-        at = self._indices([*gathered_rows(chosen.by_rank, bucket.requests).values()])
-        mine = {request: _part(rows, 1, None) for request, rows in last.items() if request.owner == mesh.rank}
-        return drafts[at], mine if fills else buffers.kept(own)
+        logits_rows, index = iter(step.ranks[rank].rows_with_logits.tolist()), list[int]()
+        for chunk in own:
+            of_chunk = [*islice(logits_rows, chunk.length)]
+            index += of_chunk + of_chunk[-1:] * (width - chunk.length)
+        states, missing = hidden[self._indices(index)], bucket.requests - len(own)
+        mine = slice(first := sum(map(len, by_rank[:rank])), first + len(own))
+        drafts = self.after_decode(
+            rows,
+            F.pad(states, (0, 0, 0, missing * width)),
+            F.pad(tokens[mine], (0, 0, 0, missing)),
+            F.pad(accepted[mine], (0, missing)),
+            buffers,
+        )
+        at = self._indices([*gathered_rows(by_rank, bucket.requests).values()])
+        kept = {request: _part(of, 1, None) for request, of in last.items() if request.owner == rank}
+        return self.mesh.world.all_gather(drafts)[at], kept if fills else buffers.kept(own)
 
     def _fill(
-        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, chosen: ChosenTokens
+        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, requests: list[Request], tokens: torch.Tensor
     ) -> Mapping[Request, LastRows]:
-        """Runs the modules over all rows of a step. Returns the model's states at the last positions of each request of
-        this context-parallel group, as many as there are modules; nothing for one module."""
-        width, states = chosen.tokens.shape[1], hidden
-        codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(chosen.requests)}
-        modules = self.modules(width - 1)
+        """Runs the modules over all rows of a step, in which ``tokens [n, 1 + count]`` are chosen for ``requests``.
+
+        Returns:
+            as many of the last positions of each request of this context-parallel group as there are modules; nothing
+            for one module.
+        """
+        width, states = tokens.shape[1], hidden
+        codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(requests)}
+        modules = min(width - 1, len(self.model.mtp))
         for number in range(1, 1 + modules):
             ids = [plan.next_token_ids(batch.tp_rows, codes, number) for plan in plans_of(step, self.mesh.tp)]
-            on_host = torch.tensor(ids, dtype=torch.int64)
-            input_ids = known_ids(on_host, chosen.tokens.flatten(), self.mesh.device)
+            input_ids = known_ids(torch.tensor(ids, dtype=torch.int64), tokens.flatten(), self.mesh.device)
             states = self.model.draft(number - 1, states, replace(batch, input_ids=input_ids), self.cache)
         return self._last_positions(step, hidden, codes, modules) if modules > 1 else {}
 
@@ -150,8 +133,7 @@ class Passes(ABC):
         ranks of its context-parallel group have them together."""
         plans = plans_of(step, self.mesh.cp)
         rows = [[*_rows_of_last_positions(plan, ending, count)] for plan in plans]  # request, number, row
-        most = max(map(len, rows))
-        if most == 0:
+        if (most := max(map(len, rows))) == 0:
             return {}
         at = {of[:2]: rank * most + i for rank, found in enumerate(rows) for i, of in enumerate(found)}
         own = hidden[self._indices([row for *_, row in rows[self.mesh.cp.index]])]
@@ -161,32 +143,18 @@ class Passes(ABC):
         ids = [[0] * (count - len(r)) + r.tokens(max(0, len(r) - count), min(count, len(r))) for r in requests]
         return dict(zip(requests, map(LastRows, states[index], self._indices(ids)), strict=True))
 
-    def _static_shape(self, by_rank: list[list[Chunk]], width: int) -> Bucket:
-        """A bucket for these chunks, with ``width`` rows of each request."""
+    def _static_rows(self, by_rank: list[list[Chunk]], width: int) -> tuple[Bucket, StepRows]:
+        """The chunks of this rank in ``width`` rows of each request; in a bucket whose context is this rank's."""
+        own, tables, page_size = by_rank[self.mesh.rank], self.cache.block_tables, self.cache.page_size
+        pages = [chunk.request.pages for chunk in own]
         # Missing rows of a request count as following its last one, in the passes too.
-        pages = [len(chunk.request.pages) for chunk in by_rank[self.mesh.rank]]
-        context = (max(pages, default=0) + pages_for(2 * width, self.cache.page_size)) * self.cache.page_size
-        bucket, selects = Bucket(max(1, *map(len, by_rank)), width, context), self.model.config.has_indexer
+        most = max(map(len, pages), default=0) + pages_for(2 * width, page_size)
+        bucket, selects = Bucket(max(1, *map(len, by_rank)), width, most * page_size), self.model.config.has_indexer
         self._observe(StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket))
-        return bucket
-
-    def _static_rows(self, chunks: list[Chunk], bucket: Bucket) -> StepRows:
-        """This rank's chunks in the rows of a bucket."""
-        tables, page_size = self.cache.block_tables, self.cache.page_size
-        table_rows = tables.rows([chunk.request.pages for chunk in chunks]) + [0] * (bucket.requests - len(chunks))
-        in_step = tables.gather(table_rows, bucket.context // page_size)
-        on_host = ChunkColumns.on_host(chunks, page_size, bucket.rows_per_request, bucket.requests)
-        columns, rows = upload(on_host, self.mesh.device), StaticRows.of(bucket, bucket.rows_per_request, self.model)
-        return StepRows.of(ChunkColumns.of(columns), rows, in_step, self.model, page_size)
-
-    def _states_with_logits(self, step: StepPlan, hidden: torch.Tensor, width: int, requests: int) -> torch.Tensor:
-        """``[requests · width, hidden]``: of ``hidden [T, hidden]`` the rows of this rank's requests whose logits are
-        wanted, each filled up with its last one."""
-        found: dict[Request, list[int]] = {}
-        for row, request in step.ranks[self.mesh.rank].logits_rows:
-            found.setdefault(request, []).append(row)
-        index = [row for rows in found.values() for row in rows + rows[-1:] * (width - len(rows))]
-        return F.pad(hidden[self._indices(index)], (0, 0, 0, requests * width - len(index)))
+        in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), most)
+        columns = upload(ChunkColumns.on_host(own, page_size, width, bucket.requests), self.mesh.device)
+        static = StaticRows.of(bucket, width, self.model)
+        return bucket, StepRows.of(ChunkColumns.of(columns), static, in_step, self.model, page_size)
 
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
@@ -199,9 +167,6 @@ class Passes(ABC):
 class EagleChain(Passes):
     """One module makes all drafts."""
 
-    def modules(self, count: int) -> int:
-        return 1
-
     def buffers(self, bucket: Bucket) -> PassBuffers:
         return PassBuffers.of(bucket, each=1, kept=0, model=self.model)
 
@@ -210,11 +175,14 @@ class EagleChain(Passes):
     ) -> torch.Tensor:
         input_ids = self.mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
         states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
-        state, position = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0], rows.first + accepted
+        state, position = (
+            _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0],
+            rows.chunks.first + accepted,
+        )
         drafts = [self._most_likely(state, 0)]
         for number in range(1, tokens.shape[1] - 1):
             at = position + number
-            at, tables = at.where(at < rows.limit, -1), rows.batch.block_tables
+            at, tables = at.where(at < rows.chunks.limit, -1), rows.batch.block_tables
             one = buffers.rows.batch(self.model, self.cache.page_size, tables, at, drafts[-1])
             state = self.model.draft(0, state, one, self.cache)
             drafts.append(self._most_likely(state, 0))
@@ -223,9 +191,6 @@ class EagleChain(Passes):
 
 class ModuleEach(Passes):
     """Each of several modules drafts one token."""
-
-    def modules(self, count: int) -> int:
-        return count
 
     def buffers(self, bucket: Bucket) -> PassBuffers:
         count = bucket.rows_per_request - 1
@@ -241,7 +206,7 @@ class ModuleEach(Passes):
         positions = first - (count - 1) + left_out + columns
         at = positions.where((first >= 0) & (positions < first + length), -1).flatten()
         states = torch.cat((buffers.before.states, hidden.view(requests, 1 + count, -1)), dim=1)
-        ids = torch.cat((buffers.before.tokens, rows.ids[:, :1], tokens, torch.zeros_like(tokens[:, 1:])), dim=1)
+        ids = torch.cat((buffers.before.tokens, rows.chunks.ids[:, :1], tokens, torch.zeros_like(tokens[:, 1:])), dim=1)
         keep = accepted[:, None] + 1 + columns[: count - 1]
         buffers.after.states.copy_(_rows_at(states, keep))
         buffers.after.tokens.copy_(ids.gather(1, keep))
@@ -263,11 +228,6 @@ class ModuleEach(Passes):
 def verifies(chunk: Chunk, count: int) -> bool:
     """Whether a request decodes, and all rows of the chunk are its last token and up to ``count`` drafts."""
     return chunk.start >= chunk.request.num_prefill_tokens and chunk.num_logits == chunk.length <= 1 + count
-
-
-def _with_logits(chunk: Chunk, rank: int) -> Chunk:
-    """The rows of a chunk whose logits are wanted, on the rank that has them."""
-    return replace(chunk, start=chunk.end - chunk.num_logits, length=chunk.num_logits, ranks=range(rank, rank + 1))
 
 
 def _rows_of_last_positions(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.step_plan import StepPlan
 
 
@@ -73,11 +74,16 @@ def _draft_result(row: list[int], request: Request) -> DraftResult:
     return DraftResult(offered, accepted, others[1 + count :][: max(0, left - 1)])
 
 
-def sampled_requests(step: StepPlan) -> list[list[Request]]:
-    """The requests of each rank for which the step chooses tokens, in the order of the sampler."""
-    return [list(dict.fromkeys(request for _, request in plan.logits_rows)) for plan in step.ranks]
+def chunks_with_logits(step: StepPlan) -> list[list[Chunk]]:
+    """The rows of each rank for which the step chooses tokens, a chunk of each request, in the order of the sampler."""
+    by_rank = []
+    for rank, plan in enumerate(step.ranks):
+        wanted, ranks = {request for _, request in plan.logits_rows}, range(rank, rank + 1)
+        chunks = [chunk for chunk in plan.chunks if chunk.request in wanted]
+        by_rank.append([replace(c, start=c.end - c.num_logits, length=c.num_logits, ranks=ranks) for c in chunks])
+    return by_rank
 
 
-def gathered_rows(by_rank: list[list[Request]], each: int) -> dict[Request, int]:
+def gathered_rows(by_rank: list[list[Chunk]], each: int) -> dict[Request, int]:
     """Where the row of each request lies once the tables of all ranks, of ``each`` rows, are gathered."""
-    return {request: rank * each + i for rank, requests in enumerate(by_rank) for i, request in enumerate(requests)}
+    return {chunk.request: rank * each + i for rank, chunks in enumerate(by_rank) for i, chunk in enumerate(chunks)}

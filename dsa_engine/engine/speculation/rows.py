@@ -106,9 +106,7 @@ class StepRows(NamedTuple):
     """The rows of a decode step, ``1 + count`` of each of this rank's requests; int64."""
 
     batch: ForwardBatch
-    first: torch.Tensor  # [requests], position of the first row
-    limit: torch.Tensor  # [requests], see ChunkColumns
-    ids: torch.Tensor  # [requests, 1 + count]
+    chunks: ChunkColumns
     positions: torch.Tensor  # [requests, 1 + count], -1 of padding
     offered: torch.Tensor  # [requests], drafts that are verified
 
@@ -121,7 +119,7 @@ class StepRows(NamedTuple):
         live = (rows.offsets < columns.length[:, None]) & (positions < columns.limit[:, None])
         at = positions.where(live, -1)
         batch = rows.batch(model, page_size, tables, at.flatten(), columns.ids.flatten())
-        return cls(batch, columns.first, columns.limit, columns.ids, at, live[:, 1:].sum(dim=1))
+        return cls(batch, columns, at, live[:, 1:].sum(dim=1))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.logit_terms import LogitTerms, Wanted
+from dsa_engine.engine.logit_terms import LogitTerms, Wanted, is_biased
 from dsa_engine.engine.request import LastRows, Request, SampledToken
 from dsa_engine.engine.sample_logits import log_probabilities, ranked, sample
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -164,6 +164,13 @@ def _sampled(code: int, logprobs: list[float] | None, asked: int | None) -> Samp
     if code < 0:
         return SampledToken(code, error=_ERRORS[code])
     return SampledToken(code, None if asked is None or logprobs is None else ranked(code, logprobs, asked))
+
+
+def needs_host(request: Request) -> bool:
+    """Whether its next tokens ask for what only a :class:`Sampler` does: on the host, in each step."""
+    params = request.params
+    asks = params.logprobs is not None or len(request.output) < params.min_tokens
+    return asks or is_biased(request) or bool(request.bad_words)
 
 
 def seed_of(request: Request, seed: int) -> int:

@@ -18,9 +18,8 @@ So the caches of model and module hold the same positions, and one ``num_compute
 prefill is the same with rows of a prompt: only 3 and 4 follow, and under context parallelism they run on the ranks
 that have the rows.
 
-There are two ways to run a step. As one graph (``graph_step.py``): a decode step whose tokens the device can choose
-alone. Eagerly: every other step, and all where there are no graphs. Then model and sampler run as without drafts, and
-what follows is here. Both share the passes and the rule of acceptance.
+There are two ways to run a step: as one graph (``graph_step.py``), if the device can choose its tokens alone; eagerly,
+where model and sampler run as without drafts, and what follows is here. They share passes and rule of acceptance.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class Drafter:
             count: drafts of every request.
 
         Returns:
-            the samples with the result of drafts. The next step follows from it where none was verified: after a
-            prefill. Otherwise the host has to read it first.
+            the samples with what came of drafts; with an outcome, from which the next step may follow, after prefills.
         """
         about = []
         for request, indices in samples.indices.items():

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.logit_terms import is_biased, penalised, penalties_of
+from dsa_engine.engine.logit_terms import penalised, penalties_of
 from dsa_engine.engine.pages import pages_for
 from dsa_engine.engine.penalty_counts import PenaltyCounts, with_drafts
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
-from dsa_engine.engine.sampler import NOT_FINITE, Samples, seed_of
+from dsa_engine.engine.sampler import NOT_FINITE, Samples, needs_host, seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
 from dsa_engine.engine.speculation.passes import Passes, verifies
 from dsa_engine.engine.speculation.result import FIRST_TOKEN, Columns, Outcome, gathered_rows
@@ -95,11 +95,10 @@ class GraphStep:
 
     def fits(self, step: StepPlan, count: int) -> bool:
         """Whether all requests verify up to ``count`` drafts, and their sampling needs nothing of the host."""
-        chunks = [chunk for plan in step.ranks for chunk in plan.chunks]
-        return all(verifies(chunk, count) and not _needs_host(chunk) for chunk in chunks)
+        return all(verifies(c, count) and not needs_host(c.request) for plan in step.ranks for c in plan.chunks)
 
     def key(self, step: StepPlan, assume: Assume | None) -> GraphKey:
-        """Of a padded step."""
+        """The name of the graph that runs a padded step."""
         assert step.bucket is not None
         params = [chunk.request.params for plan in step.ranks for chunk in plan.chunks]
         drawn, vocab = [p for p in params if p.temperature > 0], self._model.config.vocab_size
@@ -132,7 +131,7 @@ class GraphStep:
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
         table = graphs.run(key, lambda: self._step(buffers, key))
         # Not where the graph leaves it: a step that an interrupt has cut off is launched again, and follows from this.
-        return replace(_samples(step, table.clone()), last_rows=buffers.passes.kept(chunks))
+        return replace(_samples(step, requests, table.clone()), last_rows=buffers.passes.kept(chunks))
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> Inputs:
         """On the host, padded to the bucket's requests."""
@@ -177,32 +176,20 @@ def _choose(
     logits: torch.Tensor, draws: Draws, drawn: torch.Tensor, rows: StepRows, limits: Limits | None
 ) -> torch.Tensor:
     """A token for every row, int64 ``[requests, rows of each]``."""
-    each = rows.positions.shape[1]
     tokens = logits.argmax(dim=-1).view_as(rows.positions)
     if limits is not None:
-        of_rows = Draws(*(column.repeat_interleave(each) for column in draws))
+        of_rows = Draws(*(column.repeat_interleave(rows.positions.shape[1]) for column in draws))
         chosen = draw(logits, of_rows, rows.positions.flatten() + 1, limits).view_as(rows.positions)
         tokens = chosen.where(drawn[:, None] > 0, tokens)
     return tokens
 
 
-def _needs_host(chunk: Chunk) -> bool:
-    """Whether a request asks for what only the host can do in this step."""
-    request, params = chunk.request, chunk.request.params
-    asks = params.logprobs is not None or len(request.output) < params.min_tokens
-    return asks or is_biased(request) or bool(request.bad_words)
-
-
-def _samples(step: StepPlan, table: torch.Tensor) -> Samples:
-    """What the host comes to know of an outcome; ``table`` is its own."""
-    assert step.bucket is not None
-    rows, width = gathered_rows([plan.chunks for plan in step.ranks], step.bucket.requests), table.shape[1]
-    indices = {
-        chunk.request: range(first, first + chunk.length)
-        for plan in step.ranks
-        for chunk in plan.chunks
-        for first in [rows[chunk.request] * width + FIRST_TOKEN]
-    }
+def _samples(step: StepPlan, each: int, table: torch.Tensor) -> Samples:
+    """What the host comes to know of an outcome; ``table`` is its own, with ``each`` rows of a rank."""
+    rows, indices = gathered_rows([plan.chunks for plan in step.ranks], each), {}
+    for chunk in (chunk for plan in step.ranks for chunk in plan.chunks):
+        first = rows[chunk.request] * table.shape[1] + FIRST_TOKEN
+        indices[chunk.request] = range(first, first + chunk.length)
     on_host, outcome = cache(download(table)), Outcome(table, rows)
 
     def codes() -> list[int]:

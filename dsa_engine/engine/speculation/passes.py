@@ -10,16 +10,15 @@ at m + k - 1. They are right if these drafts are accepted; if not, they have to 
 row has position p computes the ``count - 1`` positions before p once more, with the tokens that are there by now:
 ``2 · count`` rows of a request, for all modules. Among its first tokens fewer lie before: then the rows begin at
 position 0, and those left over at the end are padding. For that the model's states at these positions are kept; those
-of the modules follow from them. A prompt's chunks need no states of the chunk before: the scheduler leaves as many tokens
-for the last chunk as there are modules, so every row before it embeds a token of the prompt.
+of the modules follow from them. A prompt's chunks need no states of the chunk before: the scheduler leaves as many
+tokens for the last chunk as there are modules, so every row before it embeds a token of the prompt.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -91,19 +90,12 @@ class Passes(ABC):
         own, (bucket, rows) = by_rank[rank], self._static_rows(by_rank, width)
         buffers = self.buffers(bucket)
         buffers.load([_part(last[c.request], 0, -1) if c.request in last else c.request.last_rows for c in own])
-        logits_rows, index = iter(step.ranks[rank].rows_with_logits.tolist()), list[int]()
-        for chunk in own:
-            of_chunk = [*islice(logits_rows, chunk.length)]
-            index += of_chunk + of_chunk[-1:] * (width - chunk.length)
-        states, missing = hidden[self._indices(index)], bucket.requests - len(own)
-        mine = slice(first := sum(map(len, by_rank[:rank])), first + len(own))
-        drafts = self.after_decode(
-            rows,
-            F.pad(states, (0, 0, 0, missing * width)),
-            F.pad(tokens[mine], (0, 0, 0, missing)),
-            F.pad(accepted[mine], (0, missing)),
-            buffers,
-        )
+        to = self._indices([i * width + j for i, chunk in enumerate(own) for j in range(chunk.length)])
+        chosen_after = hidden[upload(step.ranks[rank].rows_with_logits, self.mesh.device)]
+        states = hidden.new_zeros(bucket.requests * width, hidden.shape[1]).index_copy_(0, to, chosen_after)
+        mine, missing = slice(first := sum(map(len, by_rank[:rank])), first + len(own)), bucket.requests - len(own)
+        own_tokens, own_accepted = F.pad(tokens[mine], (0, 0, 0, missing)), F.pad(accepted[mine], (0, missing))
+        drafts = self.after_decode(rows, states, own_tokens, own_accepted, buffers)
         at = self._indices([*gathered_rows(by_rank, bucket.requests).values()])
         kept = {request: _part(of, 1, None) for request, of in last.items() if request.owner == rank}
         return self.mesh.world.all_gather(drafts)[at], kept if fills else buffers.kept(own)
@@ -112,11 +104,7 @@ class Passes(ABC):
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, requests: list[Request], tokens: torch.Tensor
     ) -> Mapping[Request, LastRows]:
         """Runs the modules over all rows of a step, in which ``tokens [n, 1 + count]`` are chosen for ``requests``.
-
-        Returns:
-            as many of the last positions of each request of this context-parallel group as there are modules; nothing
-            for one module.
-        """
+        Several modules: returns as many :meth:`_last_positions` as there are."""
         width, states = tokens.shape[1], hidden
         codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(requests)}
         modules = min(width - 1, len(self.model.mtp))
@@ -132,11 +120,11 @@ class Passes(ABC):
         """The last ``count`` positions before the first chosen token of each request that is ``ending`` its prompt: the
         ranks of its context-parallel group have them together."""
         plans = plans_of(step, self.mesh.cp)
-        rows = [[*_rows_of_last_positions(plan, ending, count)] for plan in plans]  # request, number, row
+        rows = [_rows_of_last_positions(plan, ending, count) for plan in plans]
         if (most := max(map(len, rows))) == 0:
             return {}
-        at = {of[:2]: rank * most + i for rank, found in enumerate(rows) for i, of in enumerate(found)}
-        own = hidden[self._indices([row for *_, row in rows[self.mesh.cp.index]])]
+        at = {key: rank * most + i for rank, found in enumerate(rows) for i, key in enumerate(found)}
+        own = hidden[self._indices([*rows[self.mesh.cp.index].values()])]
         states = self.mesh.cp.all_gather(F.pad(own, (0, 0, 0, most - len(own))))
         requests = list(dict.fromkeys(request for request, _ in at))
         index = self._indices([[at.get((request, number), 0) for number in range(count)] for request in requests])
@@ -230,17 +218,17 @@ def verifies(chunk: Chunk, count: int) -> bool:
     return chunk.start >= chunk.request.num_prefill_tokens and chunk.num_logits == chunk.length <= 1 + count
 
 
-def _rows_of_last_positions(
-    plan: RankPlan, ending: Container[Request], count: int
-) -> Iterator[tuple[Request, int, int]]:
-    """The rows of one rank among the last ``count`` positions of each request, before the first token that is chosen:
-    request, which of these positions, row."""
+def _rows_of_last_positions(plan: RankPlan, ending: Container[Request], count: int) -> dict[tuple[Request, int], int]:
+    """The rows of one rank among the last ``count`` positions of each request before its first chosen token, by request
+    and number of the position."""
+    found: dict[tuple[Request, int], int] = {}
     for s in plan.segments:
         chunk = plan.chunks[s.sequence]
+        first = chunk.end - chunk.num_logits + 1 - count
         if chunk.request in ending:
-            first = chunk.end - chunk.num_logits + 1 - count
-            for position in range(max(s.start, first), min(s.end, first + count)):
-                yield chunk.request, position - first, s.row + position - s.start
+            last = range(max(s.start, first), min(s.end, first + count))
+            found |= {(chunk.request, position - first): s.row + position - s.start for position in last}
+    return found
 
 
 def _rows_at(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch
 from dsa_engine.engine.request import Chunk, Request
 from dsa_engine.engine.step_plan import StepPlan
 
+FIRST_TOKEN = 3  # the column of a table where the tokens begin
+
 
 class DraftResult(NamedTuple):
     """What came of a request's drafts in a step."""
@@ -52,9 +54,6 @@ class Columns(NamedTuple):
         return torch.cat((numbers, self.tokens, self.drafts), dim=1)
 
 
-FIRST_TOKEN = 3  # the column where the tokens begin
-
-
 class Outcome(NamedTuple):
     """The result of a step for the requests of all ranks."""
 
@@ -63,15 +62,13 @@ class Outcome(NamedTuple):
 
     def read(self, download: Callable[[], list[Any]]) -> list[DraftResult]:
         """The result of each request; this is the oldest step that has not been read. ``download`` gives the table."""
-        table = download()
-        return [_draft_result(table[row], request) for request, row in self.rows.items()]
-
-
-def _draft_result(row: list[int], request: Request) -> DraftResult:
-    """A request's last token is never drafted: nothing would be gained."""
-    _, offered, accepted, *others = row
-    count, left = len(others) // 2, request.max_tokens - len(request.output) - accepted - 1
-    return DraftResult(offered, accepted, others[1 + count :][: max(0, left - 1)])
+        table, results = download(), []
+        for request, row in self.rows.items():
+            _, offered, accepted, *others = table[row]
+            count, left = len(others) // 2, request.max_tokens - len(request.output) - accepted - 1
+            # A request's last token is never drafted: nothing would be gained.
+            results.append(DraftResult(offered, accepted, others[1 + count :][: max(0, left - 1)]))
+        return results
 
 
 def chunks_with_logits(step: StepPlan) -> list[list[Chunk]]:

@@ -56,7 +56,7 @@ def step_bytes(
     runner = ModelRunner(model, cache, config, mesh, options.seed, padded, relaxed=relaxed)
     runner.num_drafts = drafts
     tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
-    kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # the first, with drafts, is sampled by the device alone
+    kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts, one is a graph, and one runs eagerly
     decodes = (decode_step(mesh, page_size, options.max_num_seqs, max_model_len, drafts, kind) for kind in kinds)
     before = torch.cuda.memory_allocated(mesh.device)
     try:

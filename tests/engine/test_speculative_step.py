@@ -90,7 +90,7 @@ class Script:
 
 
 def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
-    llm = LLM(folder, **OPTIONS | options | {"speculative_config": {"num_speculative_tokens": drafts}})
+    llm = LLM(folder, **OPTIONS | {"speculative_config": {"num_speculative_tokens": drafts}} | options)
     engine = llm.engine
     parts = engine.model, engine.cache, engine.config, engine.mesh
     engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
@@ -203,6 +203,50 @@ def test_what_ends_a_request_within_a_run(engines: Any) -> None:
     ]
     found = same(engines, [*prompts, prompts[0]], [*params, GREEDY])
     assert [output.finish_reason for output in found] == ["stop"] * 3 + ["length"] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ({}, {True}),
+        ({"logprobs": 1}, {False}),
+        ({"logit_bias": {7: 1.0}}, {False}),
+        ({"allowed_token_ids": [*range(5, 60)]}, {False}),
+        ({"min_tokens": 20}, {False}),
+        ({"min_tokens": 8}, {False, True}),
+    ],
+)
+def test_a_step_that_needs_the_host_is_eager_as_a_whole(
+    shared: Any, asked: dict[str, Any], steps: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan is not padded and no graph runs a part of it; beside it, a request that asks nothing."""
+    llm, script, plain, prompts, _ = shared
+    runner, ran, found, script.outputs = llm.engine.runner, [], set(), {}
+    launch, run = runner.launch, runner.graphs.run
+
+    def launched(plan: StepPlan, before: Samples | None = None) -> Samples:
+        ran.clear()
+        samples = launch(plan, before)
+        if plan.decodes and plan.ranks[0].chunks[0].start >= plan.ranks[0].chunks[0].request.num_prefill_tokens:
+            found.add(plan.bucket is not None)
+            assert len(ran) == (plan.bucket is not None)
+        return samples
+
+    monkeypatch.setattr(runner, "launch", launched)
+    monkeypatch.setattr(runner.graphs, "run", lambda name, function: ran.append(name) or run(name, function))
+    monkeypatch.setattr(llm.engine, "async_scheduling", True)
+    params = [replace(GREEDY, **asked), GREEDY]
+    outputs = [one.generate(prompts[1:3], params) for one in (llm, plain)]
+    assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
+    assert found == steps
+
+
+def test_relaxed_acceptance_needs_the_host(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, prompts, oracle = shared
+    config = {"num_speculative_tokens": 3, "relaxed_topk": 5, "begin_thinking_token": 198, "end_thinking_token": 199}
+    llm, ran = padded_llm(oracle.folder, 3, speculative_config=config), list[Any]()
+    monkeypatch.setattr(llm.engine.runner.graphs, "run", lambda name, function: ran.append(name) or function())
+    assert len(llm.generate(prompts[:1], GREEDY)[0].token_ids) == GREEDY.max_tokens and not ran
 
 
 def test_requests_that_come_and_go(engines: Any) -> None:

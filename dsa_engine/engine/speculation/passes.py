@@ -163,10 +163,8 @@ class EagleChain(Passes):
     ) -> torch.Tensor:
         input_ids = self.mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
         states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
-        state, position = (
-            _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0],
-            rows.chunks.first + accepted,
-        )
+        state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
+        position = rows.chunks.first + accepted
         drafts = [self._most_likely(state, 0)]
         for number in range(1, tokens.shape[1] - 1):
             at = position + number

@@ -235,7 +235,7 @@ def test_a_step_that_needs_the_host_is_eager_as_a_whole(
     monkeypatch.setattr(runner, "launch", launched)
     monkeypatch.setattr(runner.graphs, "run", lambda name, function: ran.append(name) or run(name, function))
     monkeypatch.setattr(llm.engine, "async_scheduling", True)
-    params = [replace(GREEDY, **asked), GREEDY]
+    params = [replace(GREEDY, **asked), replace(GREEDY, max_tokens=3)]  # the former is the last to end
     outputs = [one.generate(prompts[1:3], params) for one in (llm, plain)]
     assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
     assert found == steps

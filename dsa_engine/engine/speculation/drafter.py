@@ -76,23 +76,23 @@ class Drafter:
         Returns:
             the samples with what came of drafts; with an outcome, from which the next step may follow, after prefills.
         """
-        about = []
+        table = []
         for request, indices in samples.indices.items():
             offered, missing = request.drafts[: len(indices) - 1], 1 + count - len(indices)
-            filled = [*indices, *[0] * missing, *offered, *[0] * (count - len(offered))]
-            about.append([len(request), len(offered), 0, *filled])
-        on_host = torch.tensor(about, dtype=torch.int64).view(len(about), Columns.width(count))
-        known = Columns.of(upload(on_host, self._mesh.device))
+            indices_and_drafts = [*indices, *[0] * missing, *offered, *[0] * (count - len(offered))]
+            table.append([len(request), len(offered), 0, *indices_and_drafts])
+        on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count))
+        known = Columns.of(upload(on_host, self._mesh.device))  # with the index of each token in its place
         tokens, assumed = samples.tokens[known.tokens], None
-        if self.assume is not None and about:
+        if self.assume is not None and table:
             keys = [seed_key(seed_of(request, self._seed)) for request in samples.indices]
             assumed = self.assume(upload(torch.tensor(keys), self._mesh.device), known.position - 1, count)
         accepted = count_accepted(tokens, known.drafts, known.offered, assumed)
         # In place of a token there may be the negative code of an error: that request ends.
         drafts, kept = self.passes.after_eager_step(step, batch, hidden, tokens.clamp(min=0), accepted)
-        if not about:
+        if not table:
             return samples
-        table = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()
-        outcome, rows = Outcome(table, {request: row for row, request in enumerate(samples.indices)}), download(table)
+        left = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()
+        outcome, rows = Outcome(left, {request: row for row, request in enumerate(samples.indices)}), download(left)
         result = replace(samples, verified=lambda: outcome.read(rows), last_rows=kept)
         return result if any(request.drafts for request in samples.indices) else replace(result, outcome=outcome)

@@ -23,22 +23,16 @@ LAYERS = (
     ("measure",),
     ("arguments",),
     ("llm",),
-    ("generation",),
     ("engine.call",),
-    ("engine.turns",),
-    ("engine.engine", "engine.start_log"),
+    ("engine.loop",),
     ("engine.start",),
-    ("engine.step_memory",),
-    ("engine.capture",),
-    ("engine.prefill_alone",),
+    ("engine.engine", "engine.step_memory", "engine.capture"),
     ("engine.scheduler", "engine.runner"),
     ("engine.speculation",),
-    ("engine.padded_drafts", "engine.vanilla_drafts", "engine.speculative_step"),
-    ("engine.draft_tokens", "engine.vanilla_passes"),
-    ("engine.decode_graphs", "engine.draft_passes", "engine.sampler"),
-    ("engine.penalty_counts", "engine.relaxed_acceptance"),
+    ("engine.decode_graphs", "engine.sampler"),
+    ("engine.penalty_counts", "engine.speculation.acceptance"),
     ("engine.logit_terms", "engine.prompt_logprobs"),
-    ("engine",),
+    ("engine", "engine.speculation.result"),
     ("model.model",),
     ("model.mtp",),
     ("model.decoder_layer",),
@@ -110,8 +104,8 @@ def unit(name: str) -> str:
     parts = name.split(".")[1:]
     if not parts or not exists(parts[0]):
         return "__init__"
-    module = ".".join(parts[:2])
-    return module if module in LEVEL else parts[0]
+    names = (".".join(parts[:length]) for length in (3, 2, 1))
+    return next((name for name in names if name in LEVEL), parts[0])
 
 
 def exists(part: str) -> bool:

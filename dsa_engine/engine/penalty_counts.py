@@ -1,6 +1,6 @@
 """How often requests have their tokens, counted on the device while the host does not know them yet.
 
-For steps that are run whole (``speculative_step.py``). Of each request that penalises, a row of a table holds what
+For steps that are one graph (``speculation/graph_step.py``). A table has a row for each request that penalises: what
 :class:`.logit_terms.LogitTerms` holds for other steps, and up to which position its tokens are counted. Before a step
 the tokens up to its first row are added: those of the outcome that it follows from, or those that the host knows; none
 is counted twice, whatever has been launched before.
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.engine.logit_terms import RequestRows, of_prompt
-from dsa_engine.engine.outcome import Columns
 from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.speculation.result import Columns
 from dsa_engine.kernels.transfer import upload
 
 
@@ -23,12 +23,21 @@ class PenaltyCounts:
 
     Args:
         vocab: tokens of the model.
+        device: of the table.
     """
 
-    def __init__(self, vocab: int):
+    def __init__(self, vocab: int, device: torch.device):
         self._vocab = vocab
+        self._in_step = torch.empty(0, vocab + 1, dtype=torch.int32, device=device)
         self._rows = RequestRows(torch.int32)  # [vocab + 1]: counts, and the first position that is not counted
         self._least: dict[Request, int] = {}  # up to where, at least, the tokens of each are counted
+
+    def in_step(self, requests: int) -> torch.Tensor:
+        """int32 ``[requests, vocab + 1]`` for :meth:`update`: the same memory in all calls but those for more requests
+        than any before."""
+        if len(self._in_step) < requests:
+            self._in_step = self._in_step.new_zeros(requests, self._vocab + 1)
+        return self._in_step[:requests]
 
     def update(self, chunks: Sequence[Chunk], before: torch.Tensor, out: torch.Tensor) -> None:
         """Counts the tokens up to each chunk's first row; nothing waits for the device.

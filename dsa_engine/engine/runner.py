@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from dsa_engine.engine.batch import build_batch
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.prompt_logprobs import prompt_logprobs
-from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.sampler import Sampler, Samples
-from dsa_engine.engine.speculation import Drafter
-from dsa_engine.engine.speculative_step import Kind
+from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
+from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
@@ -31,13 +30,14 @@ class ModelRunner:
     Args:
         model, cache, config, mesh: of the engine.
         seed: of requests without a seed of their own.
-        graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
+        graphs: see below.
         max_decode_rows: a step in which every request has at most so many rows, on one rank, is a decode step.
         relaxed: of the sampler.
 
     Attributes:
-        num_drafts: that the MTP module makes of a request in a step; 0: it does not run.
-        drafter: makes them; None in a model without the module.
+        graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
+        num_drafts: that MTP modules make of a request in a step; 0: they do not run.
+        drafter: makes them; None in a model without modules.
         observers: each is called with the plan of every forward pass, before it runs.
     """
 
@@ -58,10 +58,10 @@ class ModelRunner:
         self._mesh = mesh
         self._sampler = Sampler(config, mesh, seed, relaxed)
         self._relaxed = relaxed is not None
-        self._graphs = graphs
+        self.graphs = graphs
         self._max_decode_rows = max_decode_rows
         self.num_drafts = 0
-        self.drafter = Drafter(model, cache, mesh, self._plan_of, seed) if model.mtp else None
+        self.drafter = Drafter(model, cache, mesh, self._observed, seed) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
     @property
@@ -71,51 +71,42 @@ class ModelRunner:
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
-        step = self._unpadded(chunks)
-        if self._graphs is not None and self._is_static(step):
-            step = self._graphs.pad(step, self.num_drafts)
-        return self._observed(step)
+        rows = max(self._max_decode_rows, 1 + self.num_drafts)
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, self._mesh.config.cp_layout, rows)
+        if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
+            step = self.graphs.pad(step, self.num_drafts)
+        self._observed(step)
+        return step
 
-    def _plan_of(self, chunks: list[Chunk], max_decode_rows: int = 0) -> StepPlan:
-        return self._observed(self._unpadded(chunks, max_decode_rows))
+    def _fits_graph(self, step: StepPlan) -> bool:
+        """Whether a graph can run a step of static shapes. With drafts that is all of the step, sampling too: one that
+        needs the host within it runs eagerly as a whole."""
+        if self.num_drafts == 0:
+            return True
+        return not self._relaxed and self.drafter is not None and self.drafter.graph.fits(step, self.num_drafts)
 
-    def _unpadded(self, chunks: list[Chunk], max_decode_rows: int = 0) -> StepPlan:
-        layout = self._mesh.config.cp_layout
-        rows = max(self._max_decode_rows, 1 + self.num_drafts, max_decode_rows)
-        return StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
-
-    def _observed(self, step: StepPlan) -> StepPlan:
+    def _observed(self, step: StepPlan) -> None:
         for observer in self.observers:
             observer(step)
-        return step
 
     def runs_ahead(self, plan: StepPlan, before: Samples) -> bool:
         """Whether launching this step waits for nothing that the device still has to do.
 
         Without graphs that is so up to some thousand tokens: beyond, the experts' buffers are counted first. With
-        drafts, a step follows only on one that has left an outcome, and if it is run whole.
+        drafts, only a graph follows, and only on a step that has left an outcome.
 
         Args:
             before: of the step in flight.
         """
         if not self._is_static(plan):
             return False
-        if self._graphs is None:
+        if self.graphs is None:
             return self.num_drafts == 0
         if self.num_drafts == 0:
-            return self._graphs.ready(plan.bucket)
-        name = self._name_with_drafts(plan)
-        return name is not None and before.outcome is not None and self._graphs.ready(name)
-
-    def _kind_with_drafts(self, plan: StepPlan) -> Kind | None:
-        """What the step depends on that is run whole, with its drafts; None where none is."""
-        if self.num_drafts == 0 or self.drafter is None or self._graphs is None or self._relaxed:
-            return None
-        return self.drafter.kind(plan, self.num_drafts)
-
-    def _name_with_drafts(self, plan: StepPlan) -> Hashable | None:
-        kind = self._kind_with_drafts(plan)
-        return None if kind is None else (plan.bucket, kind)
+            return self.graphs.ready(plan.bucket)
+        if plan.bucket is None or self.drafter is None or before.outcome is None:
+            return False
+        return self.graphs.ready(self.drafter.graph.key(plan, self.drafter.assume))
 
     def _is_static(self, plan: StepPlan) -> bool:
         """Whether the host knows every shape of this step: a decode step, dispatched without regard to the routing."""
@@ -129,19 +120,19 @@ class ModelRunner:
             plan: of the step.
             before: of the step before, where it has not been read.
         """
-        kind = self._kind_with_drafts(plan)
-        if kind is not None:
-            assert self.drafter is not None and self._graphs is not None
-            return self.drafter.steps.run(plan, kind, None if before is None else before.outcome, self._graphs)
+        if self.num_drafts and plan.bucket is not None:
+            assert self.drafter is not None and self.graphs is not None
+            key = self.drafter.graph.key(plan, self.drafter.assume)
+            return self.drafter.graph.run(plan, key, None if before is None else before.outcome, self.graphs)
         sampled = None if before is None else before.tokens
-        batch, hidden = self._forward(plan, sampled)
-        samples = self._sampler.sample(plan, self._sampled_logits(plan, hidden), sampled)
+        batch, hidden = self.forward(plan, sampled)
+        samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), sampled)
         if of_prompts := prompt_logprobs(self._model, plan, hidden):
             samples = replace(samples, prompt_logprobs=of_prompts)
         if self.num_drafts == 0:
             return samples
         assert self.drafter is not None
-        return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts, self._graphs)
+        return self.drafter.draft(plan, batch, hidden, samples, self.num_drafts)
 
     @torch.inference_mode()
     def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:
@@ -150,8 +141,8 @@ class ModelRunner:
         None where the chunks do not reach the last token.
         """
         plan = self.plan(chunks)
-        _, hidden = self._forward(plan)
-        logits = self._sampled_logits(plan, hidden)
+        _, hidden = self.forward(plan)
+        logits = self.sampled_logits(plan, hidden)
         owners = [rank for rank, rank_plan in enumerate(plan.ranks) if rank_plan.logits_rows]
         if not owners:
             return None
@@ -166,7 +157,7 @@ class ModelRunner:
         About ``block`` rows, of all ranks together, are gathered and multiplied with the LM head at a time.
         """
         plan = self.plan([replace(chunk, num_logits=chunk.length)])
-        _, hidden = self._forward(plan)
+        _, hidden = self.forward(plan)
         rows = upload(plan.ranks[self._mesh.rank].rows_with_logits, hidden.device)
         positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plan.ranks]
         most = max(len(theirs) for theirs in positions)
@@ -179,14 +170,14 @@ class ModelRunner:
                 part = theirs[first : first + step]
                 into[part] = logits[rank * step : rank * step + len(part)]
 
-    def _forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[ForwardBatch, torch.Tensor]:
+    def forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[ForwardBatch, torch.Tensor]:
         """What the step was computed from, and its hidden states ``[T, hidden]``, normed."""
-        if self._graphs is not None and plan.bucket is not None:
-            return self._graphs.forward(plan, sampled)
+        if self.graphs is not None and plan.bucket is not None:
+            return self.graphs.forward(plan, sampled)
         batch = build_batch(plan, self._config, self._mesh, self._cache.block_tables, sampled)
         return batch, self._model(batch, self._cache)
 
-    def _sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
+    def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[logits_rows of this rank, vocab]``."""
         most = max(len(plan.ranks[r].logits_rows) for r in self._mesh.tp.ranks)
         if most == 0:

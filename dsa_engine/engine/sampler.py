@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.logit_terms import LogitTerms, Wanted
-from dsa_engine.engine.outcome import Outcome, Verified
-from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
+from dsa_engine.engine.logit_terms import LogitTerms, Wanted, is_biased
 from dsa_engine.engine.request import LastRows, Request, SampledToken
 from dsa_engine.engine.sample_logits import log_probabilities, ranked, sample
+from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
+from dsa_engine.engine.speculation.result import DraftResult, Outcome
 from dsa_engine.engine.step_plan import RankPlan, StepPlan
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.config import ModelConfig
@@ -36,7 +36,7 @@ class Sampled(NamedTuple):
 
     request: Request
     tokens: list[SampledToken]
-    verified: Verified | None = None  # None where nothing is drafted
+    verified: DraftResult | None = None  # None where nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Samples:
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
-    verified: Callable[[], list[Verified]] | None = None  # of each request; None: nothing is drafted
+    verified: Callable[[], list[DraftResult]] | None = None  # of each request; None: nothing is drafted
     outcome: Outcome | None = None  # from which the next step may follow
     last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # that this rank's requests are to keep
 
@@ -164,6 +164,13 @@ def _sampled(code: int, logprobs: list[float] | None, asked: int | None) -> Samp
     if code < 0:
         return SampledToken(code, error=_ERRORS[code])
     return SampledToken(code, None if asked is None or logprobs is None else ranked(code, logprobs, asked))
+
+
+def needs_host(request: Request) -> bool:
+    """Whether its next tokens ask for what only a :class:`Sampler` does: on the host, in each step."""
+    params = request.params
+    asks = params.logprobs is not None or len(request.output) < params.min_tokens
+    return asks or is_biased(request) or bool(request.bad_words)
 
 
 def seed_of(request: Request, seed: int) -> int:

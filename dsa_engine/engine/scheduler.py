@@ -44,6 +44,7 @@ class Scheduler:
     Attributes:
         num_drafts: most drafts of a request in a step.
         least_last_chunk: fewest tokens of the last chunk of what is prefilled in several; no step may have less room.
+        ledger: which pages each request holds, on every rank.
         preemptions: times that a running request has lost its pages to an older one.
     """
 
@@ -69,7 +70,7 @@ class Scheduler:
         self.least_last_chunk = 1
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._credit_after = 0.0  # the same, once the step scheduled last has been launched
-        self._ledger = PageLedger(rank, world_size, pages)
+        self.ledger = PageLedger(rank, world_size, pages)
         self._capacity = Capacity(world_size, cp_size, pages, page_size)
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []
@@ -92,12 +93,12 @@ class Scheduler:
     @property
     def free_pages(self) -> list[int]:
         """Free pages of every rank."""
-        return self._ledger.free
+        return self.ledger.free
 
     @property
     def own_free_pages(self) -> int:
         """Page numbers that this rank has left to hand out."""
-        return self._ledger.own_free
+        return self.ledger.own_free
 
     def check(self, prompt_len: int, max_tokens: int) -> None:
         """Whether a request of this size can run, alone at least; see :meth:`.capacity.Capacity.check`."""
@@ -118,7 +119,7 @@ class Scheduler:
         Raises:
             CapacityError: there is no room for it now.
         """
-        free, load = self._ledger.free, Load.of(self._running, self._ledger, self._capacity)
+        free, load = self.ledger.free, Load.of(self._running, self.ledger, self._capacity)
         need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
         if len(self._running) >= self._max_num_seqs or not fits:
@@ -128,7 +129,7 @@ class Scheduler:
                 "cache_memory or max_num_seqs"
             )
         owner = choose_owner(request, fits, load, free, self._capacity)
-        self._ledger.take(request, owner, need)
+        self.ledger.take(request, owner, need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
         request.num_computed_tokens = request.num_prefill_tokens
         insort(self._running, request, key=_arrival)
@@ -162,7 +163,7 @@ class Scheduler:
             if request.prefilled:
                 for rank in chunk.ranks:
                     if rank != request.owner:
-                        self._ledger.release(request, rank)
+                        self.ledger.release(request, rank)
 
     def rewind(self, request: Request, num_computed_tokens: int) -> None:
         """Forgets the cache rows of a running request from this position on, and has its tokens there computed again.
@@ -175,7 +176,7 @@ class Scheduler:
         """
         request.rewind(num_computed_tokens)
         if num_computed_tokens == 0:
-            self._ledger.release_all(request)
+            self.ledger.release_all(request)
             self._running.remove(request)
             insort(self._waiting, request, key=_arrival)
 
@@ -196,7 +197,7 @@ class Scheduler:
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
-        self._ledger.release_all(request)
+        self.ledger.release_all(request)
 
     def _prefill(self) -> list[Chunk]:
         """Chunks of the requests that are being prefilled, then of those that can enter."""
@@ -241,14 +242,15 @@ class Scheduler:
 
     def _allocate_pages(self, request: Request) -> None:
         """Gives a request the pages for all its tokens, at the cost of the youngest on its rank: itself, perhaps."""
-        ledger, owner = self._ledger, request.owner
+        ledger, owner = self.ledger, request.owner
         while request.prefilled and ledger.held(request, owner) < self._capacity.with_drafts(request, self.num_drafts):
             if ledger.free[owner]:
                 ledger.take(request, owner, 1)
             else:
-                self._preempt(max(ledger.holders(owner), key=_arrival))
+                self.preempt(max(ledger.holders(owner), key=_arrival))
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Takes all pages of a running request; it is prefilled again when it has room, prompt and output."""
         self.rewind(request, 0)
         request.preemptions += 1
         self.preemptions += 1
@@ -262,7 +264,7 @@ class Scheduler:
         The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
-        free, load = self._ledger.free, Load.of(self._running, self._ledger, self._capacity)
+        free, load = self.ledger.free, Load.of(self._running, self.ledger, self._capacity)
         need = self._capacity.with_drafts(request, self.num_drafts)
         fits = [
             number
@@ -274,7 +276,7 @@ class Scheduler:
         group = min(fits, key=lambda number: sum(load.tokens[r] for r in self._groups[number]))
         request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self._capacity)
         for rank in self._groups[group]:
-            self._ledger.take(request, rank, need)
+            self.ledger.take(request, rank, need)
         return True
 
 

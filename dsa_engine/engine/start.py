@@ -24,9 +24,9 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.kernel_check import check_kernels
 from dsa_engine.engine.load_weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
-from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.step_memory import step_bytes
 from dsa_engine.kernels.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.model.config import DTYPES, ModelConfig

@@ -14,9 +14,9 @@ from dsa_engine.engine.capture import likely_buckets
 from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.made_up_steps import DRAWN, WITH_HOST, decode_step, prefill_steps
-from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Chunk
 from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.model.config import ModelConfig
@@ -56,7 +56,7 @@ def step_bytes(
     runner = ModelRunner(model, cache, config, mesh, options.seed, padded, relaxed=relaxed)
     runner.num_drafts = drafts
     tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
-    kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # the first, with drafts, is sampled by the device alone
+    kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts, one is a graph, and one runs eagerly
     decodes = (decode_step(mesh, page_size, options.max_num_seqs, max_model_len, drafts, kind) for kind in kinds)
     before = torch.cuda.memory_allocated(mesh.device)
     try:

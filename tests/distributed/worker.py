@@ -24,9 +24,9 @@ import torch
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.request import Request
-from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampler import Sampled
 from dsa_engine.engine.step_plan import StepPlan
 from dsa_engine.outputs import CompletionOutput, RequestOutput
@@ -40,8 +40,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     engine.async_scheduling = case.get("ahead", False)
     if case.get("padded"):
         parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner._graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
-    break_logits(engine.runner, case.get("broken_seed"))
+        engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+    break_logits(engine, case.get("broken_seed"))
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):
         preempt_now_and_then(llm)
@@ -129,26 +129,26 @@ def preempt_now_and_then(llm: LLM) -> None:
         nonlocal steps
         sampled = original()
         steps += 1
-        decoding = [request for request in engine.scheduler._running if request.prefilled]
+        decoding = [request for request in engine.scheduler.running if request.prefilled]
         if steps % 5 == 0 and decoding and engine.scheduler.preemptions < 3:
-            engine.scheduler._preempt(decoding[-1])
+            engine.scheduler.preempt(decoding[-1])
         return sampled
 
     engine.step = step  # type: ignore[method-assign]
 
 
-def break_logits(runner: ModelRunner, seed: int | None) -> None:
+def break_logits(engine: Engine, seed: int | None) -> None:
     """Spoils the logits of requests with this seed, on the rank that owns them."""
-    original = runner._sampled_logits
+    original = engine.runner.sampled_logits
 
     def broken(plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
-        for row, (_, request) in zip(logits, plan.ranks[runner._mesh.rank].logits_rows, strict=True):
+        for row, (_, request) in zip(logits, plan.ranks[engine.mesh.rank].logits_rows, strict=True):
             if seed is not None and request.params.seed == seed:
                 row[3] = float("nan")
         return logits
 
-    runner._sampled_logits = broken  # type: ignore[method-assign]
+    engine.runner.sampled_logits = broken  # type: ignore[method-assign]
 
 
 def main() -> None:

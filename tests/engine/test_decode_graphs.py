@@ -63,7 +63,7 @@ def test_padded_steps(
             before.append(sampled is not None)
             return super().forward(step, sampled)
 
-    engine.runner._graphs = Counted(
+    engine.runner.graphs = Counted(
         engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=64)
     )
     padded = [o.token_ids for o in llm.generate(prompts, params)]
@@ -72,7 +72,7 @@ def test_padded_steps(
     # On a GPU the first of them is captured, and what is under way is read before.
     assert before == [ahead and not CUDA, ahead, ahead, ahead]
     if CUDA:
-        assert engine.runner._graphs.captured == [(4, 128)] and engine.runner._graphs.memory_bytes > 0
+        assert engine.runner.graphs.captured == [(4, 128)] and engine.runner.graphs.memory_bytes > 0
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
@@ -94,7 +94,7 @@ def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Ca
     prompts = [random_ids(20), random_ids(15, seed=1)]
     plain = [out.token_ids for out in llm.generate(prompts, params)]
     parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner._graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=32))
     assert [out.token_ids for out in llm.generate(prompts, params)] == plain
 
 
@@ -128,11 +128,11 @@ class Rows:
             if count
         ]
         plan = self.runner.plan(chunks)
-        assert plan.decodes == decodes and (plan.bucket is not None) == (decodes and self.runner._graphs is not None)
-        _, hidden = self.runner._forward(plan)
+        assert plan.decodes == decodes and (plan.bucket is not None) == (decodes and self.runner.graphs is not None)
+        _, hidden = self.runner.forward(plan)
         wanted = plan.ranks[0].logits_rows
         assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
-        logits = self.runner._sampled_logits(plan, hidden)
+        logits = self.runner.sampled_logits(plan, hidden)
         hidden = hidden[[row for row, _ in wanted]].clone()
         for chunk in chunks:
             chunk.request.num_computed_tokens = chunk.end

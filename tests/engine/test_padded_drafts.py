@@ -15,8 +15,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.request import Request
-from dsa_engine.engine.speculative_step import Kind
-from dsa_engine.engine.step_plan import Bucket
+from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.kernels.launch import INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -55,7 +54,7 @@ def test_padded_steps_with_drafts(
         speculative_config={"num_speculative_tokens": DRAFTS},
     )
     engine = llm.engine
-    ran: list[tuple[Bucket, Kind]] = []
+    ran: list[GraphKey] = []
     expected = {tuple(prompt): greedy(oracle, prompt) for prompt in prompts}
 
     class Counted(DecodeGraphs):
@@ -63,7 +62,7 @@ def test_padded_steps_with_drafts(
             ran.append(name)  # type: ignore[arg-type]
             return super().run(name, function)
 
-    engine.runner._graphs = Counted(
+    engine.runner.graphs = Counted(
         engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=32)
     )
     original, accepted = engine.scheduler.verified, []
@@ -81,8 +80,8 @@ def test_padded_steps_with_drafts(
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     assert [o.token_ids for o in llm.generate(prompts, params)] == list(expected.values())
     assert set(accepted) == set(range(DRAFTS + 1))
-    assert len(ran) >= 3 and {kind for _, kind in ran} == {Kind(None, False, None)}, "a step is one graph"
-    assert ran[0][0].requests == 4 and {bucket.rows_per_request for bucket, _ in ran} == {1 + DRAFTS}
+    assert len(ran) >= 3 and {key[1:] for key in ran} == {(None, False, None)}, "a step is one graph"
+    assert ran[0].bucket.requests == 4 and {key.bucket.rows_per_request for key in ran} == {1 + DRAFTS}
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.logit_terms import Wanted
-from dsa_engine.engine.relaxed_acceptance import RelaxedAcceptance
 from dsa_engine.engine.request import Request
+from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 
 BEGIN, END = 8, 9
 LOGITS = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05, 0, 0, 0, 0, 0]]).log()  # the probabilities of tokens 0, 1, …

@@ -43,7 +43,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
 
 def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., torch.Tensor]:
     """The runner's logits, with ``value`` in those of one request after some tokens."""
-    ids, original = llm.tokenizer.encode(prompt), llm.engine.runner._sampled_logits
+    ids, original = llm.tokenizer.encode(prompt), llm.engine.runner.sampled_logits
 
     def spoiled(plan: Any, hidden: torch.Tensor) -> torch.Tensor:
         logits = original(plan, hidden)
@@ -75,7 +75,7 @@ def test_logits_that_are_not_finite_end_one_request(
 ) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1, allowed_token_ids=allowed)
     expected = llm.generate(TEXTS, params)
-    monkeypatch.setattr(llm.engine.runner, "_sampled_logits", nan_for(llm, TEXTS[1], after, value))
+    monkeypatch.setattr(llm.engine.runner, "sampled_logits", nan_for(llm, TEXTS[1], after, value))
     first, second, third = llm.generate(TEXTS, params)
     assert (second.finish_reason, second.token_ids) == ("error", expected[1].token_ids[:after])
     assert second.error == "the model's logits for its next token are not finite (inf or nan)"

@@ -204,7 +204,7 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
 
     if ahead:
         parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner._graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=ROOM))
+        engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=ROOM))
         engine.async_scheduling = True
     assert engine.runner.drafter is not None
     engine.runner.drafter.assume = decide

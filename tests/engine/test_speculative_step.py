@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine import speculative_step
 from dsa_engine.engine.context_buckets import ContextBuckets
 from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.outcome import Columns, Outcome, Verified
 from dsa_engine.engine.request import Request
 from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.speculation.result import Columns, DraftResult, Outcome
+from dsa_engine.engine.speculation.rows import StepRows
+from dsa_engine.engine.step_plan import StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.0, seed=3)
@@ -57,27 +58,19 @@ class Script:
         self.outputs: dict[int, list[int]] = {}
         self.made: dict[tuple[int, int], list[int]] = {}
         self._vocab = llm.engine.config.vocab_size
-        self._steps = llm.engine.runner.drafter.steps  # type: ignore[union-attr]
-        self._run, self._passes, self._vanilla = self._steps.run, self._steps._passes, self._steps._vanilla
         self._requests: list[Request] = []
-        self._steps.run = self.run  # type: ignore[method-assign]
-        self._steps._passes = self.passes  # type: ignore[assignment]
-        if self._vanilla is not None:
-            self._steps._vanilla = self.vanilla  # type: ignore[assignment]
+        drafter = llm.engine.runner.drafter
+        assert drafter is not None
+        self._made = drafter.passes.after_decode
+        drafter.passes.after_decode = self.after_decode  # type: ignore[method-assign]
+        llm.engine.runner.observers.append(self.observe)
 
-    def run(self, step: Any, *args: Any) -> Samples:
+    def observe(self, step: StepPlan) -> None:
         self._requests = [chunk.request for chunk in step.ranks[0].chunks]
-        return self._run(step, *args)
 
-    def passes(self, *args: Any) -> torch.Tensor:
-        return self._scripted(self._passes(*args), args[-3])
-
-    def vanilla(
-        self, batch: Any, hidden: torch.Tensor, sampled: torch.Tensor, accepted: torch.Tensor, keeps: Any
-    ) -> Any:
-        assert self._vanilla is not None
-        first = batch.sparse_mqa.visible.view(len(accepted), -1)[:, 0] - 1
-        return self._scripted(self._vanilla(batch, hidden, sampled, accepted, keeps), first + accepted)
+    def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, buffers: Any) -> torch.Tensor:
+        drafts = self._made(rows, hidden, tokens, accepted, buffers)
+        return self._scripted(drafts, (rows.chunks.first + accepted).where(rows.positions[:, 0] >= 0, -1))
 
     def _scripted(self, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         count = drafts.shape[1]
@@ -97,10 +90,10 @@ class Script:
 
 
 def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
-    llm = LLM(folder, **OPTIONS | options | {"speculative_config": {"num_speculative_tokens": drafts}})
+    llm = LLM(folder, **OPTIONS | {"speculative_config": {"num_speculative_tokens": drafts}} | options)
     engine = llm.engine
     parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner._graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
     return llm
 
 
@@ -137,12 +130,12 @@ def same(engines: Any, prompts: list[list[int]], params: list[SamplingParams]) -
     """Runs requests with scripted drafts and without; returns the outputs of the former."""
     llm, script, plain, *_ = engines
     for one in (llm, plain):
-        one.engine._next_id = 100  # seeds that are not given follow from it
+        one.engine.ids = itertools.count(100)  # seeds that are not given follow from it
     unended = [replace(p, max_tokens=30, ignore_eos=True, stop=None, stop_token_ids=None) for p in params]
     endless = plain.generate(prompts, unended)
     script.outputs = {100 + i: output.token_ids for i, output in enumerate(endless)}
     for one in (llm, plain):
-        one.engine._next_id = 100
+        one.engine.ids = itertools.count(100)
     found, expected = (one.generate(prompts, params) for one in (llm, plain))
     for one, other in zip(found, expected, strict=True):
         for name in ("token_ids", "text", "finish_reason", "error"):
@@ -156,10 +149,20 @@ def test_the_last_tokens_of_the_longest_context(
     """As if no request could have more than 62 tokens: with the drafts of a step that follows on another, and in whole
     pages of 4, that is 72."""
     llm = engines[0]
-    steps, contexts = llm.engine.runner.drafter.steps, set()
-    monkeypatch.setattr(llm.engine.runner._graphs, "_contexts", ContextBuckets(62, 4, fewest=32))
-    run = steps.run
-    monkeypatch.setattr(steps, "run", lambda step, *how: contexts.add(step.bucket.context) or run(step, *how))
+    contexts: set[int] = set()
+    contexts_of = ContextBuckets(62, 4, fewest=32)
+    engine = llm.engine
+    parts = engine.model, engine.cache, engine.config, engine.mesh
+    monkeypatch.setattr(engine.runner, "graphs", DecodeGraphs(*parts, capture=False, contexts=contexts_of))
+
+    run = engine.runner.drafter.graph.run
+
+    def run_graph(step: StepPlan, *how: Any) -> Samples:
+        assert step.bucket is not None
+        contexts.add(step.bucket.context)
+        return run(step, *how)
+
+    monkeypatch.setattr(engine.runner.drafter.graph, "run", run_graph)
     same(engines, [random_ids(50, seed=3), random_ids(59, seed=4)], [replace(GREEDY, max_tokens=n) for n in (12, 3)])
     assert contexts == {72}
 
@@ -202,6 +205,50 @@ def test_what_ends_a_request_within_a_run(engines: Any) -> None:
     assert [output.finish_reason for output in found] == ["stop"] * 3 + ["length"] * 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ({}, {True}),
+        ({"logprobs": 1}, {False}),
+        ({"logit_bias": {7: 1.0}}, {False}),
+        ({"allowed_token_ids": [*range(5, 60)]}, {False}),
+        ({"min_tokens": 20}, {False}),
+        ({"min_tokens": 8}, {False, True}),
+    ],
+)
+def test_a_step_that_needs_the_host_is_eager_as_a_whole(
+    shared: Any, asked: dict[str, Any], steps: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan is not padded and no graph runs a part of it; beside it, a request that asks nothing."""
+    llm, script, plain, prompts, _ = shared
+    runner, ran, found, script.outputs = llm.engine.runner, [], set(), {}
+    launch, run = runner.launch, runner.graphs.run
+
+    def launched(plan: StepPlan, before: Samples | None = None) -> Samples:
+        ran.clear()
+        samples = launch(plan, before)
+        if plan.decodes and plan.ranks[0].chunks[0].start >= plan.ranks[0].chunks[0].request.num_prefill_tokens:
+            found.add(plan.bucket is not None)
+            assert len(ran) == (plan.bucket is not None)
+        return samples
+
+    monkeypatch.setattr(runner, "launch", launched)
+    monkeypatch.setattr(runner.graphs, "run", lambda name, function: ran.append(name) or run(name, function))
+    monkeypatch.setattr(llm.engine, "async_scheduling", True)
+    params = [replace(GREEDY, **asked), replace(GREEDY, max_tokens=3)]  # the former is the last to end
+    outputs = [one.generate(prompts[1:3], params) for one in (llm, plain)]
+    assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
+    assert found == steps
+
+
+def test_relaxed_acceptance_needs_the_host(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, prompts, oracle = shared
+    config = {"num_speculative_tokens": 3, "relaxed_topk": 5, "begin_thinking_token": 198, "end_thinking_token": 199}
+    llm, ran = padded_llm(oracle.folder, 3, speculative_config=config), list[Any]()
+    monkeypatch.setattr(llm.engine.runner.graphs, "run", lambda name, function: ran.append(name) or function())
+    assert len(llm.generate(prompts[:1], GREEDY)[0].token_ids) == GREEDY.max_tokens and not ran
+
+
 def test_requests_that_come_and_go(engines: Any) -> None:
     """Some are prefilled while others decode, one is cancelled, one gives way: nothing else changes."""
     llm, script, plain, prompts, _ = engines
@@ -209,7 +256,7 @@ def test_requests_that_come_and_go(engines: Any) -> None:
     params = [GREEDY, PENALISED, PENALISED, GREEDY, GREEDY, PENALISED, DRAWN, GREEDY]
     expected = [output.token_ids for output in plain.generate([*prompts, *prompts], params)]
     script.outputs = {200 + i: tokens for i, tokens in enumerate(expected)}
-    engine._next_id = 200
+    engine.ids = itertools.count(200)
     requests, steps = [], 0
     while len(requests) < 8 or engine.scheduler.has_work:
         if steps % 2 == 0 and len(requests) < 8:
@@ -220,53 +267,22 @@ def test_requests_that_come_and_go(engines: Any) -> None:
         if steps == 7:
             engine.finish(requests[1], "abort")
         if steps in (9, 12):
-            engine.scheduler._preempt(requests[2])
+            engine.scheduler.preempt(requests[2])
     assert requests[1].output == expected[1][: len(requests[1].output)] and requests[1].finish_reason == "abort"
     assert [request.output for request in requests if request is not requests[1]] == [*expected[:1], *expected[2:]]
     assert requests[2].preemptions == 2
-
-
-def test_an_interrupt_behind_the_launch(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is launched again follows from the same outcome, though a graph has left its own in that place."""
-    llm, script, plain, prompts, _ = shared
-    engine, params, left, launched = llm.engine, [GREEDY, PENALISED], {}, itertools.count()
-    expected = [output.token_ids for output in plain.generate(prompts[1:3], params)]
-
-    def replayed(name: Any, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        result = function()
-        return left.setdefault(name, torch.empty_like(result)).copy_(result)
-
-    def interrupted(*args: Any) -> Samples:
-        if next(launched) in (2, 5):
-            raise KeyboardInterrupt
-        return samples(*args)
-
-    samples = speculative_step._samples
-    monkeypatch.setattr(speculative_step, "_samples", interrupted)
-    monkeypatch.setattr(engine.runner._graphs, "run", replayed)
-    monkeypatch.setattr(engine, "async_scheduling", True)
-    engine._next_id = 400
-    script.outputs = {400 + i: tokens for i, tokens in enumerate(expected)}
-    requests = [engine.add(prompt, of) for prompt, of in zip(prompts[1:3], params, strict=True)]
-    interrupts = 0
-    while engine.scheduler.has_work:
-        try:
-            engine.step()
-        except KeyboardInterrupt:
-            interrupts += 1
-    assert interrupts == 2 and [request.output for request in requests] == expected
 
 
 def test_the_caches_are_full(engines: Any) -> None:
     """Pages are taken for the case that every draft is accepted; who finds none gives way."""
     llm, script, plain, prompts, _ = engines
     scheduler = llm.engine.scheduler
-    before, taken = scheduler.preemptions, scheduler._ledger
+    before, taken = scheduler.preemptions, scheduler.ledger
     hog = Request(-1, [0], GREEDY)
     taken.take(hog, 0, taken.free[0] - 22)  # of pages of 4 tokens
     try:
         expected = [output.token_ids for output in plain.generate(prompts[:3], PENALISED)]
-        llm.engine._next_id = 300
+        llm.engine.ids = itertools.count(300)
         script.outputs = {300 + i: tokens for i, tokens in enumerate(expected)}
         assert [output.token_ids for output in llm.generate(prompts[:3], PENALISED)] == expected
         assert scheduler.preemptions > before
@@ -289,5 +305,5 @@ def test_an_outcome() -> None:
     for one, other in zip(Columns.of(table), columns, strict=True):
         assert torch.equal(one, other)
     assert columns.last_token.tolist() == [[1], [3]]
-    places = {requests[1]: 0, requests[3]: 1}
-    assert Outcome(table, places).read(table.tolist) == [Verified(2, 1, [1]), Verified(1, 0, [])]
+    rows = {requests[1]: 0, requests[3]: 1}
+    assert Outcome(table, rows).read(table.tolist) == [DraftResult(2, 1, [1]), DraftResult(1, 0, [])]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dsa_engine.engine.capture import likely_buckets
-from dsa_engine.engine.speculative_step import Kind
+from dsa_engine.engine.speculation.graph_step import GraphKey
+from dsa_engine.engine.step_plan import Bucket
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import FakeDevice
@@ -125,9 +126,8 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
         assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 9024), (1, 8192), (1, 4096)]
-        found = {(b.requests, b.rows_per_request, b.context, kind) for b, kind in engine.graphs._graphs}
-        greedy = Kind(None, False, None)
-        assert found == {(1, 3, n, greedy) for n in (4096, 8192, 9024)}, "as requests run that decode"
+        greedy = {GraphKey(Bucket(1, 3, context), None, False, None) for context in (4096, 8192, 9024)}
+        assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
         engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         assert len(device.captures) == 3

@@ -72,7 +72,7 @@ class EmulatedMesh(Mesh):
 def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
     """Of the passes of a padded step, which rows of every rank are tokens: of the step's own, where requests may have
     unequal numbers of rows; of draft passes, which have one of every request; and of those of several MTP modules,
-    which have some before the step's own too (``engine/vanilla_passes.py``)."""
+    which have some before the step's own too (``engine/speculation/passes.py``)."""
     bucket = step.bucket
     if bucket is None:
         return {}

@@ -1,15 +1,18 @@
-"""Relaxed acceptance: while a model thinks, a draft counts that the model finds likely, too.
+"""Which drafts are accepted.
 
-It changes outputs, and so is off unless asked for (``relaxed_topk``). A draft takes the place of the token that the
-model would have chosen, if it is among the ``relaxed_topk`` most likely ones and its probability is at least that of
-the most likely one less ``relaxed_delta``. Probabilities are the model's, with forbidden tokens and penalties, before
-temperature. Only between the tokens that begin and end the thinking: outside, and for the one that ends it, a draft has
-to be the model's own choice.
+The rule: a draft is accepted while it equals the token that was chosen in its place, and those before it are. So a
+request gets the tokens that it would have got without drafts.
+
+Relaxed acceptance changes outputs, and so is off unless asked for (``relaxed_topk``). While a model thinks, a draft
+counts that the model finds likely, too: it takes the place of the token that was chosen, if it is among the
+``relaxed_topk`` most likely ones and its probability is at least that of the most likely one less ``relaxed_delta``.
+Probabilities are the model's, with forbidden tokens and penalties, before temperature. Only between the tokens that
+begin and end the thinking: outside, and for the one that ends it, a draft has to be the model's own choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -21,7 +24,27 @@ from dsa_engine.kernels.transfer import upload
 from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.tokenizer import Tokenizer
 
+# Says how many drafts are accepted, int64 [n], where tokens mean nothing and speed is measured: from the keys of the
+# requests' seeds and the positions of their last tokens, int64 [n] each, and the largest number of drafts.
+Assume = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
 THINKING = ("<think>", "</think>")
+
+
+def count_accepted(
+    tokens: torch.Tensor, drafts: torch.Tensor, offered: torch.Tensor, assumed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """How many of its drafts each request keeps, int64 ``[n]``.
+
+    Args:
+        tokens: int64 ``[n, 1 + count]``, chosen at the place of each draft, and after the last.
+        drafts: int64 ``[n, count]``.
+        offered: int64 ``[n]``: the first so many of them were verified; the others are void.
+        assumed: int64 ``[n]``, in place of what the tokens say (:data:`Assume`).
+    """
+    if assumed is None:
+        assumed = (tokens[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)
+    return assumed.minimum(offered)
 
 
 class RelaxedAcceptance:
@@ -73,18 +96,14 @@ class RelaxedAcceptance:
             logits: float32 ``[rows, vocab]``, -inf for what is forbidden.
             tokens: int64 ``[rows]``, the choices; below 0 codes of errors, which stay.
         """
-        rows, drafts = [], []
+        found = []
         for i, (request, position) in enumerate(wanted):
             number = position - len(request)
-            if not 0 <= number < len(request.drafts):
-                continue
-            draft = request.drafts[number]
-            if draft != self._end and self._thinks(request, number):
-                rows.append(i)
-                drafts.append(draft)
-        if not rows:
+            if 0 <= number < len(request.drafts) and self._thinks(request, number):
+                found.append((i, request.drafts[number]))
+        if not found:
             return tokens
-        at, guessed = upload(torch.tensor([rows, drafts]), logits.device)
+        at, guessed = upload(torch.tensor(found).T.contiguous(), logits.device)
         probabilities = logits[at].softmax(dim=-1)
         best = probabilities.topk(min(self._topk, logits.shape[1]), dim=-1).values
         likely = probabilities.gather(1, guessed[:, None])[:, 0]
@@ -92,14 +111,13 @@ class RelaxedAcceptance:
         return tokens.index_copy(0, at, guessed.where(accepted, tokens[at]))
 
     def _thinks(self, request: Request, number: int) -> bool:
-        """Whether it thinks behind so many of its drafts."""
+        """Whether a request thinks after ``number`` of its drafts, and still does with the next."""
         done, thinks = self._seen.get(request, (0, False))
-        for token in request.tokens(done, len(request) - done):
-            thinks = self._after(token, thinks)
+        thinks = self._thinks_after(request.tokens(done, len(request) - done), thinks)
         self._seen[request] = len(request), thinks
-        for token in request.drafts[:number]:
-            thinks = self._after(token, thinks)
-        return thinks
+        return self._thinks_after(request.drafts[:number], thinks) and request.drafts[number] != self._end
 
-    def _after(self, token: int, thinks: bool) -> bool:
-        return token == self._begin or (thinks and token != self._end)
+    def _thinks_after(self, tokens: Sequence[int], thinks: bool) -> bool:
+        for token in tokens:
+            thinks = token == self._begin or (thinks and token != self._end)
+        return thinks

@@ -1,0 +1,198 @@
+"""A decode step with drafts as one function of device tensors: model, choice of tokens, acceptance and draft passes.
+
+All shapes are a bucket's, so the whole step is one CUDA graph, and nothing in it asks the host. What it leaves of every
+request is a row of an :class:`Outcome`: how many drafts were accepted, the tokens, the next drafts, and the position of
+the last token. The next step may follow from that before the host has read it: then the host gives it the request's row
+of the outcome, its pages and the limit up to which it may be computed, all for the case that every draft is accepted.
+
+A request that turns out to have ended is part of one step too many. Its rows from its limit on are padding; what is
+drawn from them is dropped with the rest.
+
+Where a request asks for what only the host can do in each step, the whole step runs eagerly (``drafter.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.logit_terms import penalised, penalties_of
+from dsa_engine.engine.pages import pages_for
+from dsa_engine.engine.penalty_counts import PenaltyCounts, with_drafts
+from dsa_engine.engine.request import Chunk
+from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
+from dsa_engine.engine.sampler import NOT_FINITE, Samples, needs_host, seed_of
+from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
+from dsa_engine.engine.speculation.passes import Passes, verifies
+from dsa_engine.engine.speculation.result import FIRST_TOKEN, Columns, Outcome, gathered_rows
+from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows
+from dsa_engine.engine.step_plan import Bucket, StepPlan
+from dsa_engine.kernels.transfer import download, upload
+
+
+class GraphKey(NamedTuple):
+    """What the launches of a step depend on: a graph's name."""
+
+    bucket: Bucket
+    limits: Limits | None  # None: all requests are greedy
+    penalises: bool
+    assume: Assume | None
+
+
+class Inputs(NamedTuple):
+    """What the host says of the n requests of a step, int64."""
+
+    source: torch.Tensor  # [n], row of the outcome that each follows from; -1 where the host knows its tokens
+    drawn: torch.Tensor  # [n], 1 where tokens are drawn, 0 where they are the most likely
+    draws: torch.Tensor  # [5, n], see ``Draws.of_columns``
+    penalties: torch.Tensor  # [3, n], bits of float64, see ``penalties_of``
+    chunks: torch.Tensor  # [3 + rows, n], see ``ChunkColumns``
+
+    @classmethod
+    def of(cls, table: torch.Tensor) -> Inputs:
+        """Views of ``table [10 + 3 + rows, n]``."""
+        return cls(table[0], table[1], table[2:7], table[7:10], table[10:])
+
+    def table(self) -> torch.Tensor:
+        """int64 ``[10 + 3 + rows, n]``."""
+        return torch.cat((self.source[None], self.drawn[None], self.draws, self.penalties, self.chunks))
+
+
+class _Buffers:
+    """What stays of a bucket from step to step; the first three are written anew in every step."""
+
+    def __init__(self, bucket: Bucket, passes: Passes):
+        requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
+        pages = pages_for(bucket.context, passes.cache.page_size)
+        self.inputs = torch.zeros(13 + width, requests, dtype=torch.int64, device=device)  # see Inputs
+        # Columns of the outcome that each request follows from.
+        self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
+        self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
+        self.rows = StaticRows.of(bucket, width, passes.model)  # of the step
+        self.passes = passes.buffers(bucket)
+        self.counts = torch.empty(0)  # see PenaltyCounts.in_step; empty until a request penalises; shared
+
+
+class GraphStep:
+    """Runs decode steps in which every request verifies up to ``count`` drafts and gets as many new ones.
+
+    Args:
+        passes: of the MTP modules; model, cache and mesh are theirs.
+        seed: of requests without a seed of their own.
+    """
+
+    def __init__(self, passes: Passes, seed: int):
+        self._passes = passes
+        self._model, self._cache, self._mesh = passes.model, passes.cache, passes.mesh
+        self._seed = seed
+        self._counts = PenaltyCounts(self._model.config.vocab_size, self._mesh.device)
+        self._buffers: dict[Bucket, _Buffers] = {}
+
+    def fits(self, step: StepPlan, count: int) -> bool:
+        """Whether all requests verify up to ``count`` drafts, and their sampling needs nothing of the host."""
+        return all(verifies(c, count) and not needs_host(c.request) for plan in step.ranks for c in plan.chunks)
+
+    def key(self, step: StepPlan, assume: Assume | None) -> GraphKey:
+        """The name of the graph that runs a padded step."""
+        assert step.bucket is not None
+        params = [chunk.request.params for plan in step.ranks for chunk in plan.chunks]
+        drawn, vocab = [p for p in params if p.temperature > 0], self._model.config.vocab_size
+        limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
+        return GraphKey(step.bucket, limits, any(p.penalises for p in params), assume)
+
+    def run(self, step: StepPlan, key: GraphKey, before: Outcome | None, graphs: DecodeGraphs) -> Samples:
+        """Launches a step; nothing waits for the device.
+
+        Args:
+            step, key: a padded step, and its key.
+            before: of the step before, for chunks that follow from it.
+        """
+        bucket = key.bucket
+        buffers = self._buffers.get(bucket)
+        if buffers is None:
+            buffers = self._buffers[bucket] = _Buffers(bucket, self._passes)
+        chunks = step.ranks[self._mesh.rank].chunks
+        upload(self._inputs(bucket, chunks, before).table(), self._mesh.device, out=buffers.inputs)
+        tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
+        table_rows = tables.rows([chunk.request.pages for chunk in chunks])
+        tables.gather(table_rows + [0] * (requests - len(chunks)), width, out=buffers.tables)
+        if before is not None and any(chunk.follows for chunk in chunks):
+            source = Inputs.of(buffers.inputs).source
+            torch.index_select(before.table, 0, source.clamp(min=0), out=buffers.before)
+        if key.penalises:
+            if not buffers.counts.numel():
+                buffers.counts = self._counts.in_step(requests)
+            self._counts.update(chunks, buffers.before, buffers.counts)
+        buffers.passes.load([chunk.request.last_rows for chunk in chunks])
+        table = graphs.run(key, lambda: self._step(buffers, key))
+        # Not where the graph leaves it: another graph of the same memory may run before this is read.
+        return replace(_samples(step, requests, table.clone()), last_rows=buffers.passes.kept(chunks))
+
+    def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> Inputs:
+        """On the host, padded to the bucket's requests."""
+        requests, padding = [chunk.request for chunk in chunks], (0, bucket.requests - len(chunks))
+        params = [request.params for request in requests]
+        seeds = [seed_of(request, self._seed) for request in requests]
+        source = [before.rows[chunk.request] if chunk.follows and before else -1 for chunk in chunks]
+        return Inputs(
+            source=F.pad(torch.tensor(source, dtype=torch.int64), padding, value=-1),
+            drawn=F.pad(torch.tensor([p.temperature > 0 for p in params], dtype=torch.int64), padding),
+            draws=F.pad(draws_of(params, seeds, self._model.config.vocab_size), padding),
+            penalties=F.pad(penalties_of(params).view(torch.int64), padding),
+            chunks=ChunkColumns.on_host(chunks, self._cache.page_size, bucket.rows_per_request, bucket.requests).T,
+        )
+
+    def _step(self, buffers: _Buffers, key: GraphKey) -> torch.Tensor:
+        """The outcome's table ``[requests of all ranks, …]``, from the buffers and nothing else."""
+        model, width = self._model, buffers.rows.each
+        inputs, before = Inputs.of(buffers.inputs), Columns.of(buffers.before)
+        known, follows = ChunkColumns.of(inputs.chunks.T), inputs.source >= 0
+        draws = Draws.of_columns(tuple(inputs.draws))
+        # In place of a token there may be the negative code of an error: that request has ended.
+        ids = torch.cat((before.last_token, before.drafts), dim=1).where(follows[:, None], known.ids).clamp(min=0)
+        columns = known._replace(first=before.position.where(follows, known.first), ids=ids)
+        rows = StepRows.of(columns, buffers.rows, buffers.tables, model, self._cache.page_size)
+        hidden = model(rows.batch, self._cache)
+        logits = model.own_logits(hidden, rows.batch.rows)
+        finite = logits.sum(dim=-1).isfinite()
+        if key.penalises:
+            penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
+            logits = penalised(logits, with_drafts(buffers.counts[:, :-1], ids), penalties)
+        tokens = _choose(logits, draws, inputs.drawn, rows, key.limits)
+        tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
+        assumed = None if key.assume is None else key.assume(draws.keys, columns.first, width - 1)
+        accepted = count_accepted(tokens, ids[:, 1:], rows.offered, assumed)
+        drafts = self._passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
+        outcome = Columns(columns.first + accepted + 1, rows.offered, accepted, tokens, drafts)
+        return self._mesh.world.all_gather(outcome.table())
+
+
+def _choose(
+    logits: torch.Tensor, draws: Draws, drawn: torch.Tensor, rows: StepRows, limits: Limits | None
+) -> torch.Tensor:
+    """A token for every row, int64 ``[requests, rows of each]``."""
+    tokens = logits.argmax(dim=-1).view_as(rows.positions)
+    if limits is not None:
+        of_rows = Draws(*(column.repeat_interleave(rows.positions.shape[1]) for column in draws))
+        chosen = draw(logits, of_rows, rows.positions.flatten() + 1, limits).view_as(rows.positions)
+        tokens = chosen.where(drawn[:, None] > 0, tokens)
+    return tokens
+
+
+def _samples(step: StepPlan, each: int, table: torch.Tensor) -> Samples:
+    """What the host comes to know of an outcome; ``table`` is its own, with ``each`` rows of a rank."""
+    rows, indices = gathered_rows([plan.chunks for plan in step.ranks], each), {}
+    for chunk in (chunk for plan in step.ranks for chunk in plan.chunks):
+        first = rows[chunk.request] * table.shape[1] + FIRST_TOKEN
+        indices[chunk.request] = range(first, first + chunk.length)
+    on_host, outcome = cache(download(table)), Outcome(table, rows)
+
+    def codes() -> list[int]:
+        return [code for row in on_host() for code in row]
+
+    return Samples(indices, table.flatten(), codes, None, verified=lambda: outcome.read(on_host), outcome=outcome)

@@ -15,9 +15,9 @@ import torch
 from dsa_engine.chat_template import Message, conversations
 from dsa_engine.engine.call import Call, Callers
 from dsa_engine.engine.loop import EngineLoop
-from dsa_engine.engine.messages import Add, Run
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.start import log_start, start
+from dsa_engine.engine.requests.messages import Add, Run
+from dsa_engine.engine.startup.start import log_start, start
 from dsa_engine.generation_config import default_sampling
 from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model

@@ -23,7 +23,7 @@ def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
         places = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
         return torch.tensor([tokens[min(place, len(tokens) - 1)] for place in places])
 
-    monkeypatch.setattr("dsa_engine.engine.sampler.sample", forced)
+    monkeypatch.setattr("dsa_engine.engine.sampling.sampler.sample", forced)
 
 
 def test_stop_string(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

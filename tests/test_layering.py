@@ -25,14 +25,14 @@ LAYERS = (
     ("llm",),
     ("engine.call",),
     ("engine.loop",),
-    ("engine.start",),
-    ("engine.engine", "engine.step_memory", "engine.capture"),
-    ("engine.scheduler", "engine.runner"),
+    ("engine.startup", "engine.reply"),
+    ("engine.engine",),
+    ("engine.runner",),
     ("engine.speculation",),
-    ("engine.decode_graphs", "engine.sampler"),
-    ("engine.penalty_counts", "engine.speculation.acceptance"),
-    ("engine.logit_terms", "engine.prompt_logprobs"),
-    ("engine", "engine.speculation.result"),
+    ("engine.sampling",),
+    ("engine.steps",),
+    ("engine.requests",),
+    ("engine",),
     ("model.model",),
     ("model.mtp",),
     ("model.decoder_layer",),
@@ -104,8 +104,8 @@ def unit(name: str) -> str:
     parts = name.split(".")[1:]
     if not parts or not exists(parts[0]):
         return "__init__"
-    names = (".".join(parts[:length]) for length in (3, 2, 1))
-    return next((name for name in names if name in LEVEL), parts[0])
+    module = ".".join(parts[:2])
+    return module if module in LEVEL else parts[0]
 
 
 def exists(part: str) -> bool:
@@ -150,7 +150,7 @@ def test_the_tree_keeps_its_layers() -> None:
     ("module", "source", "complaint"),
     [
         ("dsa_engine.llm", "from dsa_engine.engine.runner import Runner", None),
-        ("dsa_engine.engine.scheduler", "from dsa_engine.engine import request", None),
+        ("dsa_engine.engine.requests.scheduler", "from dsa_engine.engine.requests import request", None),
         ("dsa_engine.engine.runner", "from ..tokenizer import Tokenizer", None),
         ("dsa_engine.__init__", "from dsa_engine.llm import LLM", None),
         ("dsa_engine.checkpoint.loader", "from ..model.config import ModelConfig\nfrom . import names", None),
@@ -158,8 +158,8 @@ def test_the_tree_keeps_its_layers() -> None:
         ("dsa_engine.kernels.__init__", "from .topk import topk", None),
         ("tests.kernels.test_topk", "import transformers\nfrom dsa_engine import LLM", None),
         ("dsa_engine.model.kv_cache", "from dsa_engine.model.model import Model", "above it"),
-        ("dsa_engine.engine.pages", "from dsa_engine import LLM", "above it"),
-        ("dsa_engine.engine.pages", "import dsa_engine", "above it"),
+        ("dsa_engine.engine.requests.pages", "from dsa_engine import LLM", "above it"),
+        ("dsa_engine.engine.requests.pages", "import dsa_engine", "above it"),
         ("dsa_engine.model.layers", "def f():\n    from .moe import Experts", "above it"),
         ("dsa_engine.checkpoint.loader", "from ..model import Model", "above it"),
         ("dsa_engine.kernels.topk", "from dsa_engine.model.config import ModelConfig", "but kernels"),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsa_engine.demo import cache_folder
-from dsa_engine.engine.memory import available_bytes
+from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.report import write_json

@@ -11,7 +11,7 @@ import torch
 from dsa_engine.arguments import json_object
 from dsa_engine.checkpoint import parameter_counts
 from dsa_engine.checkpoint.schemes import stored_as
-from dsa_engine.engine.memory import available_bytes
+from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.measure.weight_memory import RELEASED_FP8, rank_weight_bytes
 from dsa_engine.model.config import ModelConfig

@@ -20,8 +20,8 @@ import torch
 
 from dsa_engine.engine.agreement import CallsDiffer, agree_on_call, leave_word_to_follow, others_follow
 from dsa_engine.engine.loop import EngineLoop
-from dsa_engine.engine.messages import Abort, Add, Run
 from dsa_engine.engine.reply import Mailbox, Reply
+from dsa_engine.engine.requests.messages import Abort, Add, Run
 from dsa_engine.outputs import StreamPiece
 from dsa_engine.tokenizer import Tokenizer
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.messages import Add, Run
-from dsa_engine.engine.new_request import check_prompt, new_requests
-from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.requests.messages import Add, Run
+from dsa_engine.engine.requests.new_request import check_prompt, new_requests
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampler import Sampled, Samples
-from dsa_engine.engine.scheduler import Scheduler
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.sampling.result import RequestTokens, StepResult
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -80,7 +80,7 @@ class Engine:
         self.bytes_read, self.load_seconds, self.step_bytes = bytes_read, load_seconds, step_bytes
         self.launched_ahead = 0
         self.ids = count()
-        self._in_flight: Samples | None = None  # of a step that has been launched and not read
+        self._in_flight: StepResult | None = None  # of a step that has been launched and not read
         self.draft(options.speculation.num_speculative_tokens if options.speculation else 0)
 
     def draft(self, num_drafts: int) -> None:
@@ -152,7 +152,7 @@ class Engine:
         self.cache.fill_random(request.pages, self.options.seed + request.id)
         return request
 
-    def step(self) -> list[Sampled]:
+    def step(self) -> list[RequestTokens]:
         """Runs one step; returns what was read of requests that had not ended before, up to the token that ends each.
 
         With ``async_scheduling`` a decode step is launched before the tokens of the one before are read; returned is
@@ -183,17 +183,17 @@ class Engine:
         follows = self.runner.num_drafts == 0 or launched.outcome is not None
         return sampled if ahead and follows else sampled + self._read()
 
-    def _record(self, launched: Samples) -> None:
+    def _record(self, launched: StepResult) -> None:
         """Notes in the requests of a step what is known of it before its tokens are."""
         for request, indices in launched.indices.items():
             request.placeholders += indices
-            request.uncertain += 0 if launched.verified is None else len(indices) - 1
+            request.num_unverified += 0 if launched.draft_results is None else len(indices) - 1
         for request, rows in launched.last_rows.items():
             request.last_rows = rows
         for request, found in launched.prompt_logprobs.items():
             request.add_prompt_logprobs(found)
 
-    def _read(self) -> list[Sampled]:
+    def _read(self) -> list[RequestTokens]:
         """Reads the step in flight, if there is one, and gives its requests their tokens."""
         if self._in_flight is None:
             return []
@@ -206,24 +206,24 @@ class Engine:
             if not request.placeholders:
                 continue  # it was rewound to 0, and computes these again
             del request.placeholders[:count]
-            if one.verified is not None:
-                request.uncertain -= count - 1
+            if one.draft_result is not None:
+                request.num_unverified -= count - 1
             if request.finish_reason is None:
                 read.append(self._take(one))
         return read
 
-    def _take(self, sampled: Sampled) -> Sampled:
+    def _take(self, sampled: RequestTokens) -> RequestTokens:
         """Gives a request its new tokens, up to the one that ends it; returns these."""
-        request, found = sampled.request, sampled.verified
+        request, found = sampled.request, sampled.draft_result
         if found is not None and found.offered:
-            request.verified.append((found.offered, found.accepted))
+            request.draft_stats.append((found.offered, found.accepted))
         for number, token in enumerate(sampled.tokens):
             ending = request.append(token, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(request, *ending)
                 return sampled._replace(tokens=sampled.tokens[: number + 1])
         if found is not None:
-            self.scheduler.verified(request, found.drafts)
+            self.scheduler.accept_drafts(request, found.drafts)
         return sampled
 
     def finish(

@@ -29,10 +29,10 @@ from queue import SimpleQueue
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.messages import Abort, Add, Message, Run, Shutdown
 from dsa_engine.engine.reply import Mailbox, Reply
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.sampler import Sampled
+from dsa_engine.engine.requests.messages import Abort, Add, Message, Run, Shutdown
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.result import RequestTokens
 from dsa_engine.parallel.message_channel import MessageChannel
 
 _HEARTBEAT_S = 0.5  # how often ranks that have nothing to do hear of each other
@@ -258,7 +258,7 @@ class EngineLoop:
             self._unread = self.engine.in_flight
         self._hand_over(sampled)
 
-    def _hand_over(self, sampled: Sequence[Sampled]) -> None:
+    def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
         """Gives callers what is new, and ends requests in whose text a stop string has come."""
         for request, tokens, _ in sampled:
             if request.ending is not None:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dsa_engine.engine.messages import Add
-from dsa_engine.engine.request import Ending, Request, SampledToken
+from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
 from dsa_engine.tokenizer import TextStream, Tokenizer
 
@@ -128,7 +128,7 @@ class Reply:
                 self._last_token_time,
                 len(self.output),
                 request.preemptions if request else 0,
-                SpeculationMetrics.of(request.verified) if request and request.verified else None,
+                SpeculationMetrics.of(request.draft_stats) if request and request.draft_stats else None,
             ),
             stop_reason=whole.stop_reason,
             error=whole.error,

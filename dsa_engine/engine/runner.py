@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import build_batch
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.prompt_logprobs import prompt_logprobs
-from dsa_engine.engine.request import Chunk
-from dsa_engine.engine.sampler import Sampler, Samples
+from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
+from dsa_engine.engine.sampling.sampler import Sampler, StepResult
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.speculation.drafter import Drafter
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.steps.batch import build_batch
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -89,7 +89,7 @@ class ModelRunner:
         for observer in self.observers:
             observer(step)
 
-    def runs_ahead(self, plan: StepPlan, before: Samples) -> bool:
+    def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
         """Whether launching this step waits for nothing that the device still has to do.
 
         Without graphs that is so up to some thousand tokens: beyond, the experts' buffers are counted first. With
@@ -113,7 +113,7 @@ class ModelRunner:
         return plan.decodes and self._mesh.static_decode
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, before: Samples | None = None) -> Samples:
+    def launch(self, plan: StepPlan, before: StepResult | None = None) -> StepResult:
         """Computes a step and samples where a request's known tokens end: the same on every rank.
 
         Args:

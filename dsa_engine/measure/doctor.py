@@ -21,10 +21,10 @@ import triton
 
 from dsa_engine.checkpoint import released_config
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.kernel_check import trial_tokens
-from dsa_engine.engine.memory import available_bytes
-from dsa_engine.engine.start import start
-from dsa_engine.engine.trial_steps import try_steps
+from dsa_engine.engine.startup.dummy_steps import try_steps
+from dsa_engine.engine.startup.kernel_check import trial_tokens
+from dsa_engine.engine.startup.memory import available_bytes
+from dsa_engine.engine.startup.start import start
 from dsa_engine.kernels import cpu, operation
 from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
 from dsa_engine.kernels.error_line import error_line

@@ -151,7 +151,7 @@ def measure_latency(
 
 
 def _speculation(timed: list[TimedGeneration]) -> SpeculationMetrics:
-    return SpeculationMetrics.of([step for one in timed for request in one.requests for step in request.verified])
+    return SpeculationMetrics.of([step for one in timed for request in one.requests for step in request.draft_stats])
 
 
 class _WatchedGeneration:

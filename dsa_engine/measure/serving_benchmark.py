@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks
 from dsa_engine.measure.percentiles import percentiles
 from dsa_engine.parallel.value_checks import is_number

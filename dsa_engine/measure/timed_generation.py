@@ -8,7 +8,7 @@ import time
 from functools import cached_property
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import agree_on_prompts
 from dsa_engine.measure.emulation.overlap_model import Pass, watched
 from dsa_engine.sampling_params import SamplingParams

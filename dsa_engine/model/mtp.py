@@ -39,7 +39,7 @@ from dsa_engine.model.runtime import Runtime, Streams
 
 class MTPModule(Weighted):
     """One module. Its embedding and head are the main model's, unless the checkpoint holds others for it
-    (``engine/load_weights.py``).
+    (``engine/startup/weights.py``).
 
     Attributes:
         embed, head: its own, ``[vocab of this rank, hidden]``; None: the main model's.

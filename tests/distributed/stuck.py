@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.engine.kernel_findings import KernelFindings, taken_along
+from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
 from dsa_engine.output_files import whole_file
 from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, peers
 

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.sampler import Sampled
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 
 
@@ -106,9 +106,9 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
         module has made.
     """
     scheduler, vocab = llm.engine.scheduler, llm.engine.config.vocab_size
-    original, found = scheduler.verified, {}
+    original, found = scheduler.accept_drafts, {}
 
-    def verified(request: Request, drafts: list[int]) -> None:
+    def accept_drafts(request: Request, drafts: list[int]) -> None:
         accepted = len(request) - 1 - request.num_computed_tokens + len(request.drafts)
         found[request.id, len(request)] = accepted, drafts
         done = request.num_output_tokens
@@ -116,7 +116,7 @@ def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], t
         kept = (done * 5 + len(request.prompt)) % (len(drafts) + 2)
         original(request, [token if i < kept else (token + 1) % vocab for i, token in enumerate(right)])
 
-    scheduler.verified = verified  # type: ignore[method-assign]
+    scheduler.accept_drafts = accept_drafts  # type: ignore[method-assign]
     return found
 
 
@@ -125,7 +125,7 @@ def preempt_now_and_then(llm: LLM) -> None:
     engine, steps = llm.engine, 0
     original = engine.step
 
-    def step() -> list[Sampled]:
+    def step() -> list[RequestTokens]:
         nonlocal steps
         sampled = original()
         steps += 1

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dsa_engine.checkpoint import released_config
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.start import start
+from dsa_engine.engine.startup.start import start
 from dsa_engine.measure.fake_cuda import FakeConfig, FakeDevice
 from dsa_engine.options import EngineOptions
 

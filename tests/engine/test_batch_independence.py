@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
 
 LENGTHS = [70, 5, 150, 1, 64, 33, 9, 2, 120, 65, 17, 90, 63, 40, 100, 3]
 COUNT = 20

@@ -16,12 +16,12 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo import demo_folder
-from dsa_engine.engine.batch import build_batch
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.step_plan import Bucket, StepPlan
+from dsa_engine.engine.steps.batch import build_batch
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.model.block_tables import BlockTables

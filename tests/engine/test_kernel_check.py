@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine import kernel_check, kernel_findings
-from dsa_engine.engine.kernel_findings import KernelFindings
-from dsa_engine.engine.trial_steps import layers_of_each_kind
+from dsa_engine.engine.startup import kernel_check, kernel_findings
+from dsa_engine.engine.startup.dummy_steps import layers_of_each_kind
+from dsa_engine.engine.startup.kernel_findings import KernelFindings
 from dsa_engine.kernels import operation
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
@@ -29,7 +29,7 @@ import json, sys
 from pathlib import Path
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels import operation, silu_mul
-from dsa_engine.engine import kernel_check
+from dsa_engine.engine.startup import kernel_check
 
 class Broken:
     def __getitem__(self, grid):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.logit_terms import LogitTerms, Wanted
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted
 
 VOCAB, EOS = 23, 1
 
@@ -66,7 +66,7 @@ def test_rows_against_the_definition(seed: int) -> None:
     """Twelve steps of some requests: with drafts of which some are taken back, with a token that only the device knows,
     with requests that end and others that come in their place, and once again after a step that was lost."""
     rng = random.Random(seed)
-    terms = LogitTerms((EOS,))
+    terms = LogitsProcessors((EOS,))
     requests = [random_request(number, rng) for number in range(5)]
     sampled, real = None, {r: list[int]() for r in requests}
     read: dict[Request, int] = {}  # tokens of the output, without drafts

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.messages import Abort, Add, Run, Shutdown
+from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
 from dsa_engine.tokenizer import Tokenizer
 
 THREADS = 8

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsa_engine.checkpoint import released_config
-from dsa_engine.engine import memory
-from dsa_engine.engine.memory import default_cache_memory, enough_memory
+from dsa_engine.engine.startup import memory
+from dsa_engine.engine.startup.memory import default_cache_memory, enough_memory
 from dsa_engine.errors import CapacityError
 from dsa_engine.measure.peak_memory import peak_bytes
 from dsa_engine.model.config import ModelConfig

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.speculation.graph_step import GraphKey
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.kernels.launch import INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -65,9 +65,9 @@ def test_padded_steps_with_drafts(
     engine.runner.graphs = Counted(
         engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=32)
     )
-    original, accepted = engine.scheduler.verified, []
+    original, accepted = engine.scheduler.accept_drafts, []
 
-    def verified(request: Request, drafts: list[int]) -> None:
+    def accept_drafts(request: Request, drafts: list[int]) -> None:
         accepted.append(len(request) - 1 - request.num_computed_tokens + len(request.drafts))
         wanted = oracle.drafts([*request.prompt, *request.output], DRAFTS).argmax(dim=-1).tolist()
         assert drafts == wanted[: COUNT - request.num_output_tokens - 1]
@@ -76,7 +76,7 @@ def test_padded_steps_with_drafts(
         kept = (done + len(request.prompt)) % (DRAFTS + 1)
         original(request, [token if i < kept else (token + 1) % 200 for i, token in enumerate(right)])
 
-    engine.scheduler.verified = verified  # type: ignore[method-assign]
+    engine.scheduler.accept_drafts = accept_drafts  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     assert [o.token_ids for o in llm.generate(prompts, params)] == list(expected.values())
     assert set(accepted) == set(range(DRAFTS + 1))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.engine.pages import PageAllocator, PageLedger, pages_for
-from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.engine.requests.pages import PageAllocator, PageLedger, pages_for
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
 from dsa_engine.sampling_params import SamplingParams
 

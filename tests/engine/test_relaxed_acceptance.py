@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.logit_terms import Wanted
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.processors import Wanted
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 
 BEGIN, END = 8, 9

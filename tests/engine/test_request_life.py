@@ -15,7 +15,7 @@ import torch
 
 import dsa_engine
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.sampling.result import StepResult
 from dsa_engine.interrupts import uninterrupted
 from dsa_engine.tokenizer import Tokenizer
 
@@ -157,14 +157,14 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
     take long is aborted at once."""
     launches = 0
 
-    def fast(plan: Any, _: Any) -> Samples:
+    def fast(plan: Any, _: Any) -> StepResult:
         nonlocal launches
         launches += 1
         if how.startswith("endless"):
             time.sleep(0.002)
         sequences = [request for _, request in plan.ranks[0].logits_rows]
         tokens = torch.tensor([70 + 4 * min(5, s.num_output_tokens) for s in sequences])
-        return Samples({s: range(i, i + 1) for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
+        return StepResult({s: range(i, i + 1) for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
 
     # Within a destructor Python drops an interrupt, which pytest would call a failure.
     monkeypatch.setattr(sys, "unraisablehook", lambda one: None)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.engine.logit_terms import LogitTerms, Wanted
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.sample_logits import Limits, exponential_noise, log_probabilities, sample, seed_key
-from dsa_engine.engine.sampler import _mixed
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.draw import Limits, exponential_noise, log_probabilities, sample, seed_key
+from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted
+from dsa_engine.engine.sampling.sampler import _mixed
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -233,7 +233,7 @@ def test_every_parameter_at_its_edges(name: str) -> None:
         accepted += 1
         request = Request(0, [2, 3], params, output=[2])
         row = logits[None].clone()
-        LogitTerms((4,)).apply(row, [Wanted(request, 3)], None)
+        LogitsProcessors((4,)).apply(row, [Wanted(request, 3)], None)
         assert not bool(row.isnan().any()) and not bool((row == math.inf).any()) and row[0, 1] == -math.inf
         if bool(row.isfinite().any()):
             for one_of in params.of_each_output()[:3]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.scheduler import Scheduler
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
 from dsa_engine.sampling_params import SamplingParams
 

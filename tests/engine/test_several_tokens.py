@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.messages import Add
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.request import Request, SampledToken
-from dsa_engine.engine.sampler import Samples
+from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.request import Request, SampledToken
+from dsa_engine.engine.sampling.result import StepResult
 
 PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second sees more than it selects
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -83,13 +83,13 @@ def three_a_step(llm: LLM, codes: dict[int, list[int]]) -> Any:
     """A runner's launch that computes nothing: it samples three tokens of each request, from a list by its first
     prompt token."""
 
-    def launch(plan: Any, _: Any) -> Samples:
+    def launch(plan: Any, _: Any) -> StepResult:
         indices, tokens = {}, []
         for _, request in plan.ranks[0].logits_rows:
             indices[request] = range(len(tokens), len(tokens) + 3)
             first = request.num_output_tokens
             tokens += codes[request.prompt[0]][first : first + 3]
-        return Samples(indices, torch.tensor(tokens), lambda: tokens, None)
+        return StepResult(indices, torch.tensor(tokens), lambda: tokens, None)
 
     return launch
 

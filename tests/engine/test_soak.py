@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, CapacityError, SamplingParams, StreamPiece
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.decode_graphs import DecodeGraphs
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
 
 ROOM = 64  # tokens in the cache
 HALF = 250  # requests, where steps are launched ahead: there the host knows least

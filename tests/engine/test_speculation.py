@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.request import Chunk
+from dsa_engine.engine.requests.request import Chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=22, ignore_eos=True, seed=3)

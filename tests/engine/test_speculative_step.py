@@ -18,13 +18,12 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.sampler import Samples
-from dsa_engine.engine.speculation.result import Columns, DraftResult, Outcome
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.result import Columns, DraftResult, Outcome, StepResult
 from dsa_engine.engine.speculation.rows import StepRows
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.plan import StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.0, seed=3)
@@ -157,7 +156,7 @@ def test_the_last_tokens_of_the_longest_context(
 
     run = engine.runner.drafter.graph.run
 
-    def run_graph(step: StepPlan, *how: Any) -> Samples:
+    def run_graph(step: StepPlan, *how: Any) -> StepResult:
         assert step.bucket is not None
         contexts.add(step.bucket.context)
         return run(step, *how)
@@ -224,7 +223,7 @@ def test_a_step_that_needs_the_host_is_eager_as_a_whole(
     runner, ran, found, script.outputs = llm.engine.runner, [], set(), {}
     launch, run = runner.launch, runner.graphs.run
 
-    def launched(plan: StepPlan, before: Samples | None = None) -> Samples:
+    def launched(plan: StepPlan, before: StepResult | None = None) -> StepResult:
         ran.clear()
         samples = launch(plan, before)
         if plan.decodes and plan.ranks[0].chunks[0].start >= plan.ranks[0].chunks[0].request.num_prefill_tokens:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.engine.capture import likely_buckets
 from dsa_engine.engine.speculation.graph_step import GraphKey
-from dsa_engine.engine.step_plan import Bucket
+from dsa_engine.engine.startup.capture import likely_buckets
+from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import FakeDevice

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from dsa_engine import LLM, RequestOutput, SamplingParams
-from dsa_engine.engine.batch import known_ids
-from dsa_engine.engine.request import Request
-from dsa_engine.engine.sampler import Sampled, Samples
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.result import RequestTokens, StepResult
+from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.measure.timed_generation import generate_batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -53,23 +53,23 @@ class Log:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
         self.events: list[tuple[str, int]] = []
         self.steps: list[tuple[str, list[int]]] = []
-        launch, read = llm.engine.runner.launch, Samples.read
+        launch, read = llm.engine.runner.launch, StepResult.read
         numbers: dict[int, int] = {}
 
-        def logged_launch(plan: Any, sampled: torch.Tensor | None) -> Samples:
+        def logged_launch(plan: Any, sampled: torch.Tensor | None) -> StepResult:
             numbers[id(result := launch(plan, sampled))] = number = len(self.steps)
             self.steps.append(("decode" if plan.decodes else "prefill", [s.id for _, s in plan.ranks[0].logits_rows]))
             self.events.append(("launch", number))
             self._kept.append(result)
             return result
 
-        def logged_read(samples: Samples) -> list[Sampled]:
+        def logged_read(samples: StepResult) -> list[RequestTokens]:
             self.events.append(("read", numbers[id(samples)]))
             return read(samples)
 
-        self._kept: list[Samples] = []  # or their ids would come again
+        self._kept: list[StepResult] = []  # or their ids would come again
         monkeypatch.setattr(llm.engine.runner, "launch", logged_launch)
-        monkeypatch.setattr(Samples, "read", logged_read)
+        monkeypatch.setattr(StepResult, "read", logged_read)
 
 
 def test_a_decode_step_is_launched_before_the_one_before_is_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,15 +200,15 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     """The requests of that step end with it, with the tokens from before; others, and the pages, are not concerned."""
     wanted = [llm.generate(PROMPTS[i], GREEDY)[0].token_ids for i in (0, 2)]
     request = llm.engine.add(PROMPTS[0], GREEDY)
-    read, reads = Samples.read, iter(range(100))
+    read, reads = StepResult.read, iter(range(100))
 
-    def failing(samples: Samples) -> list[Sampled]:
+    def failing(samples: StepResult) -> list[RequestTokens]:
         if next(reads) == at:
             raise error
         return read(samples)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Samples, "read", failing)
+        patch.setattr(StepResult, "read", failing)
         with pytest.raises(type(error)):
             while True:
                 llm.engine.step()

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsa_engine.demo import demo_folder
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsa_engine import SpeculationMetrics
-from dsa_engine.engine.sample_logits import seed_key
+from dsa_engine.engine.sampling.draw import seed_key
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.generation_benchmark import measure_latency
 

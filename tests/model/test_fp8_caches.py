@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.engine import start
+from dsa_engine.engine.startup import start
 from dsa_engine.kernels.cache_format import FP8
 
 # Sizes that the format holds: a latent block and an index key of a power of two.

@@ -168,7 +168,7 @@ def forced_decode(
         known = [requests[seed][0] for seed in seeds]
         return torch.tensor([ids[p] if p < len(ids) else 0 for ids, p in zip(known, positions, strict=True)])
 
-    monkeypatch.setattr("dsa_engine.engine.sampler.sample", forced)
+    monkeypatch.setattr("dsa_engine.engine.sampling.sampler.sample", forced)
     for number, (ids, length) in enumerate(requests):
         count = len(ids) - length + 1
         llm.engine.add(ids[:length], SamplingParams(max_tokens=count, ignore_eos=True, seed=number))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import CheckpointReader, Source, write_random_checkpoint
 from dsa_engine.demo import demo_config
-from dsa_engine.engine.load_weights import load_weights
+from dsa_engine.engine.startup.weights import load_weights
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.fp8 import quantize_blocks
 from dsa_engine.model.model import Model

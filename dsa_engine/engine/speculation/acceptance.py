@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from dsa_engine.engine.logit_terms import Wanted
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.processors import Wanted
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.tokenizer import Tokenizer

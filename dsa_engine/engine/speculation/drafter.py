@@ -29,13 +29,13 @@ from dataclasses import replace
 
 import torch
 
-from dsa_engine.engine.sample_logits import seed_key
-from dsa_engine.engine.sampler import Samples, seed_of
+from dsa_engine.engine.sampling.draw import seed_key
+from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
+from dsa_engine.engine.sampling.sampler import seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
 from dsa_engine.engine.speculation.graph_step import GraphStep
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
-from dsa_engine.engine.speculation.result import Columns, Outcome
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -64,7 +64,9 @@ class Drafter:
         self.graph = GraphStep(self.passes, seed)
         self.assume: Assume | None = None
 
-    def draft(self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: Samples, count: int) -> Samples:
+    def draft(
+        self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: StepResult, count: int
+    ) -> StepResult:
         """Finds what was accepted, and drafts the tokens after it, eagerly; every rank takes part.
 
         Args:
@@ -94,5 +96,5 @@ class Drafter:
             return samples
         left = Columns(known.position + accepted, known.offered, accepted, tokens, drafts).table()
         outcome, rows = Outcome(left, {request: row for row, request in enumerate(samples.indices)}), download(left)
-        result = replace(samples, verified=lambda: outcome.read(rows), last_rows=kept)
+        result = replace(samples, draft_results=lambda: outcome.read(rows), last_rows=kept)
         return result if any(request.drafts for request in samples.indices) else replace(result, outcome=outcome)

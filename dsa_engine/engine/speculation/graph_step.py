@@ -20,18 +20,18 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.logit_terms import penalised, penalties_of
-from dsa_engine.engine.pages import pages_for
-from dsa_engine.engine.penalty_counts import PenaltyCounts, with_drafts
-from dsa_engine.engine.request import Chunk
-from dsa_engine.engine.sample_logits import Draws, Limits, draw, draws_of
-from dsa_engine.engine.sampler import NOT_FINITE, Samples, needs_host, seed_of
+from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.sampling.draw import Draws, Limits, draw, draws_of
+from dsa_engine.engine.sampling.penalty_counts import PenaltyCounts, with_drafts
+from dsa_engine.engine.sampling.processors import penalised, penalties_of
+from dsa_engine.engine.sampling.result import FIRST_TOKEN, NOT_FINITE, Columns, Outcome, StepResult
+from dsa_engine.engine.sampling.sampler import needs_host, seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
 from dsa_engine.engine.speculation.passes import Passes, verifies
-from dsa_engine.engine.speculation.result import FIRST_TOKEN, Columns, Outcome, gathered_rows
-from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows
-from dsa_engine.engine.step_plan import Bucket, StepPlan
+from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows, gathered_rows
+from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.transfer import download, upload
 
 
@@ -105,7 +105,7 @@ class GraphStep:
         limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
         return GraphKey(step.bucket, limits, any(p.penalises for p in params), assume)
 
-    def run(self, step: StepPlan, key: GraphKey, before: Outcome | None, graphs: DecodeGraphs) -> Samples:
+    def run(self, step: StepPlan, key: GraphKey, before: Outcome | None, graphs: DecodeGraphs) -> StepResult:
         """Launches a step; nothing waits for the device.
 
         Args:
@@ -121,7 +121,7 @@ class GraphStep:
         tables, (requests, width) = self._cache.block_tables, buffers.tables.shape
         table_rows = tables.rows([chunk.request.pages for chunk in chunks])
         tables.gather(table_rows + [0] * (requests - len(chunks)), width, out=buffers.tables)
-        if before is not None and any(chunk.follows for chunk in chunks):
+        if before is not None and any(chunk.starts_on_device for chunk in chunks):
             source = Inputs.of(buffers.inputs).source
             torch.index_select(before.table, 0, source.clamp(min=0), out=buffers.before)
         if key.penalises:
@@ -138,7 +138,7 @@ class GraphStep:
         requests, padding = [chunk.request for chunk in chunks], (0, bucket.requests - len(chunks))
         params = [request.params for request in requests]
         seeds = [seed_of(request, self._seed) for request in requests]
-        source = [before.rows[chunk.request] if chunk.follows and before else -1 for chunk in chunks]
+        source = [before.rows[chunk.request] if chunk.starts_on_device and before else -1 for chunk in chunks]
         return Inputs(
             source=F.pad(torch.tensor(source, dtype=torch.int64), padding, value=-1),
             drawn=F.pad(torch.tensor([p.temperature > 0 for p in params], dtype=torch.int64), padding),
@@ -184,7 +184,7 @@ def _choose(
     return tokens
 
 
-def _samples(step: StepPlan, each: int, table: torch.Tensor) -> Samples:
+def _samples(step: StepPlan, each: int, table: torch.Tensor) -> StepResult:
     """What the host comes to know of an outcome; ``table`` is its own, with ``each`` rows of a rank."""
     rows, indices = gathered_rows([plan.chunks for plan in step.ranks], each), {}
     for chunk in (chunk for plan in step.ranks for chunk in plan.chunks):
@@ -195,4 +195,6 @@ def _samples(step: StepPlan, each: int, table: torch.Tensor) -> Samples:
     def codes() -> list[int]:
         return [code for row in on_host() for code in row]
 
-    return Samples(indices, table.flatten(), codes, None, verified=lambda: outcome.read(on_host), outcome=outcome)
+    return StepResult(
+        indices, table.flatten(), codes, None, draft_results=lambda: outcome.read(on_host), outcome=outcome
+    )

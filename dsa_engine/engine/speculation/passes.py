@@ -23,12 +23,18 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.batch import known_ids
-from dsa_engine.engine.pages import pages_for
-from dsa_engine.engine.request import Chunk, LastRows, Request
-from dsa_engine.engine.speculation.result import chunks_with_logits, gathered_rows
-from dsa_engine.engine.speculation.rows import ChunkColumns, PassBuffers, StaticRows, StepRows
-from dsa_engine.engine.step_plan import Bucket, RankPlan, StepPlan, plans_of
+from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.request import Chunk, LastRows, Request
+from dsa_engine.engine.speculation.rows import (
+    ChunkColumns,
+    PassBuffers,
+    StaticRows,
+    StepRows,
+    chunks_with_logits,
+    gathered_rows,
+)
+from dsa_engine.engine.steps.batch import known_ids
+from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache

@@ -8,13 +8,13 @@ page, or of no request, is padding: it has position -1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from dsa_engine.engine.request import Chunk, LastRows, Request
-from dsa_engine.engine.step_plan import Bucket
+from dsa_engine.engine.requests.request import Chunk, LastRows, Request
+from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment, Segments
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -97,7 +97,7 @@ class ChunkColumns(NamedTuple):
         for i, chunk in enumerate(chunks):
             request = chunk.request
             limit = min(len(request.pages) * page_size, len(request.prompt) + request.max_tokens - 1)
-            ids = [] if chunk.follows else request.tokens(chunk.start, chunk.length)
+            ids = [] if chunk.starts_on_device else request.tokens(chunk.start, chunk.length)
             table[i][: 3 + len(ids)] = [chunk.start, chunk.length, limit, *ids]
         return torch.tensor(table, dtype=torch.int64)
 
@@ -151,3 +151,18 @@ class PassBuffers:
             return {}
         states, tokens = (part[: len(chunks)].clone() for part in self.after)
         return {chunk.request: LastRows(states[i], tokens[i]) for i, chunk in enumerate(chunks)}
+
+
+def chunks_with_logits(step: StepPlan) -> list[list[Chunk]]:
+    """The rows of each rank for which the step chooses tokens, a chunk of each request, in the order of the sampler."""
+    by_rank = []
+    for rank, plan in enumerate(step.ranks):
+        wanted, ranks = {request for _, request in plan.logits_rows}, range(rank, rank + 1)
+        chunks = [chunk for chunk in plan.chunks if chunk.request in wanted]
+        by_rank.append([replace(c, start=c.end - c.num_logits, length=c.num_logits, ranks=ranks) for c in chunks])
+    return by_rank
+
+
+def gathered_rows(by_rank: list[list[Chunk]], each: int) -> dict[Request, int]:
+    """Where the row of each request lies once the tables of all ranks, of ``each`` rows, are gathered."""
+    return {chunk.request: rank * each + i for rank, chunks in enumerate(by_rank) for i, chunk in enumerate(chunks)}

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import (

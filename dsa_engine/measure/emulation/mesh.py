@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from dsa_engine.engine.step_plan import StepPlan
+from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.measure.costs.model_costs import Decode, prefill_plans
 from dsa_engine.measure.costs.work import Stages
 from dsa_engine.measure.planner.deployment import Deployment, Placed

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dsa_engine.engine.messages import Add
+from dsa_engine.engine.requests.messages import Add
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.tokenizer import Tokenizer
 

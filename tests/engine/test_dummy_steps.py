@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.engine.made_up_steps import prefill_steps
-from dsa_engine.engine.step_memory import unfilled_bytes
+from dsa_engine.engine.startup.dummy_steps import prefill_steps
+from dsa_engine.engine.startup.step_memory import unfilled_bytes
 
 
 @pytest.mark.parametrize(

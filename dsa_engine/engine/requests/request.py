@@ -1,7 +1,7 @@
 """A request from its arrival to its output: its tokens, and how many of them are in the cache and where.
 
 A token that has been sampled and not read yet is known to the device alone. Here, and nowhere else, it is a
-placeholder: the index at which it lies in the ``tokens`` of the step that samples it (``sampler.Samples``).
+placeholder: the index at which it lies in the ``tokens`` of the step that samples it (``sampler.StepResult``).
 :meth:`Request.tokens` gives it as a negative number, which ``batch.known_ids`` replaces on the device.
 """
 
@@ -54,9 +54,9 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
     placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
-    uncertain: int = 0  # of the placeholders, those that are no tokens where a draft turns out not to be accepted
+    num_unverified: int = 0  # of the placeholders, those that are no tokens where a draft turns out not to be accepted
     drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
-    verified: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
+    draft_stats: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
     last_rows: LastRows | None = None  # of its last computed positions, on its owner; with several MTP modules
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
@@ -155,8 +155,8 @@ class Request:
         self.num_computed_tokens = num_computed_tokens
         if num_computed_tokens == 0:
             self.drafts, self.last_rows = [], None
-            if self.uncertain:  # how many tokens are in flight is not known: they are computed again
-                self.placeholders, self.uncertain = [], 0
+            if self.num_unverified:  # how many tokens are in flight is not known: they are computed again
+                self.placeholders, self.num_unverified = [], 0
             self.num_prefill_tokens = len(self)
 
 
@@ -169,7 +169,9 @@ class Chunk:
     length: int
     ranks: range
     num_logits: int = -1  # of how many of its last tokens logits are wanted; -1: 1 if it reaches the last token, else 0
-    follows: bool = False  # on a step in flight that decides where it starts: at ``start`` if all drafts are accepted
+    starts_on_device: bool = (
+        False  # on a step in flight that decides where it starts: at ``start`` if all drafts are accepted
+    )
 
     def __post_init__(self) -> None:
         if self.num_logits < 0:

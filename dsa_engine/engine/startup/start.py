@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from dsa_engine.engine.agreement import start_facts
-from dsa_engine.engine.capture import capture_likely
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.decode_graphs import DecodeGraphs
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.kernel_check import check_kernels
-from dsa_engine.engine.load_weights import load_weights, mtp_modules, refuse_extra_layers
-from dsa_engine.engine.memory import affordable_pages, default_workspace, enough_memory
+from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.scheduler import Scheduler
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
-from dsa_engine.engine.step_memory import step_bytes
+from dsa_engine.engine.startup.capture import capture_likely
+from dsa_engine.engine.startup.kernel_check import check_kernels
+from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
+from dsa_engine.engine.startup.step_memory import step_bytes
+from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.kernels.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format

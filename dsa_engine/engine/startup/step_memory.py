@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from dsa_engine.engine.capture import likely_buckets
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.decode_graphs import DecodeGraphs
-from dsa_engine.engine.made_up_steps import DRAWN, WITH_HOST, decode_step, prefill_steps
-from dsa_engine.engine.request import Chunk
+from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
+from dsa_engine.engine.startup.capture import likely_buckets
+from dsa_engine.engine.startup.dummy_steps import DRAWN, WITH_HOST, decode_step, prefill_steps
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
+from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.model.config import ModelConfig

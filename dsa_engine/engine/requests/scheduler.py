@@ -22,10 +22,9 @@ import logging
 from bisect import insort
 from collections import deque
 
-from dsa_engine.engine.capacity import Capacity
-from dsa_engine.engine.owners import Load, choose_owner
-from dsa_engine.engine.pages import PageLedger, pages_for
-from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.requests.owners import Load, choose_owner
+from dsa_engine.engine.requests.pages import Capacity, PageLedger, pages_for
+from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.errors import CapacityError
 
 
@@ -101,11 +100,11 @@ class Scheduler:
         return self.ledger.own_free
 
     def check(self, prompt_len: int, max_tokens: int) -> None:
-        """Whether a request of this size can run, alone at least; see :meth:`.capacity.Capacity.check`."""
+        """Whether a request of this size can run, alone at least; see :meth:`.pages.Capacity.check`."""
         self._capacity.check(prompt_len, max_tokens)
 
     def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
-        """Whether so many can run at once without preemption; see :meth:`.capacity.Capacity.check_batch`."""
+        """Whether so many can run at once without preemption; see :meth:`.pages.Capacity.check_batch`."""
         self._capacity.check_batch(requests, prompt_len, max_tokens, filled)
 
     def add(self, request: Request) -> None:
@@ -180,7 +179,7 @@ class Scheduler:
             self._running.remove(request)
             insort(self._waiting, request, key=_arrival)
 
-    def verified(self, request: Request, drafts: list[int]) -> None:
+    def accept_drafts(self, request: Request, drafts: list[int]) -> None:
         """Records what a step has made of a request's drafts: it has its new tokens, and ``drafts`` of the next ones.
 
         Rows of drafts that were not accepted are forgotten: its last token is the first to be computed again. The last
@@ -282,7 +281,7 @@ class Scheduler:
 
 def _decodes(request: Request) -> bool:
     """Whether it decodes; not where its last token is sampled for certain and only to be read."""
-    return request.prefilled and request.num_output_tokens - request.uncertain < request.max_tokens
+    return request.prefilled and request.num_output_tokens - request.num_unverified < request.max_tokens
 
 
 def _arrival(request: Request) -> int:

@@ -19,8 +19,8 @@ import torch
 import triton
 
 from dsa_engine.demo import cache_folder
-from dsa_engine.engine.kernel_findings import KernelFindings, taken_along
-from dsa_engine.engine.trial_steps import try_steps
+from dsa_engine.engine.startup.dummy_steps import try_steps
+from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels import cpu, launch, operation
 from dsa_engine.kernels.cache_format import CacheFormat

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import torch
 
-from dsa_engine.engine.context_buckets import ContextBuckets
-from dsa_engine.engine.request import Chunk, Request
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.segment import Segment

@@ -1,9 +1,9 @@
 """How often requests have their tokens, counted on the device while the host does not know them yet.
 
 For steps that are one graph (``speculation/graph_step.py``). A table has a row for each request that penalises: what
-:class:`.logit_terms.LogitTerms` holds for other steps, and up to which position its tokens are counted. Before a step
-the tokens up to its first row are added: those of the outcome that it follows from, or those that the host knows; none
-is counted twice, whatever has been launched before.
+:class:`.processors.LogitsProcessors` holds for other steps, and up to which position its tokens are counted. Before a
+step the tokens up to its first row are added: those of the outcome that it follows from, or those that the host knows;
+none is counted twice, whatever has been launched before.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_engine.engine.logit_terms import RequestRows, of_prompt
-from dsa_engine.engine.request import Chunk, Request
-from dsa_engine.engine.speculation.result import Columns
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.sampling.processors import PerRequestTable, of_prompt
+from dsa_engine.engine.sampling.result import Columns
 from dsa_engine.kernels.transfer import upload
 
 
@@ -29,7 +29,7 @@ class PenaltyCounts:
     def __init__(self, vocab: int, device: torch.device):
         self._vocab = vocab
         self._in_step = torch.empty(0, vocab + 1, dtype=torch.int32, device=device)
-        self._rows = RequestRows(torch.int32)  # [vocab + 1]: counts, and the first position that is not counted
+        self._rows = PerRequestTable(torch.int32)  # [vocab + 1]: counts, and the first position that is not counted
         self._least: dict[Request, int] = {}  # up to where, at least, the tokens of each are counted
 
     def in_step(self, requests: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ class PenaltyCounts:
             known = len(request.prompt) + len(request.output)
             first = max(len(request.prompt), known - 2 * width)
             tokens = request.tokens(first, known - first) + [0] * (2 * width - known + first)
-            table.append([i, slots[request], int(chunk.follows), first, known, *tokens])
+            table.append([i, slots[request], int(chunk.starts_on_device), first, known, *tokens])
         flat = upload(torch.tensor([*everybodys, *(x for row in table for x in row)]), before.device)
         columns = flat[len(out) :].view(len(table), -1).T
         self._add(columns[:5], columns[5:].T, Columns.of(before[columns[0]]))
@@ -77,7 +77,7 @@ class PenaltyCounts:
         slots = self._rows.slots(requests, self._counted, torch.empty(0, self._vocab + 1, device=device))
         for chunk in chunks:
             known = len(chunk.request.prompt) + len(chunk.request.output)
-            self._least[chunk.request] = known + chunk.follows  # the step in flight brings one at least
+            self._least[chunk.request] = known + chunk.starts_on_device  # the step in flight brings one at least
         return slots
 
     def _counted(self, request: Request) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.engine.pages import pages_for
+from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.options import EngineOptions

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.engine.batch import known_ids
-from dsa_engine.engine.request import Request
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.kernels.integers import next_power_of_2
 from dsa_engine.kernels.transfer import upload
 from dsa_engine.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
     position: int
 
 
-class LogitTerms:
+class LogitsProcessors:
     """Changes the logits of requests as their parameters say.
 
     Args:
@@ -42,8 +42,8 @@ class LogitTerms:
 
     def __init__(self, eos_token_ids: Sequence[int]):
         self._eos_token_ids = eos_token_ids
-        self._biases = RequestRows(torch.float32)  # constant terms of a request; -inf forbids
-        self._counts = RequestRows(torch.int32)  # 2 · occurrences in the output, + 1 where the prompt has the token
+        self._biases = PerRequestTable(torch.float32)  # constant terms of a request; -inf forbids
+        self._counts = PerRequestTable(torch.int32)  # 2 · occurrences in the output, + 1 where the prompt has the token
         self._counted: dict[Request, int] = {}  # the tokens before this position are counted
 
     def apply(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
@@ -161,7 +161,7 @@ def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tenso
     )
 
 
-class RequestRows:
+class PerRequestTable:
     """A row ``[vocab]`` on the device for each of some requests, in one table that grows; rows of requests that have
     ended are used again."""
 

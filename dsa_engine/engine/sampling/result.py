@@ -1,0 +1,126 @@
+"""What a step leaves of its requests: tokens on their way to the host, and with drafts a table on the device, from
+which the next step follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from dsa_engine.engine.requests.request import LastRows, Request, SampledToken
+from dsa_engine.engine.sampling.draw import ranked
+from dsa_engine.outputs import Logprobs
+
+FIRST_TOKEN = 3  # the column of a table where the tokens begin
+
+
+class DraftResult(NamedTuple):
+    """What came of a request's drafts in a step."""
+
+    offered: int  # drafts that were verified
+    accepted: int
+    drafts: list[int]  # of the next tokens
+
+
+class Columns(NamedTuple):
+    """The columns of a table of n requests with up to ``count`` drafts each; int64."""
+
+    position: torch.Tensor  # [n], of the last token, which is the first to be computed next
+    offered: torch.Tensor  # [n], drafts that were verified
+    accepted: torch.Tensor  # [n]
+    tokens: torch.Tensor  # [n, 1 + count]: accepted drafts and the token after them, or codes of errors; then void
+    drafts: torch.Tensor  # [n, count], of the tokens after these
+
+    @classmethod
+    def of(cls, table: torch.Tensor) -> Columns:
+        """Views of ``table [n, width]``."""
+        count = table.shape[1] // 2 - 2
+        position, offered, accepted, tokens, drafts = table.split((1, 1, 1, 1 + count, count), dim=1)
+        return cls(position[:, 0], offered[:, 0], accepted[:, 0], tokens, drafts)
+
+    @staticmethod
+    def width(count: int) -> int:
+        """Number of columns."""
+        return 4 + 2 * count
+
+    @property
+    def last_token(self) -> torch.Tensor:
+        """int64 ``[n, 1]``: the token at ``position``."""
+        return self.tokens.gather(1, self.accepted[:, None])
+
+    def table(self) -> torch.Tensor:
+        """int64 ``[n, width]``."""
+        numbers = torch.stack((self.position, self.offered, self.accepted), dim=1)
+        return torch.cat((numbers, self.tokens, self.drafts), dim=1)
+
+
+class Outcome(NamedTuple):
+    """The result of a step for the requests of all ranks."""
+
+    table: torch.Tensor  # [n, width] int64, see Columns
+    rows: Mapping[Request, int]  # each request's row of the table
+
+    def read(self, download: Callable[[], list[Any]]) -> list[DraftResult]:
+        """The result of each request; this is the oldest step that has not been read. ``download`` gives the table."""
+        table, results = download(), []
+        for request, row in self.rows.items():
+            _, offered, accepted, *others = table[row]
+            count, left = len(others) // 2, request.max_tokens - len(request.output) - accepted - 1
+            # A request's last token is never drafted: nothing would be gained.
+            results.append(DraftResult(offered, accepted, others[1 + count :][: max(0, left - 1)]))
+        return results
+
+
+# Codes in place of a token, where a request's sampling went wrong.
+NOT_FINITE, NOTHING_LEFT = -1, -2
+_ERRORS = {
+    NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
+    NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, logit_bias, and min_tokens with its "
+    "stop_token_ids, forbid every one",
+}
+
+
+class RequestTokens(NamedTuple):
+    """What a step has sampled for one request: a token from each of its rows of logits, in order of position; with
+    drafts, up to the first that was not accepted, and the token in its place."""
+
+    request: Request
+    tokens: list[SampledToken]
+    draft_result: DraftResult | None = None  # None where nothing is drafted
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step samples, the same on every rank, on its way to the host."""
+
+    indices: dict[Request, range]  # where each request's tokens lie in ``tokens``
+    tokens: torch.Tensor  # int64 [n], on the device, the same on all ranks; codes of errors in place of some
+    _codes: Callable[[], list[Any]]
+    _logprobs: Callable[[], list[Any]] | None
+    prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
+    draft_results: Callable[[], list[DraftResult]] | None = None  # of each request; None: nothing is drafted
+    outcome: Outcome | None = None  # from which the next step may follow
+    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # that this rank's requests are to keep
+
+    def read(self) -> list[RequestTokens]:
+        """Waits until the device has sampled."""
+        codes = self._codes()
+        logprobs = self._logprobs() if self._logprobs else [None] * len(codes)
+        sampled = [
+            RequestTokens(request, [_sampled(codes[i], logprobs[i], request.params.logprobs) for i in indices])
+            for request, indices in self.indices.items()
+        ]
+        if self.draft_results is None:
+            return sampled
+        return [
+            RequestTokens(one.request, one.tokens[: found.accepted + 1], found)
+            for one, found in zip(sampled, self.draft_results(), strict=True)
+        ]
+
+
+def _sampled(code: int, logprobs: list[float] | None, asked: int | None) -> SampledToken:
+    if code < 0:
+        return SampledToken(code, error=_ERRORS[code])
+    return SampledToken(code, None if asked is None or logprobs is None else ranked(code, logprobs, asked))

@@ -1,0 +1,1 @@
+"""From options to an engine: weights, checked kernels, memory, graphs."""

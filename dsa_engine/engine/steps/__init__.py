@@ -1,0 +1,1 @@
+"""One step: which rank computes which rows, as tensors, and as CUDA graphs."""

@@ -169,9 +169,7 @@ class Chunk:
     length: int
     ranks: range
     num_logits: int = -1  # of how many of its last tokens logits are wanted; -1: 1 if it reaches the last token, else 0
-    starts_on_device: bool = (
-        False  # on a step in flight that decides where it starts: at ``start`` if all drafts are accepted
-    )
+    starts_on_device: bool = False  # where a step in flight decides: at ``start`` if all of its drafts are accepted
 
     def __post_init__(self) -> None:
         if self.num_logits < 0:

@@ -14,7 +14,7 @@ Where a request asks for what only the host can do in each step, the whole step 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -195,6 +195,5 @@ def _samples(step: StepPlan, each: int, table: torch.Tensor) -> StepResult:
     def codes() -> list[int]:
         return [code for row in on_host() for code in row]
 
-    return StepResult(
-        indices, table.flatten(), codes, None, draft_results=lambda: outcome.read(on_host), outcome=outcome
-    )
+    results = partial(outcome.read, on_host)
+    return StepResult(indices, table.flatten(), codes, None, draft_results=results, outcome=outcome)

@@ -1,8 +1,8 @@
 """Steps over made-up requests, before a request has come: the largest that may come and any decode step, to count
 memory and capture graphs; and two small ones through one layer of each kind, in which kernels are compared.
 
-All pages of a made-up request are page 0, where it writes none: the rows that it reads are no token's. What a step takes
-depends on shapes alone, and those are right.
+All pages of a made-up request are page 0: the rows that it reads are no token's. What a step takes depends on shapes
+alone, and those are right.
 """
 
 from __future__ import annotations

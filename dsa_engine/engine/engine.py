@@ -169,19 +169,19 @@ class Engine:
         # While stages are timed, each step is read at once: its time must be its own.
         ahead = self.async_scheduling and not observed()
         if before is not None and not (ahead and self.runner.runs_ahead(plan, before)):
-            return self._read()  # the next call schedules anew
+            self._in_flight = None
+            return self._read(before)  # the next call schedules anew
         if not chunks:
             return []
         with record_function("launch"), self._failing(chunk.request for chunk in chunks):
             launched = self.runner.launch(plan, before)
         self.scheduler.computed(chunks)
         self._record(launched)
-        sampled = [] if before is None else self._read()
-        self._in_flight = launched if launched.indices else None
         self.launched_ahead += bool(before is not None and launched.indices)
         # On a step whose drafts the host has to know no other follows.
         follows = self.runner.num_drafts == 0 or launched.outcome is not None
-        return sampled if ahead and follows else sampled + self._read()
+        self._in_flight = launched if ahead and follows and launched.indices else None
+        return self._read(before) + ([] if self._in_flight else self._read(launched))
 
     def _record(self, launched: StepResult) -> None:
         """Notes in the requests of a step what is known of it before its tokens are."""
@@ -193,11 +193,10 @@ class Engine:
         for request, found in launched.prompt_logprobs.items():
             request.add_prompt_logprobs(found)
 
-    def _read(self) -> list[RequestTokens]:
-        """Reads the step in flight, if there is one, and gives its requests their tokens."""
-        if self._in_flight is None:
+    def _read(self, step: StepResult | None) -> list[RequestTokens]:
+        """Reads a step, and gives its requests their tokens."""
+        if step is None:
             return []
-        step, self._in_flight = self._in_flight, None
         with record_function("read tokens"), self._failing(step.indices):
             sampled = step.read()
         read = []

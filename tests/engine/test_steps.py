@@ -220,6 +220,30 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     assert later.output == wanted[1] and request.output == wanted[0][:at]
 
 
+def test_an_error_while_reading_behind_a_launch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the step that cannot be read the requests end; the step that was launched after it is read for the others."""
+    wanted = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    first = llm.engine.add(PROMPTS[0], GREEDY)
+    while len(first.output) < 3:
+        llm.engine.step()
+    second, read = llm.engine.add(PROMPTS[1], GREEDY), StepResult.read
+
+    def failing(step: StepResult) -> list[RequestTokens]:
+        if list(step.indices) == [second]:  # its prefill, after which both have been launched
+            raise RuntimeError("lost")
+        return read(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepResult, "read", failing)
+        with pytest.raises(RuntimeError, match="lost"):
+            while True:
+                llm.engine.step()
+    assert second.finish_reason == "error" and llm.engine.in_flight
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert first.output == wanted
+
+
 def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> None:
     """The next step has been scheduled with it, and goes on without it; with nobody left, another one is scheduled."""
     engine = llm.engine

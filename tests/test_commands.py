@@ -46,10 +46,6 @@ def test_chat_goes_on_after_what_does_not_fit(
     captured = capsys.readouterr()
     assert "max_model_len is 40" in captured.err and "/new begins another conversation" in captured.err
     assert captured.out.count("\n") == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="chat reads one keyboard"):
-        main(["chat"])
 
 
 def test_token_ids_of_a_folder_without_a_tokenizer(

@@ -63,6 +63,7 @@ def measure_drafting(
         results[kind] = {number: Drafted() for number in drafts}
         for prompt, tokens in asked:
             for number in drafts:
+                llm.wait_idle()
                 llm.engine.draft(number)
                 params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
                 output = llm.generate([prompt], params, use_tqdm=False)[0]

@@ -20,7 +20,9 @@ HERE = Path(__file__).parent
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def launch_with(launcher: list[str], script: str, *arguments: object, timeout: float = 300) -> Any:
+def launch_with(
+    launcher: list[str], script: str, *arguments: object, timeout: float = 300, stdin: str | None = None
+) -> Any:
     """The finished launch of a script with what it printed."""
     environment = {
         key: value
@@ -30,6 +32,7 @@ def launch_with(launcher: list[str], script: str, *arguments: object, timeout: f
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         [*launcher, str(HERE / script), *map(str, arguments)],
+        stdin=None if stdin is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -38,7 +41,7 @@ def launch_with(launcher: list[str], script: str, *arguments: object, timeout: f
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(stdin, timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 15)  # the launcher ends its ranks
         out, err = process.communicate(timeout=60)
@@ -48,11 +51,11 @@ def launch_with(launcher: list[str], script: str, *arguments: object, timeout: f
 
 @pytest.fixture(scope="session")
 def torchrun() -> Launch:
-    """``torchrun(ranks, script, *arguments, timeout=300)``: the finished launch with what it printed."""
+    """``torchrun(ranks, script, *arguments, timeout=300, stdin=None)``: the finished launch with what it printed."""
 
-    def launch(ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def launch(ranks: int, script: str, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return launch_with(command, script, *arguments, timeout=timeout)
+        return launch_with(command, script, *arguments, **how)
 
     return launch
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsa_engine import LLM
+from dsa_engine import LLM, SamplingParams
 from dsa_engine.measure.random_prompt import random_prompt
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -49,6 +49,24 @@ def test_requests_that_arrive_over_time_on_two_ranks(torchrun: Callable[..., Any
     done = torchrun(2, SCRIPTS / "bench_serve.py", *sizes, "--request-rate", 50)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("completed requests") == 1
+
+
+def test_commands_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Path) -> None:
+    """Rank 0 reads and prints, the other follows; the tokens are those of one process."""
+    options = ["--temperature", 0, "--device", "cpu", "--max-model-len", 400]
+    llm = LLM("demo", device="cpu", max_model_len=400)
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    done = torchrun(2, "command.py", "generate", "--prompt", "key 4821 is 97. key", "--max-tokens", 6, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == llm.generate("key 4821 is 97. key", params)[0].text + "\n"
+    done = torchrun(2, "command.py", "chat", "--max-tokens", 6, *options, stdin="key 4821 is 97\nWhat is key 4821?\n")
+    assert done.returncode == 0, done.stderr
+    messages, answers = [], []
+    for text in ("key 4821 is 97", "What is key 4821?"):
+        messages.append({"role": "user", "content": text})
+        answers.append(llm.chat(messages, params)[0].text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    assert done.stdout == "".join(f"{answer}\n" for answer in answers)
 
 
 def test_a_bad_option_is_said_once(torchrun: Callable[..., Any], demo_cache: Path) -> None:

@@ -125,8 +125,8 @@ def test_index_keys_are_read_once_for_all_drafts(
         read.clear()
         llm.engine.step()
         rows[count] = sum(read) - layers * visible
-        # The pass over the step's rows, then one row each, further by one every time; or a pass of each module.
-        one_row = sum(len(request) - 1 + i for i in range(1, count))
-        chain = one_row if modules == 1 else (count - 1) * visible
+        # The pass over the step's rows, then one row each, which may see as much as if every draft had been accepted,
+        # and all that were drafted; or a pass of each module.
+        chain = (count - 1) * (visible + (count - 1 if modules == 1 else 0))
         assert rows[count] == (visible + chain if count else 0)
         llm.engine.finish(request, "abort")

@@ -17,7 +17,7 @@ tokens for the last chunk as there are modules, so every row before it embeds a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -57,8 +57,8 @@ class Passes(ABC):
         self._observe = observe
 
     @abstractmethod
-    def buffers(self, bucket: Bucket) -> PassBuffers:
-        """For :meth:`after_decode`, in steps of this shape."""
+    def buffers(self, bucket: Bucket, ends: Sequence[int] = ()) -> PassBuffers:
+        """For :meth:`after_decode`, in steps of this shape; ``ends``: of the step's rows (:meth:`StaticRows.of`)."""
 
     @abstractmethod
     def after_decode(
@@ -93,8 +93,8 @@ class Passes(ABC):
         last = self._fill(step, batch, hidden, requests, tokens) if fills else {}
         if not requests:
             return tokens[:, 1:], {}
-        own, (bucket, rows) = by_rank[rank], self._static_rows(by_rank, width)
-        buffers = self.buffers(bucket)
+        own, (bucket, rows, ends) = by_rank[rank], self._static_rows(by_rank, width)
+        buffers = self.buffers(bucket, ends)
         buffers.load([_part(last[c.request], 0, -1) if c.request in last else c.request.last_rows for c in own])
         to = self._indices([i * width + j for i, chunk in enumerate(own) for j in range(chunk.length)])
         chosen_after = hidden[upload(step.ranks[rank].rows_with_logits, self.mesh.device)]
@@ -137,8 +137,9 @@ class Passes(ABC):
         ids = [[0] * (count - len(r)) + r.tokens(max(0, len(r) - count), min(count, len(r))) for r in requests]
         return dict(zip(requests, map(LastRows, states[index], self._indices(ids)), strict=True))
 
-    def _static_rows(self, by_rank: list[list[Chunk]], width: int) -> tuple[Bucket, StepRows]:
-        """The chunks of this rank in ``width`` rows of each request; in a bucket whose context is this rank's."""
+    def _static_rows(self, by_rank: list[list[Chunk]], width: int) -> tuple[Bucket, StepRows, list[int]]:
+        """The chunks of this rank in ``width`` rows of each request; in a bucket whose context is this rank's; and how
+        many tokens the rows of each may see."""
         own, tables, page_size = by_rank[self.mesh.rank], self.cache.block_tables, self.cache.page_size
         pages = [chunk.request.pages for chunk in own]
         # Missing rows of a request count as following its last one, in the passes too.
@@ -147,8 +148,9 @@ class Passes(ABC):
         self._observe(StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket))
         in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), most)
         columns = upload(ChunkColumns.on_host(own, page_size, width, bucket.requests), self.mesh.device)
-        static = StaticRows.of(bucket, width, self.model)
-        return bucket, StepRows.of(ChunkColumns.of(columns), static, in_step, self.model, page_size)
+        ends = [chunk.start + width for chunk in own] + [width] * (bucket.requests - len(own))
+        static = StaticRows.of(bucket, width, self.model, ends)
+        return bucket, StepRows.of(ChunkColumns.of(columns), static, in_step, self.model, page_size), ends
 
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
@@ -161,8 +163,9 @@ class Passes(ABC):
 class EagleChain(Passes):
     """One module makes all drafts."""
 
-    def buffers(self, bucket: Bucket) -> PassBuffers:
-        return PassBuffers.of(bucket, each=1, kept=0, model=self.model)
+    def buffers(self, bucket: Bucket, ends: Sequence[int] = ()) -> PassBuffers:
+        furthest = [end + bucket.rows_per_request - 2 for end in ends]  # of its last pass
+        return PassBuffers.of(bucket, each=1, kept=0, model=self.model, ends=furthest)
 
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
@@ -184,9 +187,9 @@ class EagleChain(Passes):
 class ModuleEach(Passes):
     """Each of several modules drafts one token."""
 
-    def buffers(self, bucket: Bucket) -> PassBuffers:
+    def buffers(self, bucket: Bucket, ends: Sequence[int] = ()) -> PassBuffers:
         count = bucket.rows_per_request - 1
-        return PassBuffers.of(bucket, each=2 * count, kept=count - 1, model=self.model)
+        return PassBuffers.of(bucket, each=2 * count, kept=count - 1, model=self.model, ends=ends)
 
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers

@@ -26,16 +26,19 @@ class StaticRows:
     """``each`` rows of every request of a bucket, of which batches are made on the device."""
 
     each: int
-    segments: Segments  # on the host they see the whole context; on the device what they do see, written by every batch
+    # On the host they see as much as they may; on the device what they do, written by every batch.
+    segments: Segments
     none: Segments
     sequences: torch.Tensor  # [requests · each] int64, rows of the block tables
     offsets: torch.Tensor  # [each] int64: 0, 1, …
     frequencies: torch.Tensor
 
     @classmethod
-    def of(cls, bucket: Bucket, each: int, model: Model) -> StaticRows:
+    def of(cls, bucket: Bucket, each: int, model: Model, ends: Sequence[int] = ()) -> StaticRows:
+        """``ends``: how many tokens the rows of each request may see; by default the bucket's context."""
         device = model.runtime.mesh.device
-        segments = [Segment(i * each, each, i, bucket.context - each) for i in range(bucket.requests)]
+        seen = ends or [bucket.context] * bucket.requests
+        segments = [Segment(i * each, each, i, max(0, end - each)) for i, end in enumerate(seen)]
         return cls(
             each,
             Segments.of(segments, device),
@@ -131,12 +134,13 @@ class PassBuffers:
     after: LastRows  # … before those of the next step
 
     @classmethod
-    def of(cls, bucket: Bucket, each: int, kept: int, model: Model) -> PassBuffers:
-        """``each``: rows of a request in a pass. ``kept``: positions that a request keeps."""
+    def of(cls, bucket: Bucket, each: int, kept: int, model: Model, ends: Sequence[int] = ()) -> PassBuffers:
+        """``each``: rows of a request in a pass. ``kept``: positions that a request keeps. ``ends``: as of
+        :meth:`StaticRows.of`."""
         shape, device = (bucket.requests, kept), model.runtime.mesh.device
         states = torch.zeros(*shape, model.config.hidden_size, dtype=model.runtime.dtype, device=device)
         before = LastRows(states, torch.zeros(shape, dtype=torch.int64, device=device))
-        return cls(StaticRows.of(bucket, each, model), before, LastRows(*map(torch.empty_like, before)))
+        return cls(StaticRows.of(bucket, each, model, ends), before, LastRows(*map(torch.empty_like, before)))
 
     def load(self, kept: Sequence[LastRows | None]) -> None:
         """Takes what this rank's requests have kept; before the passes. None of a prompt that was never computed."""

@@ -162,26 +162,30 @@ class Engine:
             BaseException: what went wrong with a whole step; its requests have ended, with this as ``exception``. What
                 goes wrong in the sampling of one request ends that one alone.
         """
+        # While stages are timed, each step is read at once: its time must be its own.
+        ahead = self.async_scheduling and not observed()
+        read = [] if ahead else self._read_in_flight()
         with record_function("schedule"):
             chunks = self.scheduler.schedule()
             plan = self.runner.plan(chunks)
         before = self._in_flight
-        # While stages are timed, each step is read at once: its time must be its own.
-        ahead = self.async_scheduling and not observed()
-        if before is not None and not (ahead and self.runner.runs_ahead(plan, before)):
-            self._in_flight = None
-            return self._read(before)  # the next call schedules anew
+        if before is not None and not self.runner.runs_ahead(plan, before):
+            return self._read_in_flight()  # the next call schedules anew
         if not chunks:
-            return []
+            return read
         with record_function("launch"), self._failing(chunk.request for chunk in chunks):
             launched = self.runner.launch(plan, before)
         self.scheduler.computed(chunks)
         self._record(launched)
-        self.launched_ahead += bool(before is not None and launched.indices)
         # On a step whose drafts the host has to know no other follows.
         follows = self.runner.num_drafts == 0 or launched.outcome is not None
         self._in_flight = launched if ahead and follows and launched.indices else None
-        return self._read(before) + ([] if self._in_flight else self._read(launched))
+        self.launched_ahead += bool(before and launched.indices)
+        return read + self._read(before) + ([] if self._in_flight else self._read(launched))
+
+    def _read_in_flight(self) -> list[RequestTokens]:
+        step, self._in_flight = self._in_flight, None
+        return self._read(step)
 
     def _record(self, launched: StepResult) -> None:
         """Notes in the requests of a step what is known of it before its tokens are."""

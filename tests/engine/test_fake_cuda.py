@@ -84,7 +84,7 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         for _ in range(2):  # launched before the step before is read
             with device.watched():
                 engine.step()
-            assert device.waits == ["event in sampler.py:read"] and device.count("graph") == 1
+            assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
         assert engine.launched_ahead == 2
         seen = replace(seen, replay=len(device.launches))
     print(model, world, quantization, seen)

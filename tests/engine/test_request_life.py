@@ -125,7 +125,7 @@ def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pyt
 def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int:
     """Runs with a SIGINT at the n-th line that this thread runs in our own files; returns how many lines ran."""
     folder = str(Path(dsa_engine.__file__).parent)
-    names = ("engine", "new_request", "agreement", "call", "loop", "reply")
+    names = ("engine", "requests/new_request", "agreement", "call", "loop", "reply")
     files = {f"{folder}/llm.py", *(f"{folder}/engine/{name}.py" for name in names)}
     assert all(Path(file).is_file() for file in files)
     lines = 0

@@ -22,6 +22,9 @@ class Rank(Mesh):
         first = self.rank - self.rank % size
         return Group(tuple(range(first, first + size)), self.rank - first, object())  # type: ignore[arg-type]
 
+    def _host_group(self) -> Group:
+        return self.world
+
 
 @pytest.fixture
 def meshes(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:

@@ -85,10 +85,11 @@ def test_one_process_refuses_sizes_above_one(oracle: Callable[..., Any]) -> None
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The ranks of every process group that is made; none is made in truth."""
+    """The ranks of every process group that is made, that for messages last; none is made in truth."""
     groups: list[tuple[int, ...]] = []
 
-    def new_group(ranks: list[int], timeout: object, use_local_synchronization: bool) -> str:
+    def new_group(ranks: list[int], timeout: object, backend: str | None, use_local_synchronization: bool) -> str:
+        assert backend is None or (backend == "gloo" and groups[:1] == [tuple(ranks)])
         groups.append(tuple(ranks))
         return f"group {ranks}"
 
@@ -104,12 +105,13 @@ def test_groups_are_neighbours(made: list[tuple[int, ...]]) -> None:
     assert mesh.tp.ranks == (4, 5) and mesh.tp.index == 1
     assert mesh.cp_ranks(1) == range(4, 8)
     # Every rank makes every group, in the same order; else the others would wait for it.
-    assert made == [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7)]
+    assert made == [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7), tuple(range(8))]
+    assert mesh.host.ranks == tuple(range(8)) and mesh.host.index == 5
 
 
 def test_groups_of_the_same_ranks_are_one(made: list[tuple[int, ...]]) -> None:
     mesh = Mesh(ParallelConfig(tp_size=4), 2, 4, CPU)
-    assert made == [(0, 1, 2, 3)]
+    assert made == [(0, 1, 2, 3), (0, 1, 2, 3)], "one for messages, beside that of all others"
     assert mesh.world.handle is mesh.ep.handle is mesh.cp.handle is mesh.tp.handle
     assert len({id(group) for group in mesh.groups}) == 4
 
@@ -119,7 +121,7 @@ def test_a_mesh_of_some_ranks_counts_them_from_0(made: list[tuple[int, ...]]) ->
     mesh = Mesh(ParallelConfig(cp_size=2), 3, 4, CPU, ranks=[4, 5, 6, 7])
     assert (mesh.rank, mesh.world_size) == (3, 4)
     assert mesh.world.ranks == (0, 1, 2, 3) and mesh.cp.ranks == (2, 3) and mesh.cp.index == 1
-    assert made == [(4, 5, 6, 7), (4, 5), (6, 7)]
+    assert made == [(4, 5, 6, 7), (4, 5), (6, 7), (4, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ void add_lines(const float* const* x, const float* weight, int64_t stride, int64
             Floats line[COLUMN_VECTORS];
             for (int n = 0; n < COLUMN_VECTORS; n++) line[n] = load_some(weight + i * stride + c + n * LANES, lanes[n]);
             for (int r = 0; r < R; r++) {
-                for (int n = 0; n < COLUMN_VECTORS; n++) sums[r][n] += x[r][i] * line[n];
+                for (int n = 0; n < COLUMN_VECTORS; n++) sums[r][n] = plus_product(sums[r][n], Floats{} + x[r][i], line[n]);
             }
         }
         for (int r = 0; r < R; r++) {

@@ -44,14 +44,15 @@ void multiply_some(const float* weight, int64_t stride, int64_t width, int64_t r
         for (int o = 0; o < O; o++) {
             const Floats line = load(lines + o * stride + d);
             if (FIRST) __builtin_prefetch(lines + o * stride + d + AHEAD);
-            for (int r = 0; r < R; r++) sums[r][o] += line * values[r];
+            for (int r = 0; r < R; r++) sums[r][o] = plus_product(sums[r][o], line, values[r]);
         }
     }
     for (int r = 0; r < R; r++) {
         float results[O];
         sums_of<O>(sums[r], results);
         for (int64_t rest = d; rest < width; rest++) {
-            for (int o = 0; o < O; o++) results[o] += lines[o * stride + rest] * x[r][rest];
+            for (int o = 0; o < O; o++)
+                results[o] = plus_product(results[o], lines[o * stride + rest], x[r][rest]);
         }
         std::memcpy(to(row + r) + output, results, sizeof results);
     }

@@ -7,8 +7,11 @@
 
 #include "threads.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
 constexpr bool MANY_REGISTERS = true;
 #elif defined(__AVX__)
@@ -65,6 +68,26 @@ static inline void store_some(float* to, Floats values, int64_t count) {
         store(to, values);
     else
         std::memcpy(to, &values, sizeof(float) * count);
+}
+
+// sum + a * b, rounded once where the machine does so. Said aloud: for some processors (Zen) compilers take fused
+// multiply-adds in some instances of a loop and not in others, and a row's result would depend on how many stand beside it.
+static inline Floats plus_product(Floats sum, Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
+static inline float plus_product(float sum, float a, float b) {
+#if defined(__FMA__)
+    return __builtin_fmaf(a, b, sum);
+#else
+    return sum + a * b;
+#endif
 }
 
 static inline float sum_of(Floats values) {

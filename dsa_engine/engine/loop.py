@@ -293,7 +293,8 @@ class EngineLoop:
             self._jobs.pop(run.id).put(result)
 
     def _end(self) -> None:
-        """Frees what is left, and tells all who wait; then, where nobody else would, ends the process."""
+        """Frees what is left, and tells all callers that wait; then, where no caller of this thread would, ends
+        the process."""
         with suppress(BaseException):
             if self._job is not None:
                 self._job.close()

@@ -20,6 +20,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 HOW, KINDS, RESULTS = sys.argv[1:4]
 RANK = int(os.environ["RANK"])
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "cache_memory": "8MiB", "page_size": 8}
+THREADS = 20
 Found = tuple[int, list[int], str, bool]  # the kind, tokens, text, whether it came to its end
 
 
@@ -54,11 +55,11 @@ async def of_a_task(llm: LLM, kinds: list[Any], rng: random.Random) -> Found:
 
 
 def load(llm: LLM, kinds: list[Any], requests: int, tasks: int) -> dict[str, Any]:
-    """Requests of four threads and of tasks, some of which are left or cancelled."""
+    """Requests of threads and of tasks, some of which are left or cancelled."""
 
     def work(thread: int) -> list[Found]:
         rng = random.Random(thread)
-        return [of_a_thread(llm, kinds, rng) for _ in range(requests // 4)]
+        return [of_a_thread(llm, kinds, rng) for _ in range(requests // THREADS)]
 
     async def everything() -> list[Any]:
         rng = random.Random(11)
@@ -69,9 +70,9 @@ def load(llm: LLM, kinds: list[Any], requests: int, tasks: int) -> dict[str, Any
                 rng.choice(running).cancel()
         return await asyncio.gather(*running, return_exceptions=True)
 
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(THREADS + 1) as pool:
         of_tasks = pool.submit(asyncio.run, everything())
-        found = [one for done in [pool.submit(work, n) for n in range(4)] for one in done.result()]
+        found = [one for done in [pool.submit(work, n) for n in range(THREADS)] for one in done.result()]
         ended = of_tasks.result()
     cancelled = sum(isinstance(one, asyncio.CancelledError) for one in ended)
     found += [one for one in ended if not isinstance(one, asyncio.CancelledError)]

@@ -43,7 +43,7 @@ def serving(torchrun: Torchrun, kinds: list[dict[str, Any]], tmp_path_factory: p
         folder = tmp_path_factory.mktemp("serving")
         (folder / "kinds.json").write_text(json.dumps(kinds))
         result = folder / "results.json"
-        done = torchrun(ranks, "serving.py", how, folder / "kinds.json", result, *sizes, timeout=280)
+        done = torchrun(ranks, "serving.py", how, folder / "kinds.json", result, *sizes, timeout=500)
         print(done.stdout, done.stderr)
         return done, result
 

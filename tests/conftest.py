@@ -74,6 +74,12 @@ def base_config() -> dict[str, Any]:
     return dict(BASE)
 
 
+def pytest_configure() -> None:
+    """Started in the background of a shell, or by nohup, a process ignores Ctrl-C, and so do all that it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # The longest groups, in this order; all others follow.
 FIRST = (
     "tests/distributed",

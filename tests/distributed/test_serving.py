@@ -51,7 +51,12 @@ def serving(torchrun: Torchrun, kinds: list[dict[str, Any]], tmp_path_factory: p
 
 
 @pytest.mark.parametrize(
-    "ranks, requests, tasks", [(2, 60, 20), (4, 40, 20), pytest.param(4, 2000, 500, marks=pytest.mark.slow)]
+    "ranks, requests, tasks",
+    [
+        (4, 60, 20),
+        pytest.param(2, 60, 20, marks=pytest.mark.slow),
+        pytest.param(4, 2000, 500, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_are_those_of_one_process(
     serving: Any, demo_random: LLM, kinds: list[dict[str, Any]], ranks: int, requests: int, tasks: int

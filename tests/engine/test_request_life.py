@@ -149,7 +149,7 @@ def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int
     return lines
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("how", ["generate", "stream", "prompt_logits", "endless", "endless stream", "n"])
 def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, ahead: bool, every: int) -> None:

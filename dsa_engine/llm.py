@@ -16,7 +16,7 @@ from dsa_engine.chat_template import Message, conversations
 from dsa_engine.engine.call import Call, Callers
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
-from dsa_engine.engine.requests.messages import Add, Run
+from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.startup.start import log_start, start
 from dsa_engine.generation_config import default_sampling
 from dsa_engine.logs import set_up_logging
@@ -98,8 +98,10 @@ class LLM:
         with Call(self._callers) as call:
             call.begin("generate", _requests(asked))
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
-                call.wait(None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies))
-                _show_progress(bar, call.replies)
+                tick = None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies)
+                call.wait(tick)
+                if tick is not None:
+                    tick()  # what has come since
             return _outputs(asked, call.replies)
 
     async def agenerate(
@@ -200,14 +202,14 @@ class LLM:
         tokens = self._encode(_only(prompt))
         self.engine.check(tokens)
         with Call(self._callers) as call:
-            return call.run(Run(-1, "prompt_logits", tokens))
+            return call.run("prompt_logits", tokens)
 
     def wait_idle(self) -> None:
         """Returns when all requests before it have ended, and their pages are free: what uses ``engine`` directly, to
         measure, begins with it."""
         self._callers.check()
         with Call(self._callers) as call:
-            call.run(Run(-1, "wait", []))
+            call.run("wait", [])
 
     def follow(self) -> None:
         """Serves rank 0 on every other rank of several; returns when rank 0 has closed its LLM::

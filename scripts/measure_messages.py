@@ -71,26 +71,26 @@ def main() -> None:
 
 def _measured(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Seconds of messages and of a step, of every run's decode steps."""
-    params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
-    exchanges, steps, loop = [], [], llm.loop
+    exchanges, steps = [], []
     for number in range(args.repeat + 1):
-        prompts = [
-            random_prompt(llm.engine, args.input_len, number * args.batch_size + i) for i in range(args.batch_size)
-        ]
-        prefill = SamplingParams(temperature=0.0, max_tokens=1)
-        before = [loop.steps, loop.messages_s, loop.step_s]
-        llm.generate(prompts, prefill, use_tqdm=False)
-        llm.wait_idle()
-        without = [now - then for now, then in zip([loop.steps, loop.messages_s, loop.step_s], before, strict=True)]
-        before = [loop.steps, loop.messages_s, loop.step_s]
-        llm.generate(prompts, params, use_tqdm=False)
-        llm.wait_idle()
-        whole = [now - then for now, then in zip([loop.steps, loop.messages_s, loop.step_s], before, strict=True)]
-        count, messages, step = (a - b for a, b in zip(whole, without, strict=True))
+        seeds = range(number * args.batch_size, (number + 1) * args.batch_size)
+        prompts = [random_prompt(llm.engine, args.input_len, seed) for seed in seeds]
+        prefill = _spent(llm, prompts, 1)
+        count, messages, step = (a - b for a, b in zip(_spent(llm, prompts, args.output_len), prefill, strict=True))
         if number:
             exchanges.append(messages / count)
             steps.append(step / count)
     return exchanges, steps
+
+
+def _spent(llm: LLM, prompts: list[list[int]], output_len: int) -> tuple[float, float, float]:
+    """Steps, seconds of messages and seconds of steps that it takes to generate so many tokens for each prompt."""
+    loop = llm.loop
+    before = loop.steps, loop.messages_s, loop.step_s
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    llm.generate(prompts, params, use_tqdm=False)
+    llm.wait_idle()
+    return loop.steps - before[0], loop.messages_s - before[1], loop.step_s - before[2]
 
 
 def _report(llm: LLM, args: argparse.Namespace, exchanges: list[float], steps: list[float], ranks: Any) -> None:

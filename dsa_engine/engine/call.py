@@ -21,7 +21,7 @@ import torch
 from dsa_engine.engine.agreement import CallsDiffer, agree_on_call, leave_word_to_follow, others_follow
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Mailbox, Reply
-from dsa_engine.engine.requests.messages import Abort, Add, Run
+from dsa_engine.engine.requests.messages import Abort, Add, Job, Run
 from dsa_engine.outputs import StreamPiece
 from dsa_engine.tokenizer import Tokenizer
 
@@ -79,26 +79,17 @@ class Callers:
             "ranks but rank 0 follow(): requests of several threads would come in another order on each rank"
         )
 
-    def begin(self, kind: str, replies: Sequence[Reply]) -> None:
-        """Numbers the requests of a call and sends them; where every rank calls, once all want the same.
+    def send(self, kind: str, messages: Sequence[tuple[Add | Run, Reply | Mailbox]]) -> None:
+        """Sends the messages of a call, each with where its results go; where every rank calls, once all want the same.
 
         Raises:
             ValueError: the ranks are in different calls.
         """
-        adds = [reply.add for reply in replies]
-        for add in adds:
-            add.id = next(self.loop.engine.ids)
-        prompts, params = [add.prompt_ids for add in adds], [add.params for add in adds]
-        self._send(kind, prompts, params, [(add, reply) for add, reply in zip(adds, replies, strict=True)])
-
-    def run(self, run: Run, mailbox: Mailbox) -> None:
-        """Sends what needs the engine for itself; raises as :meth:`begin`."""
-        self._send(run.job, [run.prompt_ids], [], [(run, mailbox)])
-
-    def _send(self, kind: str, prompts: list[list[int]], params: list[Any], messages: list[Any]) -> None:
         if self.loop.serves:
             self.loop.send(*messages)
             return
+        prompts = [message.prompt_ids for message, _ in messages]
+        params = [message.params for message, _ in messages if isinstance(message, Add)]
         leads, ids = self._mesh.rank == 0, tuple(message.id for message, _ in messages)
         try:
             if not leads:  # this rank knows where results go before rank 0 has sent anything
@@ -144,9 +135,11 @@ class Call:
         self._mailbox: Any = EventLoopMailbox() if asynchronous else SimpleQueue()
 
     def begin(self, kind: str, adds: Sequence[tuple[Add, Tokenizer | None]]) -> None:
-        """Sends the requests, each with what makes text of its output; raises as :meth:`Callers.begin`."""
+        """Sends the requests, each with what makes text of its output; raises as :meth:`Callers.send`."""
+        for add, _ in adds:
+            add.id = next(self._callers.loop.engine.ids)
         self.replies = [Reply(add, tokenizer, self._mailbox, self._streams) for add, tokenizer in adds]
-        self._callers.begin(kind, self.replies)
+        self._callers.send(kind, [(reply.add, reply) for reply in self.replies])
 
     def wait(self, tick: Callable[[], object] | None = None) -> None:
         """Returns when all requests have ended; ``tick`` is called now and then.
@@ -170,10 +163,11 @@ class Call:
         """:meth:`piece` for an event loop, which goes on meanwhile."""
         return _raised(await self._mailbox.get())
 
-    def run(self, run: Run) -> torch.Tensor:
+    def run(self, job: Job, prompt_ids: list[int]) -> torch.Tensor:
         """Does what needs the engine for itself, and returns what comes of it; raises as :meth:`wait`."""
-        self._ids = [next(self._callers.loop.engine.ids)]
-        self._callers.run(Run(self._ids[0], run.job, run.prompt_ids), self._mailbox)
+        run = Run(next(self._callers.loop.engine.ids), job, prompt_ids)
+        self._ids = (run.id,)
+        self._callers.send(job, [(run, self._mailbox)])
         result = _raised(self._get(None))
         self._ids = ()
         return result

@@ -40,7 +40,6 @@ _CLOSE_S = 30.0  # longest wait for a step that is under way when the loop is cl
 _OTHERS_CLOSE_S = 5.0  # how long another rank than 0 waits for rank 0 to close
 _ANSWER_S = 0.5  # how long callers get to answer for a failure before it ends the process
 
-
 _Sent = tuple[Message, Reply | Mailbox | None]  # a message, and where its results go
 
 
@@ -74,8 +73,8 @@ class EngineLoop:
         self._ended = threading.Event()
         self._closed = False
         self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
-        self.thread.start()
         atexit.register(self._leave)  # before the mesh leaves the run, which has registered earlier
+        self.thread.start()
 
     # What callers use, from any thread.
 

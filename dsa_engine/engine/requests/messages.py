@@ -33,6 +33,9 @@ class Abort:
     ids: tuple[int, ...]
 
 
+Job = Literal["prefill", "prompt_logits", "wait"]
+
+
 @dataclass(frozen=True)
 class Run:
     """Something that needs the engine for itself: it waits for the requests before it, and those after it wait.
@@ -42,7 +45,7 @@ class Run:
     """
 
     id: int
-    job: Literal["prefill", "prompt_logits", "wait"]
+    job: Job
     prompt_ids: list[int]
 
 

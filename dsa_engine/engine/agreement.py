@@ -44,10 +44,10 @@ class CallsDiffer(ValueError):
     """The ranks are in different calls.
 
     Attributes:
-        first_id: of rank 0's call; None: it makes no request.
+        next_id: of the next request on all ranks, after those of rank 0's call; None: rank 0's call makes none.
     """
 
-    first_id: int | None = None
+    next_id: int | None = None
 
 
 def agree_on_call(
@@ -56,7 +56,7 @@ def agree_on_call(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     check: Callable[[], None] = lambda: None,
-    first_id: int | None = None,
+    ids: Sequence[int] = (),
 ) -> bool:
     """Compares the call that every rank is in; several ranks cannot serve different ones.
 
@@ -65,7 +65,7 @@ def agree_on_call(
         prompts: token ids.
         params: of each prompt; empty where nothing is sampled.
         check: called now and then while the other ranks are waited for; raises where there is nothing to wait for.
-        first_id: of the requests that the call makes; None: it makes none.
+        ids: of the requests that the call makes, ascending.
 
     Returns:
         whether all other ranks follow this one (:func:`leave_word_to_follow`), and it may call as it likes.
@@ -76,10 +76,10 @@ def agree_on_call(
     """
     if mesh.world_size == 1:
         return False
-    ids = b" ".join(array("q", prompt).tobytes() for prompt in prompts)
+    tokens = b" ".join(array("q", prompt).tobytes() for prompt in prompts)
     lengths = repr([len(prompt) for prompt in prompts]).encode()
-    texts = {"calls": kind.encode(), "prompts": lengths + ids, "sampling parameters": repr(params).encode()}
-    texts["calls before"] = str(first_id).encode()
+    texts = {"calls": kind.encode(), "prompts": lengths + tokens, "sampling parameters": repr(params).encode()}
+    texts["calls before"] = str(ids[:1]).encode()
     mine = json.dumps({what: blake2b(text, digest_size=16).hexdigest() for what, text in texts.items()})
     follow = False
 
@@ -96,16 +96,16 @@ def agree_on_call(
         return ""
 
     def judge_all(words: Mapping[int, str]) -> str:
-        return json.dumps([judge(words), first_id])
+        return json.dumps([judge(words), ids[-1] + 1 if ids else None])
 
     meeting = Meeting(mesh.global_ranks, mesh.global_ranks[mesh.rank])
-    verdict, first_of_all = json.loads(meeting.hold(mine, judge_all, mesh.config.timeout, check))
+    verdict, next_id = json.loads(meeting.hold(mine, judge_all, mesh.config.timeout, check))
     if verdict:
         error = CallsDiffer(
             f"{verdict}; give every rank the same prompts and sampling parameters, in the same order of calls: each "
             "gets all outputs. Or let all ranks but rank 0 follow()"
         )
-        error.first_id = first_of_all
+        error.next_id = next_id
         raise error
     return follow
 

@@ -94,14 +94,16 @@ class Callers:
         try:
             if not leads:  # this rank knows where results go before rank 0 has sent anything
                 self.loop.send(*messages)
-            self.loop.serves = agree_on_call(self._mesh, kind, prompts, params, self.loop.check, *ids[:1])
+            self.loop.serves = agree_on_call(self._mesh, kind, prompts, params, self.loop.check, ids)
             if leads:
                 self.loop.send(*messages)
         except CallsDiffer as error:
             self.loop.send((Abort(ids), None))
-            first = ids[:1] if error.first_id is None else (error.first_id,)
-            if first:
-                self.loop.engine.ids = count(*first)  # the same on all ranks again
+            # The same on all ranks again; never one that rank 0 has used, whose Abort may still be under way.
+            if error.next_id is not None:
+                self.loop.engine.ids = count(error.next_id)
+            elif ids:
+                self.loop.engine.ids = count(ids[0])
             raise
 
     def follow(self) -> None:

@@ -117,6 +117,9 @@ def ranks_that_differ() -> None:
     refused("prompts", lambda: llm.generate([[2, 3, 4 + mine], [5]], GREEDY))
     refused("borders", lambda: llm.generate([[2, 3], [4]] if mine else [[2], [3, 4]], GREEDY))
     refused("params", lambda: llm.generate([[2]], SamplingParams(max_tokens=3 + mine)))
+    for _ in range(10):  # what is left of a refused call never ends the next one
+        refused("params", lambda: llm.generate([[2]], SamplingParams(max_tokens=3 + mine)))
+        assert len(llm.generate([[2]], GREEDY)[0].token_ids) == 8
     refused("stream", lambda: next(llm.stream([4 + mine], GREEDY)))
     refused("logits", lambda: llm.prompt_logits([4 + mine]))
     refused("kind", lambda: llm.prompt_logits([4]) if mine else next(llm.stream([4], GREEDY)))

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.packed_tokens import pack_tokens
-from dsa_engine.kernels.permute import Order, expert_order
-from dsa_engine.kernels.permute import combine as weighted_sum
-from dsa_engine.kernels.token_ranks import token_ranks
+from dsa_engine.kernels.moe.packed_tokens import pack_tokens
+from dsa_engine.kernels.moe.permute import Order, expert_order
+from dsa_engine.kernels.moe.permute import combine as weighted_sum
+from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.parallel.dispatch import Arrived, Dispatch, unpacked
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.placement import ExpertPlacement
@@ -39,7 +39,7 @@ class Sendings(NamedTuple):
 
     @classmethod
     def of(cls, experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> Sendings:
-        """Of the physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.token_ranks.token_ranks`."""
+        """Of the physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.token_ranks.token_ranks`."""
         ranks, first, counts = token_ranks(experts, rank_of, size)
         return cls(expert_order(first, size), ranks, counts)
 

@@ -1,8 +1,8 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however many
-of that rank's experts it has chosen.
+row (`kernels/moe/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however
+many of that rank's experts it has chosen.
 
 * "all_to_all": only what is needed travels, in rounds where much comes to one rank (`all_to_all.py`); the counts depend
   on the routing, and the host waits for them; sums add in float32, in the order of a token's choices, so the same bits
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.packed_tokens import pack_tokens
-from dsa_engine.kernels.transfer import download
+from dsa_engine.kernels.moe.packed_tokens import pack_tokens
+from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.all_gather import AllGather, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.all_to_all import AllToAll, Arrivals, Sendings, in_rounds, rounds_needed
 from dsa_engine.parallel.dispatch import Arrived, AtOnce, Dispatch, unpacked

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import argument_parser, run
-from dsa_engine.kernels.error_line import error_line
-from dsa_engine.kernels.launch import capability
+from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.launch import capability
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named

@@ -17,7 +17,7 @@ from dsa_engine.checkpoint.dummy import fill_normal
 from dsa_engine.checkpoint.layout import RELEASED_BLOCK_SIZE, TensorSpec, released_tensors
 from dsa_engine.checkpoint.reader import Source
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
-from dsa_engine.kernels.fp8 import quantize_blocks
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.progress import progress_bar
 

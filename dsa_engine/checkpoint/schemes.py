@@ -10,9 +10,9 @@ import torch
 
 from dsa_engine.checkpoint.layout import FP8, RELEASED_BLOCK_SIZE, TensorSpec, released_tensors
 from dsa_engine.checkpoint.random_init import RELEASED_QUANTIZATION
-from dsa_engine.kernels.fp8 import quantize_blocks, scale_shape
-from dsa_engine.kernels.int4 import check_groups, quantize_int4
-from dsa_engine.kernels.int8 import quantize_rows_int8_reference
+from dsa_engine.kernels.formats.fp8 import quantize_blocks, scale_shape
+from dsa_engine.kernels.formats.int4 import check_groups, quantize_int4
+from dsa_engine.kernels.formats.int8 import quantize_rows_int8_reference
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.config_keys import Keys
 from dsa_engine.model.quantization_config import QuantizationConfig

@@ -16,7 +16,7 @@ import torch
 from dsa_engine.demo import cache_folder
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.report import write_json
 from dsa_engine.output_files import check_outputs
 from dsa_engine.sizes import format_bytes

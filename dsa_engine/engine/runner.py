@@ -16,7 +16,7 @@ from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.segment import Segment, Segments
 
 PAGE_SIZE = 64
 
@@ -259,7 +259,7 @@ class AbsorbedMaterialized(AbsorbedMoveElision):
 
 
 class EngineForm(Absorbed):
-    """The engine's :func:`~dsa_engine.kernels.dense_mla.dense_mla`; on a CPU its reference."""
+    """The engine's :func:`~dsa_engine.kernels.attention.dense_mla.dense_mla`; on a CPU its reference."""
 
     name = "engine"
 

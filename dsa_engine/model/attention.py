@@ -11,17 +11,17 @@ from collections.abc import Callable
 
 import torch
 
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.dense_attention import dense_attention
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.gather_latent import gather_latent
-from dsa_engine.kernels.head_product import head_product
-from dsa_engine.kernels.paged import store_rows
-from dsa_engine.kernels.rms_norm import rms_norm
-from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
-from dsa_engine.kernels.store_latent import store_latent
+from dsa_engine.kernels.attention.dense_attention import dense_attention
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul
+from dsa_engine.kernels.rows.paged import store_rows
+from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
@@ -118,7 +118,7 @@ class Attention(Weighted):
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
             self._mha(q_mha, latent_pool, batch, out)
         with stage("MLA epilog"):
-            head_product(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
+            per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
@@ -178,7 +178,7 @@ class Attention(Weighted):
             turned = mha[..., nope:]
             apply_rope(turned, batch.cos[:border], batch.sin[:border], interleaved=interleaved, out=turned)
         mqa = q.new_empty(others.shape[0], config.num_attention_heads, config.latent_dim)
-        head_product(others[..., :nope], self.w_uk, mqa[..., :rank])
+        per_head_matmul(others[..., :nope], self.w_uk, mqa[..., :rank])
         apply_rope(
             others[..., nope:], batch.cos[border:], batch.sin[border:], interleaved=interleaved, out=mqa[..., rank:]
         )
@@ -252,7 +252,7 @@ class Attention(Weighted):
             some = slice(first, first + block)
             latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype)[:, None].split((rank, rope), dim=-1)
             for_heads = latent.expand(-1, k.shape[1], -1)
-            head_product(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
+            per_head_matmul(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
             k[some, :, nope:] = k_rope
-            head_product(for_heads, w_uv.transpose(1, 2), v[some])
+            per_head_matmul(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v

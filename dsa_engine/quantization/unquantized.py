@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_engine.kernels.expert_mlp import expert_mlp
-from dsa_engine.kernels.linear import linear
+from dsa_engine.kernels.linear.linear import linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat
 
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels import indexer_scores, launch
+from dsa_engine.kernels.indexer import indexer_scores
+from dsa_engine.kernels.runtime import launch
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.stage_timer import current_stage
 

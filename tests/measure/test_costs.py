@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import released_config
-from dsa_engine.kernels.launch import references
+from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans
 from dsa_engine.measure.costs.shares import Shares, total

@@ -12,16 +12,16 @@ import torch
 
 from dsa_engine.checkpoint import released_config
 from dsa_engine.cli import main as dsa_engine_command
-from dsa_engine.kernels.cache_format import FP8, CacheFormat
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.hadamard import hadamard
-from dsa_engine.kernels.indexer_scores import indexer_scores
-from dsa_engine.kernels.quantize_index_queries import quantize_index_queries
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
-from dsa_engine.kernels.store_index_keys import store_index_keys
-from dsa_engine.kernels.store_latent import store_latent
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
+from dsa_engine.kernels.formats.hadamard import hadamard
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_index_keys import store_index_keys
+from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 

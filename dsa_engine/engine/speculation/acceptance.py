@@ -20,7 +20,7 @@ import torch
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.processors import Wanted
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.speculative_config import SpeculativeConfig
 from dsa_engine.tokenizer import Tokenizer
 

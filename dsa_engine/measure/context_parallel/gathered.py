@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.measure.context_parallel.division import Division
 from dsa_engine.measure.context_parallel.form import Form, padded, to_all
 from dsa_engine.measure.context_parallel.layer import Cache, DSASize, Tokens, as_segments

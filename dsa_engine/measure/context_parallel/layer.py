@@ -15,10 +15,10 @@ from zlib import crc32
 
 import torch
 
-from dsa_engine.kernels.launch import references
-from dsa_engine.kernels.lightning_indexer import lightning_indexer
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.mla_forms import SIZES as MLA_SIZES
 from dsa_engine.measure.mla_forms import MLASize
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dsa_engine.kernels.indexer_scores import indexer_scores
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.topk import select_topk
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.measure.context_parallel.division import Division
 from dsa_engine.measure.context_parallel.form import Form, to_next
 from dsa_engine.measure.context_parallel.layer import DSASize, Tokens

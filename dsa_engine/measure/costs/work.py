@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsa_engine.engine.steps.plan import RankPlan
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.model.config import ModelConfig
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.cache_format import FP8, stored_dtype
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.indexer_scores import indexer_scores, indexer_scores_reference
-from dsa_engine.kernels.segment import Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention, sparse_attention_reference
-from dsa_engine.kernels.topk import select_topk
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
+from dsa_engine.kernels.formats.cache_format import FP8, stored_dtype
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores, indexer_scores_reference
+from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.measure.kernel_cases.bench import Call, Case
 from dsa_engine.measure.kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 from dsa_engine.measure.kernel_cases.other_libraries import peer_indexer_scores, peer_sparse_attention

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from dsa_engine.kernels.cache_format import FP8, CacheFormat, LatentFormat
-from dsa_engine.kernels.gather_latent import gather_latent
-from dsa_engine.kernels.paged import gather_rows, store_rows
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, LatentFormat
+from dsa_engine.kernels.rows.paged import gather_rows, store_rows
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 

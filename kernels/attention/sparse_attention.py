@@ -1,0 +1,231 @@
+"""Sparse flash attention over selected rows of the latent cache (absorbed MLA; DeepSeek-V3.2-Exp, equation 2).
+
+    p[t, h] = softmax(scale · q[t, h] · row[slots[t]]ᵀ)      out[t, h] = p[t, h] · row[slots[t]][:value_dim]
+
+A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped
+wherever it stands; a query without a single slot yields zeros and a log-sum-exp of −inf.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, load_plain_rows
+from dsa_engine.kernels.attention._online_softmax import (
+    LOG2_E,
+    LOWEST,
+    attend,
+    attended_format,
+    load_queries,
+    plan_attention,
+    store_nothing,
+    store_results,
+)
+from dsa_engine.kernels.attention.merge_splits import merge_splits
+from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Gathered rows of one block on a CPU stay within the cache; measured best of 0.5 to 16 MiB.
+_CPU_BLOCK_BYTES = 1 << 20
+
+
+def sparse_attention_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor | None,
+    value_dim: int,
+    scale: float,
+    block_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, width = q.shape
+    row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
+    flat = pool.view(-1, row_format.columns)
+    out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    block = max(1, block_bytes // (max(1, slots.shape[1]) * 4 * (width + heads)))
+    for first in range(0, tokens, block):
+        part = slice(first, first + block)
+        chosen = slots[part]
+        skipped = chosen < 0
+        if counts is not None:
+            skipped |= torch.arange(slots.shape[1], device=q.device) >= counts[part, None]
+        rows = row_format.unpack(flat[chosen.masked_fill(skipped, 0)]).to(q.dtype).float()  # [n, k, width]
+        if bool(skipped.any()):
+            rows.masked_fill_(skipped[..., None], 0.0)  # a row that was never written may hold NaN, and 0 · NaN is NaN
+        scores = torch.bmm(q[part].float(), rows.transpose(1, 2)).mul_(scale)  # [n, heads, k]
+        scores.masked_fill_(skipped[:, None], float("-inf"))
+        lse[part] = torch.logsumexp(scores, dim=-1)
+        # An empty row has a log-sum-exp of −inf; 0 in its place makes its probabilities exp(−inf) = 0, not NaN.
+        top = lse[part].masked_fill(lse[part] == float("-inf"), 0.0)
+        out[part] = torch.bmm(scores.sub_(top[..., None]).exp_(), rows[..., :value_dim])
+    return out, lse
+
+
+@triton.jit
+def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
+    """Of the entries ``first … stop-1``, at most BLOCK: the first that is −1, the one after the last slot, and the
+    greatest slot."""
+    entry = first + tl.arange(0, BLOCK)
+    inside = entry < stop
+    slot = tl.load(slots + entry, mask=inside, other=-1)
+    hole = tl.min(tl.where(inside & (slot < 0), entry, stop), 0)
+    end = tl.max(tl.where(slot >= 0, entry + 1, first), 0)
+    return hole, end, tl.max(slot, 0)
+
+
+@triton.jit
+def load_slots(slots, entry, end):
+    """The slots ``entry [rows]``, without a mask: the last one serves behind the end."""
+    return tl.load(slots + tl.minimum(entry, end - 1))
+
+
+@triton.jit
+def row_of(slot, greatest):
+    """The row to load for each slot: that of the greatest instead of -1, which as unsigned is greater."""
+    return tl.minimum(slot.to(tl.uint32, bitcast=True), greatest.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def sparse_attention_kernel(
+    q, pool, slots, counts, out, lse, tokens, k, scale,
+    STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
+    COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_HEADS heads of a token and a share of its slots; the result goes to its part of ``out [splits, T, HEADS,
+    VALUE]``. Programs of one token are neighbours and gather its rows at the same time, the second from L2."""
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    token = (program // HEAD_BLOCKS).to(tl.int64)
+    head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    count = k
+    if COUNTED:
+        count = tl.minimum(tl.load(counts + token), k)
+    share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * share
+    chosen = slots + token * k
+    hole, end, greatest = scan_slots(chosen, first, tl.minimum(first + share, count), BLOCK_SCAN)
+    if end <= first:
+        store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
+        return
+
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
+    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    entry = first + tl.arange(0, BLOCK_ROWS)
+    if FP8:
+        row = row_of(load_slots(chosen, entry, end), greatest)
+        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        slot = load_slots(chosen, entry + BLOCK_ROWS, end)
+    for start in range(first, end, BLOCK_ROWS):
+        entry = start + tl.arange(0, BLOCK_ROWS)
+        if FP8:
+            # The next step's words, and the slots of the one after, come while this one multiplies.
+            tile, ends = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            row = row_of(slot, greatest)
+            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            slot = load_slots(chosen, entry + 2 * BLOCK_ROWS, end)
+        else:
+            row = row_of(load_slots(chosen, entry, end), greatest)
+            tile, ends = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        partial = start + BLOCK_ROWS > hole
+        top, total, acc = attend(
+            q_value, q_rotated, tile, ends, entry, end, partial, chosen, top, total, acc, scale,
+            ROTATED, True, PRECISION,
+        )  # fmt: skip
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
+
+
+def _launch(
+    q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat, slots: torch.Tensor, counts: torch.Tensor | None,
+    scale: float, workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokens, heads, _ = q.shape
+    k = slots.shape[1]
+    plan = plan_attention(q, row_format)
+    splits = plan.splits(k, workspace)
+    out, lse = plan.results(splits)
+    if tokens and heads:
+        rows = row_format.rows(pool)
+        sparse_attention_kernel[(plan.programs, splits)](
+            q, rows, slots, slots if counts is None else counts, out, lse, tokens, k, scale * LOG2_E, rows.shape[1],
+            BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
+            PRECISION=dot_precision(q.dtype), **plan.constants,
+        )  # fmt: skip
+    return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
+
+
+def _run_native(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By ``native/sparse_attention.cpp``: a token at a time and thread, whose rows are all gathered."""
+    (tokens, heads, width), k = q.shape, slots.shape[1]
+    library = cpu.kernels()
+    out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads)
+    rows = pool.view(-1, width)
+    threads = cpu.threads_for(tokens * heads * k * (width + value_dim))
+    scratch = q.new_empty(threads * library.dsa_sparse_attention_scratch(width, value_dim, k))
+    if counts is not None:
+        counts = counts.to(torch.int32).contiguous()
+    outside = library.dsa_sparse_attention(
+        q.data_ptr(), rows.data_ptr(), slots.data_ptr(), None if counts is None else counts.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), scratch.data_ptr(),
+        tokens, len(rows), rows.stride(0), heads, width, value_dim, k, scale, threads,
+    )  # fmt: skip
+    if outside:
+        raise IndexError(f"slots must be below {len(rows)}, the rows of the pool")
+    return out, lse
+
+
+@operation(runs=cpu.runs_kernel)
+def sparse_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    value_dim: int,
+    scale: float,
+    counts: torch.Tensor | None = None,
+    workspace: int = 256 << 20,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query to the rows in its slots.
+
+    Args:
+        q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
+        pool: latent pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = width; or FP8
+            (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
+        value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
+        scale: softmax scale.
+        counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); the entries
+            behind them may be anything.
+        workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split);
+            the CPU's kernel takes what the rows of a token for each thread need.
+
+    Returns:
+        out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        IndexError: on a CPU, slots outside of the pool.
+    """
+    row_format = attended_format(q, pool, value_dim)
+    if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
+        raise ValueError(f"slots must be [{q.shape[0]}, k], not {tuple(slots.shape)}")
+    if slots.dtype != torch.int32:
+        raise ValueError(f"slots must be int32, not {slots.dtype}")
+    if counts is not None and counts.shape != (q.shape[0],):
+        raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
+    if runs_triton(q):
+        return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
+    if pool.stride(2) == 1 and cpu.serves(q, pool):
+        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, value_dim, scale)
+    block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
+    return sparse_attention_reference(q, pool, slots, counts, value_dim, scale, block_bytes)

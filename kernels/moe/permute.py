@@ -1,0 +1,222 @@
+"""The way of tokens to their experts and back: the order of token-expert pairs by expert, and the weighted sum.
+
+Pair ``t · k + j`` is choice j of token t. In the order, pairs stand by expert and, within one, by token; pairs that
+nobody serves here (−1) come last.
+
+    row = places[t, j]:  tokens[row] = t;   expert e has the rows  ends[e − 1] … ends[e] − 1
+    out[t] = Σ_j weights[t, j] · y[places[t, j]]        over the served pairs, in the order of j, in float32
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Most pairs that are ranked by comparing all with all, which is one launch but takes the square of them. More are
+# compared within blocks of so many, whose counts are added up before.
+COMPARED_PAIRS, BLOCK_PAIRS = 8192, 256
+
+
+class Order(NamedTuple):
+    """Pairs sorted by expert. Everything is on the device, and the host does not know how many are served."""
+
+    tokens: torch.Tensor  # [T · k] int32: the token of every row; beyond the served rows, of the others
+    ends: torch.Tensor  # [experts] int32: where each expert's rows end; the last is how many pairs are served
+    places: torch.Tensor  # [T, k] int32: the row of every pair, −1 where it is not served
+
+
+def expert_order_reference(experts: torch.Tensor, count: int) -> Order:
+    pairs = experts.flatten()
+    # Two bytes are enough for a number, and are sorted in half the time of four.
+    keys = pairs.to(torch.int16).masked_fill_(pairs < 0, count)
+    keys, order = keys.sort(stable=True)
+    ends = torch.searchsorted(
+        keys, torch.arange(count, dtype=keys.dtype, device=keys.device), right=True, out_int32=True
+    )
+    rows = torch.arange(len(pairs), dtype=torch.int32, device=pairs.device)
+    places = torch.empty_like(rows).scatter_(0, order, rows).masked_fill_(pairs < 0, -1)
+    tokens = (order // max(1, experts.shape[1])).int()
+    return Order(tokens, ends, places.view(experts.shape))
+
+
+@triton.jit
+def order_kernel(
+    experts, tokens, ends, places, pairs, count, K: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Ranks by counting. A pair's key is ``expert · pairs + pair``, and its row is how many keys are smaller. The rows
+    of expert e end after as many keys as are under ``(e + 1) · pairs``."""
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    is_pair = query < pairs
+    expert = tl.load(experts + query, mask=is_pair, other=-1)
+    key = tl.where(expert < 0, count, expert) * pairs + query
+    below = tl.where(is_pair, key, (query - pairs + 1) * pairs)[:, None]
+    smaller = tl.zeros((QUERIES, BLOCK), tl.int32)
+    for first in range(0, pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        other = tl.load(experts + pair, mask=pair < pairs, other=-1)
+        keys = tl.where(pair < pairs, tl.where(other < 0, count, other) * pairs + pair, 2147483647)
+        smaller += (keys[None, :] < below).to(tl.int32)
+    rank = tl.sum(smaller, axis=1)
+    tl.store(tokens + rank, query // K, mask=is_pair)
+    tl.store(places + query, tl.where(expert < 0, -1, rank), mask=is_pair)
+    tl.store(ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
+
+
+@triton.jit
+def _keys(experts, pair, pairs, count):
+    """The expert of each pair; ``count`` where nobody serves it."""
+    expert = tl.load(experts + pair, mask=pair < pairs, other=-1)
+    return tl.where(expert < 0, count, expert)
+
+
+@triton.jit(do_not_specialize=["pairs", "count", "blocks"])
+def order_count_kernel(experts, counts, pairs, count, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """A block of pairs a program: how many of them each expert has, ``counts [count + 1, blocks]``."""
+    block = tl.program_id(0)
+    pair = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.where(pair < pairs, _keys(experts, pair, pairs, count), -1)
+    for first in range(0, count + 1, EXPERTS):
+        number = first + tl.arange(0, EXPERTS)
+        here = tl.sum((keys[:, None] == number[None, :]).to(tl.int32), axis=0)
+        tl.store(counts + number.to(tl.int64) * blocks + block, here, mask=number <= count)
+
+
+@triton.jit(do_not_specialize=["pairs", "count", "blocks"])
+def order_place_kernel(
+    experts, upto, tokens, ends, places, pairs, count, blocks,
+    K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """A block of pairs a program. ``upto [count + 1, blocks]`` has the counts added up, expert by expert and within one
+    block by block: a pair's row is behind all that were added up before its block's, and behind the pairs of its expert
+    that stand before it in the block."""
+    block = tl.program_id(0).to(tl.int64)
+    inside = tl.arange(0, BLOCK)
+    pair = block * BLOCK + inside
+    known = pair < pairs
+    key = _keys(experts, pair, pairs, count)
+    at = key.to(tl.int64) * blocks + block
+    row = tl.load(upto + at - 1, mask=known & (at > 0), other=0)
+    for first in range(0, BLOCK, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        others = _keys(experts, block * BLOCK + column, pairs, count)
+        before = (others[None, :] == key[:, None]) & (column[None, :] < inside[:, None])
+        row += tl.sum(before.to(tl.int32), axis=1)
+    tl.store(tokens + row, (pair // K).to(tl.int32), mask=known)
+    tl.store(places + pair, tl.where(key == count, -1, row), mask=known)
+    if block == 0:
+        for first in range(0, count, EXPERTS):
+            number = first + tl.arange(0, EXPERTS)
+            end = tl.load(upto + (number.to(tl.int64) + 1) * blocks - 1, mask=number < count, other=0)
+            tl.store(ends + number, end, mask=number < count)
+
+
+def _order_by_blocks(experts: torch.Tensor, order: Order) -> None:
+    """Fills ``order`` by a counting sort. Compiled for sm_90, not yet measured on a device."""
+    pairs, count, blocks = experts.numel(), len(order.ends), cdiv(experts.numel(), BLOCK_PAIRS)
+    counts = torch.empty(count + 1, blocks, dtype=torch.int32, device=experts.device)
+    order_count_kernel[(blocks,)](
+        experts, counts, pairs, count, blocks, BLOCK=BLOCK_PAIRS, EXPERTS=min(32, next_power_of_2(count + 1)),
+        num_warps=4,
+    )  # fmt: skip
+    upto = counts.view(-1).cumsum(0, dtype=torch.int32)
+    order_place_kernel[(blocks,)](
+        experts, upto, *order, pairs, count, blocks,
+        K=experts.shape[1], BLOCK=BLOCK_PAIRS, COLUMNS=32, EXPERTS=256, num_warps=8,
+    )  # fmt: skip
+
+
+@operation()
+def expert_order(experts: torch.Tensor, count: int) -> Order:
+    """Sorts token-expert pairs by expert, with no synchronisation of host and device.
+
+    Args:
+        experts: int32 ``[T, k]``, numbers in ``[0, count)`` or −1.
+        count: how many experts there are, under 32,768.
+    """
+    if experts.dim() != 2 or experts.dtype != torch.int32:
+        raise ValueError(f"experts must be int32 [tokens, choices], not {experts.dtype} {tuple(experts.shape)}")
+    if not 0 < count < 1 << 15:
+        raise ValueError(f"{count} experts; from 1 to 32,767 can be ordered")
+    pairs = experts.numel()
+    if not runs_triton(experts) or not pairs:
+        return expert_order_reference(experts, count)
+    experts = experts.contiguous()
+    tokens = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    ends = torch.empty(count, dtype=torch.int32, device=experts.device)
+    order = Order(tokens, ends, torch.empty_like(experts))
+    if pairs > COMPARED_PAIRS:
+        _order_by_blocks(experts, order)
+        return order
+    # Compiled for sm_90, not yet measured on a device.
+    queries, block = 32, 128
+    order_kernel[(cdiv(pairs + count, queries),)](
+        experts, *order, pairs, count, K=experts.shape[1], QUERIES=queries, BLOCK=block, num_warps=4
+    )
+    return order
+
+
+def combine_reference(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    out = torch.zeros(places.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for j, place in enumerate(places.t()):
+        token = (place >= 0).nonzero().flatten()
+        rows = y[place[token]].float()
+        # No token is named twice in a choice, so nothing depends on the order in which rows are added.
+        out.index_add_(0, token, rows if weights is None else rows.mul_(weights[token, j, None]))
+    return out.to(y.dtype)
+
+
+@triton.jit
+def combine_kernel(y, places, weights, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Part of one token a program: its K rows are asked for at once."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        place = tl.load(places + token * K + j).to(tl.int64)
+        weight = 1.0
+        if weights is not None:
+            weight = tl.load(weights + token * K + j)
+        row = tl.load(y + place * width + columns, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+        # Not weight · 0: the weight of a pair that is not served here may be anything.
+        total += tl.where(place >= 0, weight * row, 0.0)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@operation()
+def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Weighted sum of every token's rows: the same bits each time.
+
+    Args:
+        y: ``[R, width]``, the experts' results in their order.
+        places: int32 ``[T, k]``, rows of y; −1 is left out.
+        weights: float32 ``[T, k]``; 1 each where there are none.
+
+    Returns:
+        ``[T, width]`` in the dtype of y; zeros for a token whose places are all −1.
+    """
+    if places.dim() != 2 or y.dim() != 2 or (weights is not None and weights.shape != places.shape):
+        shape = None if weights is None else tuple(weights.shape)
+        raise ValueError(f"y {tuple(y.shape)}, places {tuple(places.shape)}, weights {shape} do not fit")
+    if places.dtype != torch.int32 or (weights is not None and weights.dtype != torch.float32):
+        kind = None if weights is None else weights.dtype
+        raise ValueError(f"places must be int32 and weights float32, not {places.dtype} and {kind}")
+    if not runs_triton(y):
+        return combine_reference(y, places, weights)
+    tokens, k = places.shape
+    out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
+    if out.numel():
+        # 16 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
+        block = min(1024, next_power_of_2(y.shape[1]))
+        combine_kernel[(tokens, cdiv(y.shape[1], block))](
+            y.contiguous(), places.contiguous(), None if weights is None else weights.contiguous(), out, y.shape[1],
+            K=k, BLOCK=block, num_warps=max(1, block // 256),
+        )  # fmt: skip
+    return out

@@ -13,14 +13,14 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsa_engine.config.fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.llm import LLM
-from dsa_engine.logs import set_up_logging
 from dsa_engine.options import EngineOptions
-from dsa_engine.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
-from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
+from dsa_engine.system.logs import set_up_logging
+from dsa_engine.system.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.vllm_options import answer
 
 _RANK_0_SPEAKS_S = 10.0

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dsa_engine.chat_template import Message, conversations
+from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.call import Call, Callers
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.startup.start import log_start, start
-from dsa_engine.generation_config import default_sampling
-from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.parallel.failure import report_failures
-from dsa_engine.parallel.option_fields import takes_options_of
-from dsa_engine.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.sizes import format_bytes
-from dsa_engine.tokenizer import Tokenizer, check_tokenizer
+from dsa_engine.system.logs import set_up_logging
+from dsa_engine.system.sizes import format_bytes
+from dsa_engine.text.chat_template import Message, conversations
+from dsa_engine.text.generation_config import default_sampling
+from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
 from dsa_engine.vllm_options import method_answer
 
 
@@ -138,7 +138,7 @@ class LLM:
         Args:
             messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists; a content may be a list of
                 parts ``{"type": "text", "text": "…"}``.
-            chat_template, …, tools: of :func:`dsa_engine.chat_template.render`.
+            chat_template, …, tools: of :func:`dsa_engine.text.chat_template.render`.
         """
         prompts = []
         for conversation in conversations(messages):

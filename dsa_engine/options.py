@@ -7,9 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dsa_engine.model.config import DTYPES
-from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.option_fields import (
+from dsa_engine.config.checks import number
+from dsa_engine.config.fields import (
     BOOL,
     JSON_OBJECT,
     POSITIVE_INT,
@@ -23,9 +22,10 @@ from dsa_engine.parallel.option_fields import (
     option,
     options_of,
 )
-from dsa_engine.parallel.value_checks import number
-from dsa_engine.sizes import parse_bytes
-from dsa_engine.speculative_config import SpeculativeConfig
+from dsa_engine.config.model import DTYPES
+from dsa_engine.config.speculative import SpeculativeConfig
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
@@ -178,7 +178,7 @@ class EngineOptions(Options):
         dict,
         "draft tokens and verify them, several a step, as in vLLM: ``{}`` does not, "
         '``{"method": "mtp", "num_speculative_tokens": 1}`` does; see '
-        ":class:`dsa_engine.speculative_config.SpeculativeConfig`.",
+        ":class:`dsa_engine.config.speculative.SpeculativeConfig`.",
         help='speculative decoding, such as {"method": "mtp", "num_speculative_tokens": 1}',
     )
     enforce_eager: bool = option(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dsa_engine.parallel.option_fields import BOOL, SEED, Kind, Options, documented, option
-from dsa_engine.parallel.value_checks import integer, list_of, number, or_none, shown
+from dsa_engine.config.checks import integer, list_of, number, or_none, shown
+from dsa_engine.config.fields import BOOL, SEED, Kind, Options, documented, option
 from dsa_engine.vllm_options import sampling_answer
 
 _MOST_OUTPUTS = 4096  # of one prompt

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dsa_engine.config.checks import number
+from dsa_engine.config.fields import POSITIVE_INT, Kind, Options, choice, documented, option
 from dsa_engine.parallel.mesh import Mesh
-from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, option
-from dsa_engine.parallel.value_checks import number
 
 CpLayout = Literal["head_tail", "contiguous"]
 MoeDispatch = Literal["all_to_all", "all_gather"]

@@ -344,10 +344,10 @@ def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
 
     def make(tokens: int, **options: Any) -> Any:
         from dsa_engine import LLM
+        from dsa_engine.config.model import ModelConfig
+        from dsa_engine.config.speculative import SpeculativeConfig
         from dsa_engine.demo import demo_folder
-        from dsa_engine.model.config import ModelConfig
         from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-        from dsa_engine.speculative_config import SpeculativeConfig
 
         keys = TINY | options.pop("hf_overrides", {})
         config = ModelConfig.from_pretrained(demo_folder(), keys)

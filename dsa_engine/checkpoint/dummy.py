@@ -8,11 +8,12 @@ import math
 import torch
 
 from dsa_engine.checkpoint.reader import Source
+from dsa_engine.kernels.formats.quantize import E4M3_MAX, FP8
 
 RANDOM_BLOCK_ELEMENTS = 1 << 22  # drawn from one generator
 
 # Of codes (int32: packed INT4): the largest, and the scale under which random ones are well within it.
-_DUMMY_CODES = {torch.float8_e4m3fn: (448.0, 2.0**-12), torch.int8: (127.0, 2.0**-11), torch.int32: (7.0, 2.0**-8)}
+_DUMMY_CODES = {FP8: (E4M3_MAX, 2.0**-12), torch.int8: (127.0, 2.0**-11), torch.int32: (7.0, 2.0**-8)}
 
 
 class DummyReader:

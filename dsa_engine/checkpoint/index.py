@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from dsa_engine.errors import CheckpointError
-from dsa_engine.interrupts import uninterrupted
+from dsa_engine.system.interrupts import uninterrupted
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -23,13 +23,13 @@ import torch
 
 from dsa_engine.checkpoint.checksums import checksums_of
 from dsa_engine.checkpoint.index import INDEX_NAME
-from dsa_engine.checkpoint.layout import TensorSpec
 from dsa_engine.checkpoint.leftovers import remove_leftovers, temporary_name
 from dsa_engine.checkpoint.resume import ResumableFolder
 from dsa_engine.checkpoint.shards import Shard, plan_shards
+from dsa_engine.checkpoint.tensor_spec import TensorSpec
 from dsa_engine.errors import CheckpointError
-from dsa_engine.interrupts import uninterrupted
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.system.interrupts import uninterrupted
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

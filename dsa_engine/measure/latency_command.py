@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from dsa_engine.arguments import add_engine_arguments, json_object, lengths, reported
+from dsa_engine.config.speculative import MOST_DRAFTS
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
@@ -25,8 +26,7 @@ from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
-from dsa_engine.output_files import check_outputs
-from dsa_engine.speculative_config import MOST_DRAFTS
+from dsa_engine.system.output_files import check_outputs
 
 OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 

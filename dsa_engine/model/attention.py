@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.attention.dense_attention import dense_attention
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.gather_latent import gather_latent
@@ -22,7 +23,6 @@ from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
-from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.config.quantization import WeightScheme
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.kernels.linear.block_scaled_libraries import library_product
 from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
 from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
-from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
-
-FP8 = torch.float8_e4m3fn
 
 
 def blocks_of(size: int) -> int:

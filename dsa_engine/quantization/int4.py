@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.int4 import GROUP_SIZES, arrange_int4_, check_groups, dequantize_int4, planes_for
 from dsa_engine.kernels.linear.linear_int4 import linear_int4
 from dsa_engine.kernels.moe.expert_mlp_int4 import expert_mlp_int4
-from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 

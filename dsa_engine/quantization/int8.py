@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.linear.linear_int8 import linear_int8
 from dsa_engine.kernels.moe.expert_mlp_int8 import expert_mlp_int8
-from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 

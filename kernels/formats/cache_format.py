@@ -24,9 +24,7 @@ from dsa_engine.kernels.formats.fp8_cache import (
     unpack_latent_rows,
 )
 from dsa_engine.kernels.formats.hadamard import check_size
-from dsa_engine.kernels.formats.quantize import quantize_rows_reference
-
-FP8 = torch.float8_e4m3fn
+from dsa_engine.kernels.formats.quantize import FP8, quantize_rows_reference
 
 ROW_ALIGNMENT = 16  # bytes: a row of the packed buffer is loaded 16 bytes at a time
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
-from dsa_engine.output_files import whole_file
 from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, peers
+from dsa_engine.system.output_files import whole_file
 
 FOLDER = Path(sys.argv[1])
 failure_watch._POLL_S = 0.05

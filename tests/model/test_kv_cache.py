@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
 from dsa_engine.cli import main as dsa_engine_command
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
@@ -22,7 +23,6 @@ from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.kernels.rows.store_latent import store_latent
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -19,7 +20,6 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions

@@ -13,7 +13,7 @@ from dsa_engine.measure.costs.work import Stages, Work, times
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.generation_benchmark import LatencyResult
 from dsa_engine.measure.report import format_table
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 
 class Shares:

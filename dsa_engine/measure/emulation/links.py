@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.config.checks import integer, is_number
 from dsa_engine.parallel.collective_log import Collective
-from dsa_engine.parallel.value_checks import integer, is_number
 
 
 @dataclass(frozen=True)

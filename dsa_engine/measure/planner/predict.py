@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.measure.costs.model_costs import Decode, prefill_plans
 from dsa_engine.measure.costs.work import Stages
 from dsa_engine.measure.planner.deployment import Deployment, Placed
 from dsa_engine.measure.planner.efficiency import Efficiencies, stage_seconds
-from dsa_engine.model.config import ModelConfig
 
 LINKS = "links"
 

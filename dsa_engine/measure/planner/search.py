@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.measure.planner.deployment import CACHES, DISPATCHES, WEIGHTS, Deployment, Placed
 from dsa_engine.measure.planner.devices import Device
 from dsa_engine.measure.planner.efficiency import Efficiencies
 from dsa_engine.measure.planner.plan import DRAFTS, CannotCut, Load, NothingFits, Plan
 from dsa_engine.measure.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
-from dsa_engine.model.config import ModelConfig
 
 CHUNKS = (2048, 4096, 8192, 16384)
 MOST_REQUESTS = 512  # of a rank, in a decode step

@@ -23,7 +23,7 @@ from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
-from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.parallel.option_fields import takes_options_of
 from dsa_engine.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
 from dsa_engine.sampling_params import SamplingParams

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import compare
-from dsa_engine.parallel.expert_parallel import ExpertParallel
-from dsa_engine.parallel.failure import leave_run, report_failures
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.failure.reporter import leave_run, report_failures
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store, local_world_size
-from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import ParallelConfig

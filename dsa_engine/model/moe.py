@@ -13,11 +13,11 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import MLP, Float32Linear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.dispatch import Dispatch
+from dsa_engine.parallel.experts.dispatch import Dispatch
 
 
 class MoE(Weighted):
-    """A rank holds its part of the routed experts (`parallel/placement.py`); router and shared expert are whole."""
+    """A rank holds a part of the routed experts (`parallel/experts/`); router and shared expert are whole."""
 
     def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.kernels.permute import combine
-from dsa_engine.parallel.all_to_all import Sendings, in_rounds, rounds_needed
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.all_to_all import Sendings, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 def choices(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:

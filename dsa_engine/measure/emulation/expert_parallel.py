@@ -8,12 +8,12 @@ import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.stand_ins import stand_in
-from dsa_engine.parallel.all_to_all import Arrivals
 from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.dispatch import Arrived, Dispatch
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.all_to_all import Arrivals
+from dsa_engine.parallel.experts.dispatch import Arrived, Dispatch
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 class AssignedExpertParallel(ExpertParallel):

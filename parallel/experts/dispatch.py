@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from dsa_engine.kernels.packed_tokens import tokens_of, unpack_choices
-from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 
 
 class Arrived(NamedTuple):

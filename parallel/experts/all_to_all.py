@@ -17,9 +17,9 @@ from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.permute import Order, expert_order
 from dsa_engine.kernels.permute import combine as weighted_sum
 from dsa_engine.kernels.token_ranks import token_ranks
-from dsa_engine.parallel.dispatch import Arrived, Dispatch, unpacked
+from dsa_engine.parallel.experts.dispatch import Arrived, Dispatch, unpacked
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 class Arrivals(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.parallel.dispatch import Arrived, Dispatch
+from dsa_engine.parallel.experts.dispatch import Arrived, Dispatch
 
 # Of what a round may hold, the smallest part by which it is filled.
 _PARTS = 16

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.transfer import download
-from dsa_engine.parallel.all_gather import AllGather, Part, parts_of, tokens_counted_together
-from dsa_engine.parallel.all_to_all import AllToAll, Arrivals, Sendings, in_rounds, rounds_needed
-from dsa_engine.parallel.dispatch import Arrived, AtOnce, Dispatch, unpacked
+from dsa_engine.parallel.experts.all_gather import AllGather, Part, parts_of, tokens_counted_together
+from dsa_engine.parallel.experts.all_to_all import AllToAll, Arrivals, Sendings, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.dispatch import Arrived, AtOnce, Dispatch, unpacked
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import MoeDispatch

@@ -145,7 +145,7 @@ class Mesh:
         return self.world, self.ep, self.cp, self.tp
 
     @property
-    def reports(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this process speaks for the mesh."""
         return self.rank == 0
 
@@ -181,7 +181,7 @@ class Mesh:
         self.machines = tuple(machines)
         size = self.config.tp_size
         for first in range(0, self.world_size, size):
-            if len(set(self.machines[first : first + size])) > 1 and self.reports:
+            if len(set(self.machines[first : first + size])) > 1 and self.is_leader:
                 warnings.warn(
                     f"tp_size {size}: ranks {first} to {first + size - 1} share embedding, output projection and LM "
                     "head, but not a machine, and the links between machines are slow; choose a tp_size that divides "
@@ -193,15 +193,15 @@ class Mesh:
     def _exchange_machines(self) -> list[int]:
         """One exchange of host names, by digest: machines are numbered in the order of their first rank."""
         digest = blake2b(socket.gethostname().encode(), digest_size=7).digest()
-        names = self.exchange(int.from_bytes(digest, "big"))
+        names = self.all_gather_int(int.from_bytes(digest, "big"))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
 
-    def exchange(self, value: int) -> list[int]:
+    def all_gather_int(self, value: int) -> list[int]:
         """A number of every rank of the mesh, below 2⁶³; every rank calls it."""
         return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
-    def meet(self, wait_s: float) -> None:
+    def barrier(self, wait_s: float) -> None:
         """Waits until all ranks of the mesh have come here, in no collective, whose own timeout may be shorter.
 
         Raises:

@@ -10,7 +10,7 @@ from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.router import route
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import MLP, Float32Linear, Weighted
+from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.dispatch import Dispatch
@@ -24,7 +24,7 @@ class MoE(Weighted):
         self.config = config
         self.streams = streams
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.gate = Float32Linear(f"{prefix}.gate.weight", experts, hidden, runtime)
+        self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         self.expert_parallel = runtime.mesh.expert_parallel(experts)
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]

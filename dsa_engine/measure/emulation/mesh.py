@@ -39,11 +39,11 @@ class EmulatedMesh(Mesh):
         self.static_step = False
         self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
-    def meet(self, wait_s: float) -> None:
+    def barrier(self, wait_s: float) -> None:
         """An emulated rank waits for nobody."""
 
     @property
-    def reports(self) -> bool:
+    def is_leader(self) -> bool:
         """An emulated rank is alone."""
         return True
 

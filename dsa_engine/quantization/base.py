@@ -71,9 +71,11 @@ class Linear(Weights):
 
     @abstractmethod
     def dequantized(self) -> torch.Tensor:
-        """The weight as plain numbers of the run's dtype, ``[out, in]``, for whoever multiplies in a way of its own.
-        To be asked for once, when the weights have been loaded (:meth:`.layers.Weighted.take_plain_weight`). Where it is
-        stored so, no copy is made."""
+        """The weight in plain numbers of the run's dtype, ``[out, in]``; no copy where it is stored so.
+
+        Called once, after loading, for a layer that multiplies it in another way
+        (:meth:`.layers.Weighted.take_plain_weight`).
+        """
 
 
 class GroupedExperts(Weights):

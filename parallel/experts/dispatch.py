@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from dsa_engine.kernels.packed_tokens import tokens_of, unpack_choices
 from dsa_engine.parallel.experts.placement import ExpertPlacement
+
+MoeDispatch = Literal["all_to_all", "all_gather"]
 
 
 class Received(NamedTuple):

@@ -14,7 +14,6 @@ of that rank's experts it has chosen.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +22,9 @@ from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.transfer import download
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received, SingleRound, unpacked
+from dsa_engine.parallel.experts.dispatch import Dispatch, MoeDispatch, Received, SingleRound, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import MoeDispatch
 
 
 class ExpertParallel:

@@ -10,11 +10,11 @@ import torch
 from dsa_engine.measure.fake_cuda.device import FakeDevice
 from dsa_engine.measure.fake_cuda.events import Launch
 from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.mesh import choose_device
 
 # Made up: what a library takes for the links of a collective when it first runs.
 LINK_BYTES = 256 << 20

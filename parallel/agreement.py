@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.failure import run_store
+from dsa_engine.parallel.failure.reporter import run_store
 
 _times: Counter[str] = Counter()  # that the ranks have met
 _SLICE_S = 1.0  # how often a rank that waits looks whether there is anything to wait for

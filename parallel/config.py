@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from dsa_engine.config.checks import number
 from dsa_engine.config.fields import POSITIVE_INT, Kind, Options, choice, documented, option
+from dsa_engine.parallel.context_parallel import CpLayout
+from dsa_engine.parallel.experts.dispatch import MoeDispatch
 from dsa_engine.parallel.mesh import Mesh
-
-CpLayout = Literal["head_tail", "contiguous"]
-MoeDispatch = Literal["all_to_all", "all_gather"]
 
 
 @documented

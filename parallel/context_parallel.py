@@ -7,6 +7,10 @@ order in which ranks hold tokens costs no reordering pass.
 
 from __future__ import annotations
 
+from typing import Literal
+
+CpLayout = Literal["head_tail", "contiguous"]
+
 
 def split_sequence(start: int, length: int, ranks: int, layout: str = "head_tail") -> list[list[tuple[int, int]]]:
     """Divides the tokens ``start … start+length-1`` of a sequence over ``ranks``.

@@ -49,7 +49,7 @@ class Projection(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor: ...
+    def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor: ...
 
 
 def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int, group: Group) -> torch.Tensor:
@@ -71,8 +71,8 @@ def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int
     mine = group.all_to_all(by_rank.reshape(group.size * rows, -1))  # everybody's tokens, my heads
     if not project.scales_whole_rows:
         return group.reduce_scatter(project(mine))[:count]
-    largest = group.all_gather(padded.flatten(1).abs().amax(dim=1).float())
-    return group.reduce_scatter(project.of_parts(mine, largest))[:count]
+    row_absmax = group.all_gather(padded.flatten(1).abs().amax(dim=1).float())
+    return group.reduce_scatter(project.forward_sharded(mine, row_absmax))[:count]
 
 
 def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:

@@ -89,14 +89,14 @@ def main() -> None:
     assumed = {"links": links.to_json(), "tflops": args.assumed_tflops, "dtype": "bfloat16", "size": args.counted_size}
     facts = {**about, "options": reported(args), "assumed": assumed, "counted": [c.to_json() for c in counted]}
     results: list[FormResult] = []
-    with progress_bar(len(args.seq_len), "lengths", "comparing", shown=mesh.reports) as bar:
+    with progress_bar(len(args.seq_len), "lengths", "comparing", shown=mesh.is_leader) as bar:
         for i, length in enumerate(args.seq_len, 1):
             results += study.measure(length, args.repeat)
-            if mesh.reports:
+            if mesh.is_leader:
                 listed = [r.to_json() for r in results]
                 write_so_far(args.json, facts, listed, complete=i == len(args.seq_len))
             bar.update(1)
-    if not mesh.reports:
+    if not mesh.is_leader:
         return
     if args.plot:
         where = (f"{args.size}, {mesh.world_size} ranks", about["device"], args.dtype, about["date"][:10])

@@ -113,7 +113,7 @@ class Comparison:
             setattr(args, option, True)
         llm, links = measured_llm(args)
         engine = llm.engine
-        self._reports, self._device = engine.mesh.reports, engine.mesh.device.type
+        self._reports, self._device = engine.mesh.is_leader, engine.mesh.device.type
         self._above = heading(engine, links)
         self._about = run_report(llm, reported(self._args), num_processes(engine)) | to_json(engine, links)
         for input_len in args.input_len:  # all of them, before any is measured

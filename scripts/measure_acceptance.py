@@ -29,7 +29,7 @@ def main() -> None:
     config = json.loads(args.speculative_config) | {"num_speculative_tokens": most}
     llm = llm_from(args, speculative_config=config if most else {})
     results = measure_drafting(llm, held_out(llm), args.length, args.cases, args.num_speculative_tokens)
-    if not llm.engine.mesh.reports:
+    if not llm.engine.mesh.is_leader:
         return
     rows = report(results)
     if args.json:

@@ -156,7 +156,7 @@ def test_the_tree_keeps_its_layers() -> None:
         ("dsa_engine.model.layers", "def f():\n    from .moe import Experts", "above it"),
         ("dsa_engine.checkpoint.loader", "from ..model import Model", "above it"),
         ("dsa_engine.kernels.indexer.topk", "from dsa_engine.config.model import ModelConfig", "but kernels"),
-        ("dsa_engine.kernels.indexer.topk", "from ..parallel import mesh", "but kernels"),
+        ("dsa_engine.kernels.indexer.topk", "from ...parallel import mesh", "but kernels"),
         ("dsa_engine.parallel.mesh", "from dsa_engine.kernels import topk", None),
         ("dsa_engine.parallel.mesh", "from dsa_engine import system", "but config, kernels and parallel"),
         ("dsa_engine.kernels.indexer.topk", "import numpy as np", "may use"),

@@ -34,13 +34,13 @@ def run_doctor(args: argparse.Namespace) -> None:
     with _warnings_only():
         for finding in findings(mesh):
             found.append(finding)
-            if mesh.reports:
+            if mesh.is_leader:
                 print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
                 if finding.advice:
                     print(f"  {'':<9} what to do: {finding.advice}", flush=True)
                 if args.json and args.json != "-":  # what there is so far, should a check never end
                     _write(args.json, about, found, complete=False)
-    if args.json and mesh.reports:
+    if args.json and mesh.is_leader:
         _write(args.json, about, found, complete=True)
     if any(finding.ok is False for finding in found):
         sys.exit(1)

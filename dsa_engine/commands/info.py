@@ -19,7 +19,7 @@ from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.model.layout import parameter_counts
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.quantization import word_for
+from dsa_engine.quantization import quantization_name
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes, parse_bytes
 
@@ -55,7 +55,7 @@ def run_info(args: argparse.Namespace) -> None:
         memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else available_bytes()
     stored = config.quantization or released_fp8()
     forms: list[tuple[str, QuantizationConfig | None, torch.dtype]] = [
-        (word_for(stored) or "as stored", stored, torch.bfloat16)
+        (quantization_name(stored) or "as stored", stored, torch.bfloat16)
     ]
     for name in ("int8", "int4-experts"):
         with suppress(ValueError):  # sizes that groups of 128 do not divide

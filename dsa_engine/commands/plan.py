@@ -138,7 +138,7 @@ def _plan(args: argparse.Namespace, planner: Planner, load: Load, about: dict[st
 def _check(args: argparse.Namespace) -> None:
     check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
     found = check.run()
-    if not check.reports:
+    if not check.is_leader:
         return
     if args.json:
         write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in found]})

@@ -183,4 +183,4 @@ class ModelRunner:
         if most == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         rows = plan.ranks[self._mesh.rank].rows_with_logits
-        return self._model.own_logits(hidden[upload(rows, hidden.device)], most)
+        return self._model.logits(hidden[upload(rows, hidden.device)], most)

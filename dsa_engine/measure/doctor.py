@@ -159,7 +159,7 @@ def check_links(mesh: Mesh) -> str:
 def check_kernels(mesh: Mesh) -> str:
     """All kernels of DeepSeek-V3.2 at its sizes, few rows and a full step, against their references; on a CPU its own
     kernels, or Triton's in the interpreter, at the demo model's."""
-    if not max(mesh.exchange(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
+    if not max(mesh.all_gather_int(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
         raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
     before, running = operation.replaced(), [""]
     operation.replace({})
@@ -206,10 +206,11 @@ def check_tokens(mesh: Mesh) -> str:
         ways |= {"CUDA graphs": {}, "references": {"kernels": "reference"}}
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     tokens: dict[str, list[list[int]]] = {}
+    common: dict[str, Any] = {"parallel": mesh.config}
     for name, options in ways.items():
         llm = LLM(
             "demo", device=mesh.device.type, dtype="float32", max_model_len=2048, cache_memory="256MiB", progress=False,
-            parallel=mesh.config, **options,
+            **options, **common,
         )  # fmt: skip
         text = PROMPT * 40 + "key 4821 is"
         together = [out.token_ids for out in llm.generate([text, PROMPT], params)]
@@ -244,7 +245,7 @@ def check_room(mesh: Mesh) -> str:
 def _wait(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
-    mesh.exchange(0)
+    mesh.all_gather_int(0)
 
 
 CHECKS: dict[str, Callable[[Mesh], str]] = {

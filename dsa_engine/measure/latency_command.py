@@ -121,18 +121,18 @@ class _Report:
 
     def write(self, complete: bool) -> None:
         engine = self._engine
-        if engine.mesh.reports and self._args.json:
+        if engine.mesh.is_leader and self._args.json:
             graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
             facts = {**self._about, **graphs, **self._shares.to_json(), **to_json(engine, self._links)}
             write_so_far(self._args.json, facts, self._listed, complete=complete)
 
     def plot(self) -> None:
-        if self._engine.mesh.reports and self._args.plot:
+        if self._engine.mesh.is_leader and self._args.plot:
             plot_latency(self._listed, self._metric, self._args.plot, caption(self._about, title(self._engine)))
 
     def show(self) -> None:
         """The tables; nothing where nothing has been measured."""
-        if not self._engine.mesh.reports or not self._results:
+        if not self._engine.mesh.is_leader or not self._results:
             return
         sizes = [size_of(result) for result in self._results]
         print_latencies(self._metric, self._results, heading(self._engine, self._links))
@@ -201,7 +201,7 @@ def _profile(engine: Engine, args: argparse.Namespace) -> None:
     """One more run of the last length and batch size; the other ranks run along."""
     input_len, batch_size = args.input_len[-1], args.batch_size[-1]
     prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
-    with chrome_trace(args.profile if engine.mesh.reports else None):
+    with chrome_trace(args.profile if engine.mesh.is_leader else None):
         generate_batch(engine, prompts, args.output_len, fill_cache=_fills_cache(args))
 
 

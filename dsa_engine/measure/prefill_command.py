@@ -67,11 +67,11 @@ def run_prefill(args: argparse.Namespace) -> None:
     report = _Report(llm, links, args)
     for i, prompt in enumerate(prompts, 1):
         report.add(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat, links=links))
-        if engine.mesh.reports:
+        if engine.mesh.is_leader:
             report.write(last=i == len(prompts))
             report.show()
     if args.profile:
-        with chrome_trace(args.profile if engine.mesh.reports else None):  # the other ranks run along
+        with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run along
             engine.prefill(prompts[-1])
 
 

@@ -52,7 +52,7 @@ def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str,
     """
     engine = llm.engine
     shape = {name: _plain(v) for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
-    in_force = asdict(engine.options) | {"parallel": asdict(engine.mesh.config)}
+    in_force = asdict(engine.options) | {"parallel": asdict(engine.options.parallel)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),
         "model": {"name": model_name(llm), **shape},

@@ -50,7 +50,7 @@ def run_serving(args: argparse.Namespace) -> None:
     llm = llm_from(args)
     check_serving(llm.engine, load)
     result = measure_serving(llm.engine, load, goals, args.num_warmups)
-    if not llm.engine.mesh.reports:
+    if not llm.engine.mesh.is_leader:
         return
     if args.json:
         given = reported(args) | ({"request_rate": "inf"} if math.isinf(args.request_rate) else {})

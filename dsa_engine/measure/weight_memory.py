@@ -10,7 +10,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
-from dsa_engine.quantization import weight_format, word_for
+from dsa_engine.quantization import quantization_name, weight_format
 
 _META = torch.device("meta")
 
@@ -52,7 +52,7 @@ def rank_model(
     """The model of the rank that holds most, on no device; see :func:`rank_weight_bytes`."""
     mesh = EmulatedMesh(EmulatedConfig(emulate_world=ranks, tp_size=tp_size), _META)
     with torch.inference_mode():
-        made = weight_format(stored, word_for(stored), dtype, _META)
+        made = weight_format(stored, quantization_name(stored), dtype, _META)
         model = Model(config, Runtime(mesh, dtype, made, workspace=0), mtp_modules)
         model.weights_loaded()
     return model

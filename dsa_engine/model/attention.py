@@ -62,7 +62,7 @@ class Attention(Weighted):
         nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         # In the run's dtype, whatever they are stored in, as the released code has them in absorbed form: W_UK is
         # multiplied from its other side there, and both take a small part of the time.
-        up = self.only_dequantized(self.kv_b).view(self.config.num_attention_heads, -1, rank)
+        up = self.take_plain_weight(self.kv_b).view(self.config.num_attention_heads, -1, rank)
         del self.kv_b
         self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
 
@@ -80,11 +80,11 @@ class Attention(Weighted):
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
         """
-        indexer, stored = self.indexer, cache.format
+        indexer, cache_format = self.indexer, cache.format
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 
         # The gather is started first, so that it overlaps with the computation of q.
-        gathering = self._gather_cache_rows(x, batch, stored) if batch.gathers else None
+        gathering = self._gather_cache_rows(x, batch, cache_format) if batch.gathers else None
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
 
@@ -93,15 +93,15 @@ class Attention(Weighted):
             if indexer is None or key_pool is None:
                 return ()
             if gathering is None:
-                indexer.store_keys(x, batch, stored, key_pool, batch.slot_mapping)
-            return indexer.queries(x, q_resid, batch, stored) if batch.sparse_mqa.rows else ()
+                indexer.store_keys(x, batch, cache_format, key_pool, batch.slot_mapping)
+            return indexer.queries(x, q_resid, batch, cache_format) if batch.sparse_mqa.rows else ()
 
         # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
         with stage("indexer prolog"):
             indexed = self.streams.indexer.run(index, x, q_resid)
         with stage("MLA prolog"):
             if gathering is None:
-                self._store_latent(x, batch, stored, latent_pool, batch.slot_mapping)
+                self._store_latent(x, batch, cache_format, latent_pool, batch.slot_mapping)
             q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
             index_query = indexed()
@@ -125,7 +125,7 @@ class Attention(Weighted):
         self,
         x: torch.Tensor,
         batch: ForwardBatch,
-        stored: CacheFormat,
+        cache_format: CacheFormat,
         into: torch.Tensor,
         slots: torch.Tensor | None = None,
     ) -> None:
@@ -139,22 +139,22 @@ class Attention(Weighted):
             into,
             slots,
             interleaved=self.config.rope_interleaved,
-            power_of_two=stored.power_of_two,
+            power_of_two=cache_format.power_of_two,
         )
 
     def _gather_cache_rows(
-        self, x: torch.Tensor, batch: ForwardBatch, stored: CacheFormat
+        self, x: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
     ) -> Callable[[], torch.Tensor]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
         side; the rows behind this rank's tokens hold anything, and their slots are −1."""
-        tokens, latent, index_key = x.shape[0], stored.latent.columns, stored.index_key
-        width = stored.packed_width(index_key=self.indexer is not None)
-        rows = x.new_empty(batch.cp_rows, width, dtype=stored.latent.pool_dtype)
+        tokens, latent, index_key = x.shape[0], cache_format.latent.columns, cache_format.index_key
+        width = cache_format.packed_width(index_key=self.indexer is not None)
+        rows = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, batch, stored, rows[:tokens, :latent])
+            self._store_latent(x, batch, cache_format, rows[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, stored, rows[:tokens, latent : latent + index_key.columns])
+                self.indexer.store_keys(x, batch, cache_format, rows[:tokens, latent : latent + index_key.columns])
         with stage("communication"):
             return self.runtime.mesh.cp.all_gather_async(rows)
 

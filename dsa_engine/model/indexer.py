@@ -12,7 +12,7 @@ from dsa_engine.kernels.rows.paged import slots_of
 from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import Float32Linear, Weighted
+from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
 
@@ -28,13 +28,13 @@ class Indexer(Weighted):
         self.wk = self.linear(f"{prefix}.wk.weight", dim, config.hidden_size)
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
-        self.weights_proj = Float32Linear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
+        self.weights_proj = Float32OutputLinear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
 
     def store_keys(
         self,
         x: torch.Tensor,
         batch: ForwardBatch,
-        stored: CacheFormat,
+        cache_format: CacheFormat,
         into: torch.Tensor,
         slots: torch.Tensor | None = None,
     ) -> None:
@@ -49,11 +49,11 @@ class Indexer(Weighted):
             into,
             slots,
             interleaved=self.config.index_rope_interleaved,
-            power_of_two=stored.power_of_two,
+            power_of_two=cache_format.power_of_two,
         )
 
     def queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, stored: CacheFormat
+        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Index queries ``[sparse rows, heads, dim]``, in FP8 where the keys are, and head weights ``[sparse rows,
         heads]`` of the rows in sparse MQA form.
@@ -65,8 +65,10 @@ class Indexer(Weighted):
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
-        if stored.fp8:
-            q, scales = quantize_index_queries(q, cos, sin, interleaved=interleaved, power_of_two=stored.power_of_two)
+        if cache_format.fp8:
+            q, scales = quantize_index_queries(
+                q, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
+            )
             return q, weights * scales
         turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)

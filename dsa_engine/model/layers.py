@@ -65,7 +65,7 @@ class Weighted(nn.Module):
         self.sources += weights.sources
         self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
 
-    def only_dequantized(self, linear: Linear) -> torch.Tensor:
+    def take_plain_weight(self, linear: Linear) -> torch.Tensor:
         """The plain weight of a layer that is only ever multiplied in a way of its own: what is stored is let go.
 
         To be asked for once, in :meth:`weights_loaded`; the layer cannot be called afterwards.
@@ -88,7 +88,7 @@ class Weighted(nn.Module):
         """Called once, when the weights have been loaded: the time to derive others from them."""
 
 
-class Float32Linear(Weighted):
+class Float32OutputLinear(Weighted):
     """``x [T, in] -> [T, out]`` in float32, for the few products whose rounding would choose other tokens or experts.
 
     Where the checkpoint holds the weight in bfloat16, products of it and bfloat16 activations are exact in float32, in

@@ -82,16 +82,23 @@ class Model(Weighted):
         assert isinstance(module, MTPModule)
         return module
 
-    def logits(self, hidden: torch.Tensor, module: int | None = None) -> torch.Tensor:
-        """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold;
-        ``module``: of the states of this MTP module."""
-        own = None if module is None else self._module(module).head
-        with stage("LM head"):
-            return vocab_parallel_logits(hidden, self.lm_head if own is None else own, self.runtime.mesh.tp)
+    def mtp_head(self, module: int) -> torch.Tensor:
+        """The LM head of an MTP module, ``[vocab of this rank, hidden]``: its own one or the model's."""
+        own = self._module(module).head
+        return self.lm_head if own is None else own
 
-    def own_logits(self, hidden: torch.Tensor, most: int, module: int | None = None) -> torch.Tensor:
-        """float32 ``[n, vocab]`` of this rank's rows ``hidden [n, hidden]``; ``most`` is the largest n of a rank of the
-        tensor-parallel group, which takes part as a whole. ``module``: of the states of this MTP module."""
-        tp, count = self.runtime.mesh.tp, hidden.shape[0]
-        everybodys = tp.all_gather(F.pad(hidden, (0, 0, 0, most - count)))
-        return self.logits(everybodys, module)[tp.index * most : tp.index * most + count]
+    def logits(
+        self, hidden: torch.Tensor, padded_rows: int | None = None, head: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float32 ``[n, vocab]`` of ``hidden [n, hidden]``; all ranks of the tensor-parallel group call it.
+
+        Args:
+            padded_rows: the largest n of a rank of the group; None: all of its ranks hold the same rows.
+            head: ``[vocab of this rank, hidden]``; default: the model's.
+        """
+        tp, count, first = self.runtime.mesh.tp, hidden.shape[0], 0
+        if padded_rows is not None:
+            hidden, first = tp.all_gather(F.pad(hidden, (0, 0, 0, padded_rows - count))), tp.index * padded_rows
+        with stage("LM head"):
+            logits = vocab_parallel_logits(hidden, self.lm_head if head is None else head, tp)
+        return logits[first : first + count]

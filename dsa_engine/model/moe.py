@@ -10,21 +10,21 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import MLP, Float32Linear, Weighted
+from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.dispatch import Dispatch
+from dsa_engine.parallel.experts.dispatch import Dispatch
 
 
 class MoE(Weighted):
-    """A rank holds its part of the routed experts (`parallel/placement.py`); router and shared expert are whole."""
+    """A rank holds a part of the routed experts (`parallel/experts/`); router and shared expert are whole."""
 
     def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
         self.config = config
         self.streams = streams
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.gate = Float32Linear(f"{prefix}.gate.weight", experts, hidden, runtime)
+        self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         self.expert_parallel = runtime.mesh.expert_parallel(experts)
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]

@@ -7,7 +7,16 @@ layers.
 """
 
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat, Weights
-from dsa_engine.quantization.choose import weight_format, word_for
+from dsa_engine.quantization.choose import quantization_name, weight_format
 from dsa_engine.quantization.unquantized import Unquantized
 
-__all__ = ["GroupedExperts", "Linear", "Matrix", "Unquantized", "WeightFormat", "Weights", "weight_format", "word_for"]
+__all__ = [
+    "GroupedExperts",
+    "Linear",
+    "Matrix",
+    "Unquantized",
+    "WeightFormat",
+    "Weights",
+    "weight_format",
+    "quantization_name",
+]

@@ -61,16 +61,21 @@ class Linear(Weights):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in] -> [..., out]``, in x's dtype."""
 
-    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """The same where ``scales_whole_rows`` and ``x`` has only a part of the columns of its rows, whose largest
-        magnitudes are ``largest``, float32 ``[...]``."""
+    def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
+        """The same for ``scales_whole_rows`` and an ``x`` that has only a part of the columns of its rows.
+
+        Args:
+            row_absmax: float32 ``[...]``, the largest magnitude of each whole row.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def dequantized(self) -> torch.Tensor:
-        """The weight as plain numbers of the run's dtype, ``[out, in]``, for whoever multiplies in a way of its own.
-        To be asked for once, when the weights have been loaded (:meth:`.layers.Weighted.only_dequantized`). Where it is
-        stored so, no copy is made."""
+        """The weight in plain numbers of the run's dtype, ``[out, in]``; no copy where it is stored so.
+
+        Called once, after loading, for a layer that multiplies it in another way
+        (:meth:`.layers.Weighted.take_plain_weight`).
+        """
 
 
 class GroupedExperts(Weights):

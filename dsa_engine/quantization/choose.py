@@ -36,7 +36,7 @@ def weight_format(
         ValueError: the checkpoint is of another kind than was asked for, the device cannot compute in it, or there is
             no class for one of its schemes; the text says what is possible.
     """
-    word = word_for(config)
+    word = quantization_name(config)
     if quantization not in (None, "dequantize", word):
         raise ValueError(
             f"quantization={quantization!r} needs a checkpoint that is stored so; this one is "
@@ -55,7 +55,7 @@ def weight_format(
     return ByName(config, {scheme: _format_of(scheme)(scheme, dtype, device) for scheme in config.schemes}, plain)
 
 
-def word_for(config: QuantizationConfig | None) -> str | None:
+def quantization_name(config: QuantizationConfig | None) -> str | None:
     """What the ``quantization`` option calls a checkpoint; None: in plain numbers, or it has no word for it."""
     kinds = {(scheme.type, scheme.bits) for scheme in config.schemes} if config else set()
     words = [word for kind, word in WORDS.items() if kind in kinds]

@@ -71,8 +71,8 @@ class Int4Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear_int4(x, self.packed, self.scale, int8_activations=self._stored.int8_activations)
 
-    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        return linear_int4(x, self.packed, self.scale, int8_activations=True, largest=largest)
+    def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
+        return linear_int4(x, self.packed, self.scale, int8_activations=True, largest=row_absmax)
 
     def dequantized(self) -> torch.Tensor:
         return dequantize_int4(self.packed, self.scale, self._stored.dtype, self._stored.planes)

@@ -39,8 +39,8 @@ class Int8Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear_int8(x, self.weight, self.scale)
 
-    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        return linear_int8(x, self.weight, self.scale, largest)
+    def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
+        return linear_int8(x, self.weight, self.scale, row_absmax)
 
     def dequantized(self) -> torch.Tensor:
         return (self.weight * self.scale[:, None]).to(self.dtype)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from dsa_engine.parallel.failure import before_end
+from dsa_engine.parallel.failure.reporter import before_end
 
 _unfinished: set[Path] = set()  # files that are being written
 _stdout: TextIO | None = None  # the real one, while it is kept for a result

@@ -22,7 +22,7 @@ from dsa_engine.engine.startup.kernel_findings import KernelFindings
 from dsa_engine.kernels.runtime import operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel.peers import name_of
+from dsa_engine.parallel.failure.peers import name_of
 
 ENGINES = """
 import json, sys

@@ -22,7 +22,7 @@ from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.routing import balanced_choices, check_loads, weighted_choices
 from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.parallel.all_gather import parts_of, tokens_counted_together
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.all_gather import parts_of, tokens_counted_together
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 @given(st.lists(st.integers(0, 24), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 8))

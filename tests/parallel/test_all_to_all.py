@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.kernels.moe.permute import combine
-from dsa_engine.parallel.all_to_all import Sendings, in_rounds, rounds_needed
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.all_to_all import SendPlan, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 def choices(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_no_rank_serves_more_than_the_bound(
 ) -> None:
     """All ranks of a world, each with its own tokens."""
     everybodys = [choices(tokens, k, size, hot, seed + rank) for rank in range(size)]
-    sendings = [Sendings.of(experts, torch.arange(size, dtype=torch.int32), size) for experts in everybodys]
+    sendings = [SendPlan.of(experts, torch.arange(size, dtype=torch.int32), size) for experts in everybodys]
     served = sum(one.counts[:, 1] for one in sendings)
     for rank in range(size):
         assert served[rank] == sum(int((experts == rank).sum()) for experts in everybodys)

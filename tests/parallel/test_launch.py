@@ -16,11 +16,14 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, run_store
+from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.agreement import differences
+from dsa_engine.parallel.failure import reporter as failure
+from dsa_engine.parallel.failure import store as run_store
+from dsa_engine.parallel.failure import watch as failure_watch
+from dsa_engine.parallel.failure.peers import name_of, state_of, wake
 from dsa_engine.parallel.launch_environment import launched_rank, local_world_size, several_processes
-from dsa_engine.parallel.peers import name_of, state_of, wake
 
 
 def test_nobody_has_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:

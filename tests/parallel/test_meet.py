@@ -53,7 +53,7 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
     def run(mesh: Rank) -> None:
         time.sleep(0.3 * mesh.rank)
         came.append(mesh.rank)
-        mesh.meet(30.0)
+        mesh.barrier(30.0)
         assert len(came) == 3
 
     with ThreadPoolExecutor(3) as pool:
@@ -62,7 +62,7 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
 
 def test_who_does_not_come_is_named(meshes: list[Rank]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(mesh.meet, wait) for mesh, wait in zip(meshes[:2], (0.2, 1.0), strict=True))
+        first, second = (pool.submit(mesh.barrier, wait) for mesh, wait in zip(meshes[:2], (0.2, 1.0), strict=True))
         with pytest.raises(TimeoutError, match="rank 2 has not come to the start of the run for 0.2 seconds"):
             first.result()
         with pytest.raises(TimeoutError, match="rank 0 has not come"):

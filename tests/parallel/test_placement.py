@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 CPU = torch.device("cpu")
 

@@ -153,7 +153,7 @@ def test_parts_of_columns_are_scaled_as_whole_rows(stored: Callable[[str], Path]
         scales.into.copy_(scale[:, None])
     assert whole.scales_whole_rows
     largest = x.abs().amax(dim=1)
-    sums = parts[0].of_parts(x[:, :16], largest) + parts[1].of_parts(x[:, 16:], largest)
+    sums = parts[0].forward_sharded(x[:, :16], largest) + parts[1].forward_sharded(x[:, 16:], largest)
     torch.testing.assert_close(sums, whole(x), rtol=1e-5, atol=1e-5)
 
 

@@ -48,7 +48,7 @@ def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[
     tables = []
     for first in range(0, most, block):
         part, count = slice(first, first + block), min(block, most - first)
-        logits = model.own_logits(hidden[indices[part]], count)
+        logits = model.logits(hidden[indices[part]], count)
         table = log_probabilities(logits, tokens[part], min(max(asked), vocab))
         tables.append(F.pad(table, (0, 0, 0, count - len(table))))
     gathered = mesh.world.all_gather(torch.cat(tables)).tolist()

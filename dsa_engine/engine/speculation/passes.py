@@ -157,7 +157,7 @@ class Passes(ABC):
 
     def _most_likely(self, states: torch.Tensor, module: int) -> torch.Tensor:
         """int64 ``[requests]``: the token that the module's states ``[requests, hidden]`` draft."""
-        return self.model.own_logits(states, len(states), module).argmax(dim=-1)
+        return self.model.logits(states, len(states), self.model.mtp_head(module)).argmax(dim=-1)
 
 
 class EagleChain(Passes):

@@ -45,7 +45,7 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
         return options.kernels == "reference"
     findings = KernelFindings(_kept_file(config, stored, mesh.device, options))
     wrong = findings.wrong
-    if max(mesh.exchange(int(not findings.finished))):  # in step, as layers have collectives
+    if max(mesh.all_gather_int(int(not findings.finished))):  # in step, as layers have collectives
         wrong = _compare(model, config, mesh, stored, findings)
     operation.replace(wrong)
     for name, reason in operation.replaced().items():
@@ -56,14 +56,14 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
             name,
             reason,
         )
-    return bool(max(mesh.exchange(len(operation.replaced()))))
+    return bool(max(mesh.all_gather_int(len(operation.replaced()))))
 
 
 def _has_kernels(model: Model, mesh: Mesh) -> bool:
     """Whether some rank would run kernels; on a CPU these are compiled for it."""
     if mesh.device.type == "cuda" or INTERPRETED:
         return True
-    return bool(max(mesh.exchange(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
+    return bool(max(mesh.all_gather_int(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
 
 
 def trial_tokens(config: ModelConfig) -> int:

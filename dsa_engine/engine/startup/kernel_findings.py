@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dsa_engine.parallel.failure import before_end, blameless
-from dsa_engine.parallel.peers import machine, name_of, state_of
+from dsa_engine.parallel.failure.peers import machine, name_of, state_of
+from dsa_engine.parallel.failure.reporter import before_end, blameless
 from dsa_engine.system.output_files import write_text
 
 _LOCK_S = 2.0  # longest wait for another process's writing

@@ -75,7 +75,7 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     else:
         memory = parse_bytes(options.cache_memory, "cache_memory")
     useful = options.max_num_seqs * pages_for(max_model_len, page_size)
-    pages = min(mesh.exchange(min(memory // one, useful)))
+    pages = min(mesh.all_gather_int(min(memory // one, useful)))
     if pages == 0:
         beside = f" beside {format_bytes(for_steps)} for steps" if for_steps else ""
         smaller = ", or a smaller max_num_batched_tokens" if for_steps else ""

@@ -2,7 +2,7 @@
 
 Then NCCL has its buffers, as every collective has run once, cuBLAS has its workspaces and kernels are loaded; so what
 is free afterwards is free for good. Routing is forced to be even, which fills a dispatch's round to its bound
-(`parallel/all_to_all.py`, `all_gather.py`): other routing takes more rounds, not more memory. What comes back in these,
+(`parallel/experts/`): other routing takes more rounds, not more memory. What comes back in these,
 and what a `moe_chunk_size` allows beyond that, is added.
 """
 
@@ -24,7 +24,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.all_to_all import rounds_needed
+from dsa_engine.parallel.experts.all_to_all import rounds_needed
 
 # What a captured graph takes outside of PyTorch's memory and in buffers of its own. Assumed, not measured: a kernel in
 # a graph takes some KB, and V3.2 has about 2,700 of them in a decode step.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.measure.emulation.routing import balanced_choices, weighted_choices
 from dsa_engine.measure.emulation.stand_ins import stand_in
-from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 
 Rows = tuple[int, ...]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dsa_engine.config.checks import integer, is_integer, is_number
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.mesh import choose_device
+from dsa_engine.parallel.device import choose_device
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.stand_ins import stand_in
-from dsa_engine.parallel.all_to_all import Arrivals
-from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.dispatch import Arrived, Dispatch
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.all_to_all import RecvPlan
+from dsa_engine.parallel.experts.dispatch import Dispatch, MoeDispatch, Received
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 class AssignedExpertParallel(ExpertParallel):
@@ -49,22 +48,22 @@ class EmulatedExpertParallel(AssignedExpertParallel):
     def gathered_choices(self, experts: torch.Tensor, count: int, most_tokens: int) -> torch.Tensor:
         return self.assigned.gathered(count, most_tokens, experts.shape[1], experts.device)
 
-    def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
+    def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         (made_up, _), step = super().exchange_counts(sent), self.assigned.step
 
-        def make() -> tuple[Arrivals, int]:
+        def make() -> tuple[RecvPlan, int]:
             choices, receive = step.arriving
-            return Arrivals(made_up.send, receive, int((choices >= 0).sum())), step.most_served
+            return RecvPlan(made_up.send, receive, int((choices >= 0).sum())), step.most_served
 
         return stand_in(("counts", step.tokens), make)
 
-    def exchange_rounds(self, sent: torch.Tensor) -> list[Arrivals]:
+    def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
         made_up = super().exchange_rounds(sent)
 
-        def make() -> list[Arrivals]:
+        def make() -> list[RecvPlan]:
             choices, receive = self._arriving(len(made_up))
             return [
-                Arrivals(one.send, counts, int((here >= 0).sum()))
+                RecvPlan(one.send, counts, int((here >= 0).sum()))
                 for one, here, counts in zip(made_up, choices, receive, strict=True)
             ]
 
@@ -88,7 +87,7 @@ class _Assigned(Dispatch):
         self.rounds = dispatch.rounds
         self._dispatch, self._experts = dispatch, experts
 
-    def arrive(self, number: int) -> Arrived:
+    def arrive(self, number: int) -> Received:
         return self._dispatch.arrive(number)._replace(experts=self._experts[number])
 
     def give_back(self, number: int, sums: torch.Tensor) -> None:

@@ -13,9 +13,9 @@ from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from dsa_engine.measure.emulation.config import EmulatedConfig
@@ -39,11 +39,11 @@ class EmulatedMesh(Mesh):
         self.static_step = False
         self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
-    def meet(self, wait_s: float) -> None:
+    def barrier(self, wait_s: float) -> None:
         """An emulated rank waits for nobody."""
 
     @property
-    def reports(self) -> bool:
+    def is_leader(self) -> bool:
         """An emulated rank is alone."""
         return True
 

@@ -142,8 +142,8 @@ class Check:
             self._large = LLM(model, parallel=of_several, **common)
 
     @property
-    def reports(self) -> bool:
-        return self._mesh.reports
+    def is_leader(self) -> bool:
+        return self._mesh.is_leader
 
     def environment(self) -> dict[str, Any]:
         """Where and when it is measured."""

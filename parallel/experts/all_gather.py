@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.parallel.dispatch import Arrived, Dispatch
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 
 # Of what a round may hold, the smallest part by which it is filled.
 _PARTS = 16
@@ -67,23 +67,23 @@ def _filled(served: list[int], most: int) -> list[list[int]]:
     return groups
 
 
-class AllGather(Dispatch):
+class AllGatherDispatch(Dispatch):
     """Tokens that have been gathered, in the rounds of ``parts``; ``back`` makes the sums for this rank's own tokens of
     those for all."""
 
-    def __init__(self, arrived: Arrived, parts: list[Part], back: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, arrived: Received, parts: list[Part], back: Callable[[torch.Tensor], torch.Tensor]):
         self.rounds = len(parts)
-        self._arrived: Arrived | None = arrived
+        self._arrived: Received | None = arrived
         self._parts, self._back = parts, back
         self._sums: list[torch.Tensor] = []
 
-    def arrive(self, number: int) -> Arrived:
+    def arrive(self, number: int) -> Received:
         (first, last, served), arrived = self._parts[number], self._arrived
         assert arrived is not None
         if number == self.rounds - 1:
             self._arrived = None  # its memory is free as soon as the experts are done with it
         some = slice(first, last)
-        return Arrived(
+        return Received(
             arrived.tokens[some], arrived.experts[some], arrived.weights[some], arrived.served_fraction, served
         )
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.peers import kill, state_of
-from dsa_engine.parallel.run_store import STORE_WAIT, connect, has_listener
+from dsa_engine.parallel.failure.peers import kill, state_of
+from dsa_engine.parallel.failure.store import STORE_WAIT, connect, has_listener
 
 logger = logging.getLogger(__name__)
 

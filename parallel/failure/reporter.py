@@ -5,7 +5,7 @@ rank to fail leaves its error in the store of the run before it ends; a rank tha
 in one line whose error ended the run. Ranks that fail alike (a wrong path, say) show one traceback for the same reason.
 
 A rank whose peer has failed may wait where no error arises: NCCL's collectives are waited for inside CUDA. So each has
-a thread (:mod:`.failure_watch`) that learns of the first error from the store, gives the main thread a moment to fail
+a thread (:mod:`.watch`) that learns of the first error from the store, gives the main thread a moment to fail
 by itself, and ends the process with the first one's exit status. On another machine it shows the traceback too. Whoever
 ends waits until the others have read why, and kills those of its own machine that do not even run a thread.
 """
@@ -26,10 +26,10 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.failure_watch import LEFT, FailureWatch, ends, see_off
+from dsa_engine.parallel.failure.peers import State, machine, name_of, state_of, wake
+from dsa_engine.parallel.failure.store import STORE_WAIT, connect
+from dsa_engine.parallel.failure.watch import LEFT, FailureWatch, ends, see_off
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes
-from dsa_engine.parallel.peers import State, machine, name_of, state_of, wake
-from dsa_engine.parallel.run_store import STORE_WAIT, connect
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

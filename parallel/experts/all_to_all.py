@@ -17,12 +17,12 @@ from dsa_engine.kernels.moe.packed_tokens import pack_tokens
 from dsa_engine.kernels.moe.permute import Order, expert_order
 from dsa_engine.kernels.moe.permute import combine as weighted_sum
 from dsa_engine.kernels.moe.token_ranks import token_ranks
-from dsa_engine.parallel.dispatch import Arrived, Dispatch, unpacked
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received, unpacked
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
-class Arrivals(NamedTuple):
+class RecvPlan(NamedTuple):
     """What the host has to know of an all-to-all."""
 
     send: list[int]  # tokens of this rank that go to each
@@ -30,7 +30,7 @@ class Arrivals(NamedTuple):
     served: int  # choices of these that this rank's experts serve
 
 
-class Sendings(NamedTuple):
+class SendPlan(NamedTuple):
     """Which of a rank's tokens go where: a row is a token on its way to a rank."""
 
     order: Order  # rows sorted by rank and, within one, by token
@@ -38,7 +38,7 @@ class Sendings(NamedTuple):
     counts: torch.Tensor  # [size, 2] int32: rows to each rank, and choices of them that it serves
 
     @classmethod
-    def of(cls, experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> Sendings:
+    def of(cls, experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
         """Of the physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.token_ranks.token_ranks`."""
         ranks, first, counts = token_ranks(experts, rank_of, size)
         return cls(expert_order(first, size), ranks, counts)
@@ -63,7 +63,7 @@ def rounds_needed(most: int, most_pairs: int, size: int, k: int) -> int:
     return -(-most // max(size, most_pairs - size * k))
 
 
-def in_rounds(sendings: Sendings, rows: int, rounds: int) -> Rounds:
+def in_rounds(sendings: SendPlan, rows: int, rounds: int) -> Rounds:
     """Cuts what goes to each rank into ``rounds`` parts of as many choices; ``rows`` is how many rows there are."""
     order, ranks, counts = sendings
     size, device = len(counts), ranks.device
@@ -84,7 +84,7 @@ def in_rounds(sendings: Sendings, rows: int, rounds: int) -> Rounds:
     return Rounds(source[by_round], places, each.view(rounds, size, 2))
 
 
-class AllToAll(Dispatch):
+class AllToAllDispatch(Dispatch):
     """Tokens to their experts and back, in the order of ``source`` (:class:`Rounds`), ``arrivals`` of each round."""
 
     def __init__(
@@ -96,7 +96,7 @@ class AllToAll(Dispatch):
         weights: torch.Tensor,
         source: torch.Tensor,
         places: torch.Tensor,
-        arrivals: list[Arrivals],
+        arrivals: list[RecvPlan],
     ):
         self.rounds = len(arrivals)
         self._group, self._placement = group, placement
@@ -106,12 +106,12 @@ class AllToAll(Dispatch):
         self._returned: torch.Tensor | None = None  # [rows, hidden]: at most k a token, however skewed the routing is
         self._first = 0  # row of the round that is under way
 
-    def arrive(self, number: int) -> Arrived:
+    def arrive(self, number: int) -> Received:
         send, receive, served = self._arrivals[number]
         group, k = self._group, self._experts.shape[1]
         source = self._source[self._first : self._first + sum(send)]
         packed = pack_tokens(self._tokens, self._experts, self._weights, source=source)
-        return Arrived(
+        return Received(
             *unpacked(group.all_to_all(packed, send, receive), self._tokens, k, self._placement, group.index),
             max(1 / k, self._placement.fraction(group.index)),  # a token comes for one choice at least
             served,

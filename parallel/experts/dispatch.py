@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from dsa_engine.kernels.moe.packed_tokens import tokens_of, unpack_choices
-from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+
+MoeDispatch = Literal["all_to_all", "all_gather"]
 
 
-class Arrived(NamedTuple):
+class Received(NamedTuple):
     """Tokens at the rank that holds their experts.
 
     ``experts`` counts within this rank's experts, −1 for a choice that lies elsewhere. ``served_fraction`` is the part
@@ -38,7 +40,7 @@ class Dispatch(ABC):
     rounds: int
 
     @abstractmethod
-    def arrive(self, number: int) -> Arrived:
+    def arrive(self, number: int) -> Received:
         """The tokens that come to this rank in a round; to be called once."""
 
     @abstractmethod
@@ -50,16 +52,16 @@ class Dispatch(ABC):
         """The sums over all ranks for this rank's own tokens, ``[T, hidden]``."""
 
 
-class AtOnce(Dispatch):
+class SingleRound(Dispatch):
     """One round: ``back`` makes the sums for this rank's own tokens of those for the tokens that arrived."""
 
     rounds = 1
 
-    def __init__(self, arrived: Arrived, back: Callable[[torch.Tensor], torch.Tensor]):
-        self._arrived: Arrived | None = arrived
+    def __init__(self, arrived: Received, back: Callable[[torch.Tensor], torch.Tensor]):
+        self._arrived: Received | None = arrived
         self._back = back
 
-    def arrive(self, number: int) -> Arrived:
+    def arrive(self, number: int) -> Received:
         arrived, self._arrived = self._arrived, None  # its memory is free as soon as the experts are done with it
         assert arrived is not None
         return arrived

@@ -14,21 +14,17 @@ many of that rank's experts it has chosen.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.packed_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
-from dsa_engine.parallel.all_gather import AllGather, Part, parts_of, tokens_counted_together
-from dsa_engine.parallel.all_to_all import AllToAll, Arrivals, Sendings, in_rounds, rounds_needed
-from dsa_engine.parallel.dispatch import Arrived, AtOnce, Dispatch, unpacked
+from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
+from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.dispatch import Dispatch, MoeDispatch, Received, SingleRound, unpacked
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
-
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import MoeDispatch
 
 
 class ExpertParallel:
@@ -71,7 +67,7 @@ class ExpertParallel:
         """
         experts = self.to_physical(experts)
         if self.group.size == 1:
-            return AtOnce(Arrived(tokens, experts, weights, 1.0), lambda sums: sums)
+            return SingleRound(Received(tokens, experts, weights, 1.0), lambda sums: sums)
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, most_tokens, most_pairs)
         if method == "all_to_all":
@@ -84,7 +80,7 @@ class ExpertParallel:
             return self.placement.spread(experts, self.group.index * experts.numel())
         return self.placement.to_physical(experts)
 
-    def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
+    def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         """Tells every rank what comes to it, and how many choices the rank serves that has most: the one thing in a
         dispatch of one round that the host waits for.
 
@@ -97,7 +93,7 @@ class ExpertParallel:
         rows = download(torch.cat((sent, everybodys[:, index], most.expand(1, 2))))()
         return _arrivals(rows[:size], rows[size:-1]), rows[-1][0]
 
-    def exchange_rounds(self, sent: torch.Tensor) -> list[Arrivals]:
+    def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
         """The same for every round.
 
         Args:
@@ -111,7 +107,7 @@ class ExpertParallel:
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, most_pairs: int
     ) -> Dispatch:
         group, k = self.group, experts.shape[1]
-        sendings = Sendings.of(experts, self.placement.rank_of, group.size)
+        sendings = SendPlan.of(experts, self.placement.rank_of, group.size)
         whole, most = self.exchange_counts(sendings.counts)
         rows, rounds = sum(whole.send), rounds_needed(most, most_pairs, group.size, k)
         if rounds == 1:
@@ -119,7 +115,7 @@ class ExpertParallel:
         else:
             source, places, counts = in_rounds(sendings, rows, rounds)
             arrivals = self.exchange_rounds(counts)
-        return AllToAll(group, self.placement, tokens, experts, weights, source, places, arrivals)
+        return AllToAllDispatch(group, self.placement, tokens, experts, weights, source, places, arrivals)
 
     def gathered_choices(self, experts: torch.Tensor, count: int, most_tokens: int) -> torch.Tensor:
         """The choices ``[size · most_tokens, k]`` of all ranks' tokens, counted within this rank's experts. This rank
@@ -142,7 +138,7 @@ class ExpertParallel:
         """Padding has no experts, so it takes no part in any expert's work."""
         group, (count, k) = self.group, experts.shape
         gathered = group.all_gather(pack_tokens(tokens, experts, weights, rows=most_tokens))
-        arrived = Arrived(
+        arrived = Received(
             *unpacked(gathered, tokens, k, self.placement, group.index), self.placement.fraction(group.index)
         )
         arrived = arrived._replace(experts=self.gathered_choices(arrived.experts, count, most_tokens))
@@ -151,9 +147,9 @@ class ExpertParallel:
         if rows * choices > most_pairs:
             together = tokens_counted_together(most_pairs, choices)
             parts = parts_of(self.count_served(arrived.experts, together), together, rows, most_pairs)
-        return AllGather(arrived, parts, lambda sums: group.reduce_scatter(sums)[:count])
+        return AllGatherDispatch(arrived, parts, lambda sums: group.reduce_scatter(sums)[:count])
 
 
-def _arrivals(sent: list[list[int]], received: list[list[int]]) -> Arrivals:
+def _arrivals(sent: list[list[int]], received: list[list[int]]) -> RecvPlan:
     """Of rows and choices, to each rank and from each."""
-    return Arrivals([row[0] for row in sent], [row[0] for row in received], sum(row[1] for row in received))
+    return RecvPlan([row[0] for row in sent], [row[0] for row in received], sum(row[1] for row in received))

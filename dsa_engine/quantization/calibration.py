@@ -1,0 +1,111 @@
+"""How large the inputs of every linear layer become on a text: what SmoothQuant needs to know of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.quantization.base import GroupedExperts, Linear
+from dsa_engine.quantization.unquantized import UnquantizedExperts
+
+Largest = dict[str, torch.Tensor]
+
+
+class _WatchedLinear(Linear):
+    """Calls another one and keeps the largest magnitude of each of its input channels, for each of its matrices."""
+
+    def __init__(self, inner: Linear, largest: Largest):
+        self._inner, self._largest = inner, largest
+        self.tensors, self.sources = inner.tensors, inner.sources
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for source in self.sources:
+            _keep(self._largest, source.name, x.flatten(0, -2))
+        return self._inner(x)
+
+    def dequantized(self) -> torch.Tensor:
+        return self._inner.dequantized()
+
+
+class _WatchedExperts:
+    """The same for experts: what comes in, and what goes down in each."""
+
+    def __init__(self, inner: UnquantizedExperts, largest: Largest):
+        self._inner, self._largest = inner, largest
+        self._prefixes = [source.name.removesuffix(".down_proj.weight") for source in inner.sources[2::3]]
+
+    def __call__(
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        for number, prefix in enumerate(self._prefixes):
+            rows = tokens[(experts == number).any(dim=1)]
+            gate, up = F.linear(rows, self._inner.gate_up[number]).chunk(2, dim=-1)
+            for name, x in (("gate_proj", rows), ("up_proj", rows), ("down_proj", F.silu(gate) * up)):
+                _keep(self._largest, f"{prefix}.{name}.weight", x)
+        return self._inner(tokens, experts, weights, **options)
+
+
+def _keep(largest: Largest, name: str, x: torch.Tensor) -> None:
+    if x.shape[0]:
+        found = x.abs().amax(dim=0).float().cpu()
+        largest[name] = torch.maximum(largest[name], found) if name in largest else found
+
+
+@contextmanager
+def watched(model: torch.nn.Module) -> Iterator[Largest]:
+    """Within, every product of the model's linear layers and experts is watched.
+
+    Yields:
+        the largest magnitude of each input channel so far, float32 ``[in]``, by the weight's name in the checkpoint. An
+        expert that no token went to is not in it.
+    """
+    largest: Largest = {}
+    before: list[tuple[torch.nn.Module, str, Any]] = []
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Linear):
+                before.append((module, name, value))
+                setattr(module, name, _WatchedLinear(value, largest))
+            elif isinstance(value, UnquantizedExperts):
+                before.append((module, name, value))
+                setattr(module, name, _WatchedExperts(value, largest))
+    try:
+        yield largest
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def calibrate(
+    model: torch.nn.Module, prefill: Callable[[list[int]], object], tokens: list[int], window: int = 2048
+) -> Largest:
+    """Runs a model over a text, ``window`` tokens at a time.
+
+    Args:
+        model: its weights in plain numbers, or expanded (``quantization="dequantize"``).
+        prefill: runs ``model`` over a prompt, such as ``llm.engine.prefill``.
+        tokens: a text like what the model will be used on.
+        window: tokens of a prompt.
+
+    Returns:
+        see :func:`watched`.
+
+    Raises:
+        ValueError: no tokens, or experts that are not in plain numbers.
+    """
+    if any(_is_quantized(value) for module in model.modules() for value in vars(module).values()):
+        raise ValueError("calibration needs a model in plain numbers: load it with quantization='dequantize'")
+    if not tokens:
+        raise ValueError("the calibration text is empty")
+    with watched(model) as largest:
+        for first in range(0, len(tokens), window):
+            prefill(tokens[first : first + window])
+    return largest
+
+
+def _is_quantized(value: object) -> bool:
+    return isinstance(value, GroupedExperts) and not isinstance(value, UnquantizedExperts)

@@ -20,7 +20,7 @@ from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.report import environment, format_table, read_so_far, write_so_far
 from dsa_engine.model.config import DTYPES
 from dsa_engine.output_files import check_outputs
-from kernel_cases.bench import Case, measure, rows
+from kernel_cases.bench import KernelCase, measure, rows
 from kernel_cases.cases import CASES, named
 from kernel_cases.inputs import Inputs, Sizes
 
@@ -97,7 +97,7 @@ class Bench:
         print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
         self._results += measured
 
-    def _measure(self, case: Case, measured: list[dict[str, Any]]) -> bool:
+    def _measure(self, case: KernelCase, measured: list[dict[str, Any]]) -> bool:
         """Whether the device can go on."""
         device = self.device
         if device.type == "cuda" and capability(torch.empty(0, device=device)) < case.needs:

@@ -15,7 +15,7 @@ from dsa_engine.commands.planner import deployment
 from dsa_engine.commands.planner.deployment import DISPATCHES, Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
-from dsa_engine.commands.planner.plan import CannotCut, Load, NothingFits
+from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits
 from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
 from dsa_engine.commands.planner.published import POINTS
 from dsa_engine.commands.planner.search import Planner
@@ -103,7 +103,7 @@ def test_prefill_takes_the_dispatch_that_is_faster(config: ModelConfig) -> None:
     found = {}
     for dispatch in (None, *DISPATCHES):
         fixed = FIXED | ({"moe_dispatch": dispatch} if dispatch else {})
-        plan = Planner(config, H200, Efficiencies.assumed(), fixed).best(Load(16, 32_768, ttft=0.3))
+        plan = Planner(config, H200, Efficiencies.assumed(), fixed).best(Demand(16, 32_768, ttft=0.3))
         found[dispatch] = (plan.ttft, plan.prefill.how.dispatch)
     assert found["all_gather"][1] == "all_gather" and found["all_to_all"][1] == "all_to_all"
     assert found[None] == min(found["all_gather"], found["all_to_all"])
@@ -117,21 +117,21 @@ def test_prefill_takes_the_dispatch_that_is_faster(config: ModelConfig) -> None:
 
 def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
     planner = Planner(config, H200, Efficiencies.assumed(), FIXED)
-    load = Load(32, 32_768, ttft=2.0, tpot=0.04)
+    demand = Demand(32, 32_768, ttft=2.0, tpot=0.04)
     for split in (False, True):
-        plan = planner.best(load, split)
-        assert plan.misses(load) <= 0 and plan.ttft <= 2 and plan.tpot <= 0.04
+        plan = planner.best(demand, split)
+        assert plan.misses(demand) <= 0 and plan.ttft <= 2 and plan.tpot <= 0.04
         assert plan.devices <= 32 and plan.prefill.room >= 0 and plan.decode.room >= 0
         assert plan.split == split
         if split:
-            fed = plan.prefill_instances * plan.prefill.prompts_per_s * load.output_len
+            fed = plan.prefill_instances * plan.prefill.prompts_per_s * demand.output_len
             made = plan.decode_instances * plan.decode.tokens_per_s
             assert plan.tokens_per_s == pytest.approx(min(fed, made))
         else:
             assert plan.tokens_per_s == pytest.approx(plan.requests / plan.tpot)
-    asked = planner.best(Load(32, 32_768, requests=40))
+    asked = planner.best(Demand(32, 32_768, requests=40))
     assert asked.requests >= 40
-    impossible = Load(32, 131_072, ttft=0.01)
+    impossible = Demand(32, 131_072, ttft=0.01)
     assert planner.best(impossible).misses(impossible) > 10, "the one that misses least"
 
 
@@ -139,22 +139,22 @@ def test_what_does_not_fit_says_by_how_much(config: ModelConfig) -> None:
     """671 billion parameters in bfloat16 on 8 × 80 GB."""
     planner = Planner(config, DEVICES["H100"], Efficiencies.assumed(), {**FIXED, "weights": "bfloat16"})
     with pytest.raises(NothingFits) as missing:
-        planner.best(Load(8, 8192))
+        planner.best(Demand(8, 8192))
     weights = Placed(config, DEVICES["H100"], missing.value.nearest).weight_bytes
     assert missing.value.nearest.ranks == 8 and weights < missing.value.lacking + 0.9 * 80e9
-    remedy = planner.remedy(Load(8, 8192))
-    assert remedy is not None and planner.best(Load(remedy, 8192)).requests > 0
+    remedy = planner.remedy(Demand(8, 8192))
+    assert remedy is not None and planner.best(Demand(remedy, 8192)).requests > 0
     with pytest.raises(ValueError, match="tp_size 7"):
-        Planner(config, H200, Efficiencies.assumed(), {**FIXED, "tp_size": 7}).best(Load(8, 8192))
+        Planner(config, H200, Efficiencies.assumed(), {**FIXED, "tp_size": 7}).best(Demand(8, 8192))
     with pytest.raises(CannotCut, match="257 devices .* nothing fixed: .* at most 256"):
-        Planner(config, H200, Efficiencies.assumed()).best(Load(257, 8192))
+        Planner(config, H200, Efficiencies.assumed()).best(Demand(257, 8192))
 
 
 def test_the_requests_asked_for_are_divided_over_the_instances(config: ModelConfig) -> None:
-    planner, load = Planner(config, H200, Efficiencies.assumed(), FIXED), Load(64, 2048, requests=96)
+    planner, demand = Planner(config, H200, Efficiencies.assumed(), FIXED), Demand(64, 2048, requests=96)
     for split in (False, True):
-        plan = planner.best(load, split)
-        assert plan.requests == 96 and plan.misses(load) == 0
+        plan = planner.best(demand, split)
+        assert plan.requests == 96 and plan.misses(demand) == 0
 
 
 def test_no_room_to_split_leaves_the_other_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from dsa_engine.commands.planner import check
-from dsa_engine.commands.planner.check import Case, Check, Checked
+from dsa_engine.commands.planner.check import Check, CheckCase, Checked
 from dsa_engine.llm import LLM
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.model.profile_stages import STAGES
 
-SMALL = (Case("prefill", 300), Case("prefill", 700), Case("decode", 300), Case("decode", 600, 2))
-LARGE = (Case("prefill", 900), Case("decode", 1200, 4))
+SMALL = (CheckCase("prefill", 300), CheckCase("prefill", 700), CheckCase("decode", 300), CheckCase("decode", 600, 2))
+LARGE = (CheckCase("prefill", 900), CheckCase("decode", 1200, 4))
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_times_that_follow_the_model_are_predicted(made: Check, monkeypatch: pyt
     """A fixed time for each pass, and operations at a tenth of the peak."""
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e15))
 
-    def measured(llm: LLM, case: Case) -> dict[str, float]:
+    def measured(llm: LLM, case: CheckCase) -> dict[str, float]:
         work = check._work(llm, case)
         seconds = {
             name: 1e-3 * one.passes + max(10 * one.flops / 1e12, 10 * one.bytes_moved / 1e15)
@@ -47,7 +47,7 @@ def test_repeats_that_differ_leave_it_open(made: Check, monkeypatch: pytest.Monk
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e15))
     calls = count()
 
-    def measured(llm: LLM, case: Case, spells: tuple[Case, ...]) -> dict[str, float]:
+    def measured(llm: LLM, case: CheckCase, spells: tuple[CheckCase, ...]) -> dict[str, float]:
         turn = next(calls) // (2 * len(SMALL) + len(LARGE))
         slow = 3.0 if case in spells and turn % 2 else 1.0
         return {name: slow * 1e-3 * one.passes for name, one in check._work(llm, case).items()}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM
-from dsa_engine.commands.bench.serving_benchmark import Load, ServingResult, check_serving, measure_serving
+from dsa_engine.commands.bench.serving_benchmark import ServingLoad, ServingResult, check_serving, measure_serving
 from dsa_engine.commands.bench.serving_tables import read_goals
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_serve.py"
@@ -26,7 +26,7 @@ def llm() -> LLM:
 
 @pytest.mark.parametrize("burstiness, deviation", [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
 def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float, deviation: float) -> None:
-    times = Load(num_prompts=20_001, request_rate=5.0, burstiness=burstiness).arrivals()
+    times = ServingLoad(num_prompts=20_001, request_rate=5.0, burstiness=burstiness).arrivals()
     gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
     assert times[0] == 0 and min(gaps) >= 0
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
@@ -35,12 +35,14 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float, deviation:
 
 
 def test_a_load_is_the_same_for_the_same_seed() -> None:
-    load = Load(num_prompts=50, request_rate=2.0, range_ratio=0.5, input_len=100, output_len=11)
-    same, other = Load(**vars(load)), Load(**{**vars(load), "seed": 1})
+    load = ServingLoad(num_prompts=50, request_rate=2.0, range_ratio=0.5, input_len=100, output_len=11)
+    same, other = ServingLoad(**vars(load)), ServingLoad(**{**vars(load), "seed": 1})
     assert (load.arrivals(), load.lengths()) == (same.arrivals(), same.lengths())
     assert load.arrivals() != other.arrivals() and load.lengths() != other.lengths()
     assert all(50 <= n <= 150 and 5 <= m <= 17 for n, m in load.lengths())
-    assert Load(num_prompts=3).arrivals() == [0, 0, 0] and Load(num_prompts=2).lengths() == [(1024, 128)] * 2
+    assert (
+        ServingLoad(num_prompts=3).arrivals() == [0, 0, 0] and ServingLoad(num_prompts=2).lengths() == [(1024, 128)] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,13 @@ def test_a_load_is_the_same_for_the_same_seed() -> None:
 )
 def test_impossible_loads(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Load(**wrong)
+        ServingLoad(**wrong)
 
 
 def test_every_request_is_served_within_the_concurrency(llm: LLM) -> None:
-    load = Load(num_prompts=7, input_len=60, output_len=5, range_ratio=0.4, max_concurrency=3, request_rate=200.0)
+    load = ServingLoad(
+        num_prompts=7, input_len=60, output_len=5, range_ratio=0.4, max_concurrency=3, request_rate=200.0
+    )
     result = measure_serving(llm.engine, load, warmup=0)
     assert result.most_at_once == 3
     assert [(r["input_len"], r["output_len"]) for r in result.requests] == load.lengths()
@@ -80,7 +84,7 @@ def test_fields_and_goodput() -> None:
 
     failed = {"input_len": 10, "output_len": 2, "error": "its logits are not finite"}
     requests = [request(0.1, 0.02), request(0.3, 0.04), request(0.1, None), failed]
-    result = ServingResult(Load(num_prompts=4), 2.0, 2, requests, 4, good=2).to_json()
+    result = ServingResult(ServingLoad(num_prompts=4), 2.0, 2, requests, 4, good=2).to_json()
     assert (result["completed"], result["failed"]) == (3, 1)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 9)
     assert result["request_throughput"] == 1.5 and result["request_goodput"] == 1.0
@@ -91,7 +95,7 @@ def test_fields_and_goodput() -> None:
 
 
 def test_goals_decide_what_is_good(llm: LLM) -> None:
-    load = Load(num_prompts=2, input_len=20, output_len=2)
+    load = ServingLoad(num_prompts=2, input_len=20, output_len=2)
     assert measure_serving(llm.engine, load, {"ttft": 1e9, "tpot": 1e9, "e2el": 1e9}, warmup=0).good == 2
     assert measure_serving(llm.engine, load, {"ttft": 1e9, "e2el": 1e-9}, warmup=0).good == 0
     assert read_goals(["ttft:2000", "tpot:50"]) == {"ttft": 2.0, "tpot": 0.05}
@@ -102,7 +106,7 @@ def test_goals_decide_what_is_good(llm: LLM) -> None:
 
 def test_requests_that_cannot_fit_are_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(ValueError, match="1000 tokens and 100 new ones exceed max_model_len 1024"):
-        check_serving(llm.engine, Load(input_len=1000, output_len=100))
+        check_serving(llm.engine, ServingLoad(input_len=1000, output_len=100))
 
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +120,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(llm.engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure_serving(llm.engine, Load(num_prompts=3, input_len=20, output_len=8), warmup=0)
+        measure_serving(llm.engine, ServingLoad(num_prompts=3, input_len=20, output_len=8), warmup=0)
     assert not llm.engine.scheduler.has_work
 
 

@@ -22,7 +22,7 @@ from dsa_engine.kernels.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.ceilings import Ceilings
 from kernel_cases import bench, cases_fp8_products, cases_int
-from kernel_cases.bench import Case, measure, rows
+from kernel_cases.bench import KernelCase, measure, rows
 from kernel_cases.cases import CASES
 from kernel_cases.inputs import Inputs, Sizes
 from machine_code.compile_counts import counts, renewed
@@ -118,7 +118,7 @@ def test_what_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     def broken() -> None:
         raise RuntimeError("ptxas: no such instruction\nand a long trace")
 
-    case = Case("top-k", "3 rows", broken, flops=1.0, bytes=1.0)
+    case = KernelCase("top-k", "3 rows", broken, flops=1.0, bytes=1.0)
     monkeypatch.setitem(CASES, "top_k", lambda make, sizes: iter([case, replace(case, kernel="later", needs=100)]))
     assert inspect(90, ["top_k"]) == (
         [],
@@ -142,7 +142,9 @@ def test_a_measurement() -> None:
         raise RuntimeError("no such kernel\nand a long trace")
 
     x = torch.ones(1000)
-    case = Case("add", "1000", lambda: x + x, flops=1e3, bytes=8e3, baselines={"sum": x.sum, "broken": out_of_order})
+    case = KernelCase(
+        "add", "1000", lambda: x + x, flops=1e3, bytes=8e3, baselines={"sum": x.sum, "broken": out_of_order}
+    )
     result = measure(case, Ceilings(flops_per_s=1e12, bytes_per_s=1e9), torch.device("cpu"))
     assert result["share_of_ceiling"] == pytest.approx(8e-6 / (result["ms"] / 1e3))
     assert result["gb_per_s"] == pytest.approx(8e3 / (result["ms"] / 1e3) / 1e9)

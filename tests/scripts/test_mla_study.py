@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla.forms import FORMS, SIZES, AbsorbedMoveElision, Form, MLASize, MLAWeights
+from mla.forms import FORMS, SIZES, AbsorbedMoveElision, MLAForm, MLASize, MLAWeights
 from mla.study import MLAStudy, count
 
 SMALL = MLASize(hidden=48, heads=6, q_rank=40, kv_rank=32, nope=24, rope=8, value=20)
@@ -37,7 +37,7 @@ def naive(w: MLAWeights, q_latent: torch.Tensor, angle: torch.Tensor, latent: to
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("context", [1, 64, 150])
-def test_every_form_is_the_attention_of_the_paper(form: type[Form], context: int) -> None:
+def test_every_form_is_the_attention_of_the_paper(form: type[MLAForm], context: int) -> None:
     weights = MLAWeights.random(SMALL, torch.float32, "cpu", seed=3)
     generator = torch.Generator().manual_seed(context)
     latent, rotated, q = (

@@ -25,7 +25,7 @@ GOALS = ("ttft", "tpot", "e2el")  # of a request: one value each
 
 
 @dataclass(frozen=True)
-class Load:
+class ServingLoad:
     """The requests and when they arrive; the same for the same seed.
 
     Attributes:
@@ -120,7 +120,7 @@ class ServingResult:
     ``good`` is the number of requests that kept every goal; None without goals.
     """
 
-    load: Load
+    load: ServingLoad
     duration: float
     ranks: int
     requests: list[dict[str, Any]]  # input_len, output_len, error, and of those without one ttft, tpot, itl, e2el
@@ -151,7 +151,7 @@ class ServingResult:
         return result | {"requests": self.requests}
 
 
-def check_serving(engine: Engine, load: Load) -> None:
+def check_serving(engine: Engine, load: ServingLoad) -> None:
     """Raises what :func:`measure_serving` would raise for the longest request, and runs nothing.
 
     Raises:
@@ -167,7 +167,7 @@ def check_serving(engine: Engine, load: Load) -> None:
 
 
 def measure_serving(
-    engine: Engine, load: Load, goals: Mapping[str, float] | None = None, warmup: int = 1
+    engine: Engine, load: ServingLoad, goals: Mapping[str, float] | None = None, warmup: int = 1
 ) -> ServingResult:
     """Sends the requests of ``load`` as they arrive, and waits for all of them.
 

@@ -6,7 +6,7 @@ import argparse
 import math
 
 from dsa_engine.arguments import add_engine_arguments, llm_from, reported
-from dsa_engine.commands.bench.serving_benchmark import Load, check_serving, measure_serving
+from dsa_engine.commands.bench.serving_benchmark import ServingLoad, check_serving, measure_serving
 from dsa_engine.commands.bench.serving_tables import print_serving, read_goals
 from dsa_engine.measure.report import run_report, write_json
 from dsa_engine.output_files import check_outputs
@@ -37,7 +37,7 @@ def run_serving(args: argparse.Namespace) -> None:
     goals = read_goals(args.goodput or [])
     if args.num_warmups < 0:
         raise ValueError(f"--num-warmups must be at least 0, not {args.num_warmups}")
-    load = Load(
+    load = ServingLoad(
         num_prompts=args.num_prompts,
         input_len=args.random_input_len,
         output_len=args.random_output_len,

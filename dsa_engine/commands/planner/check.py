@@ -41,7 +41,7 @@ WITHIN = 0.25  # how near a prediction is to come
 DRAWS = 200  # of turns
 
 
-class Case(NamedTuple):
+class CheckCase(NamedTuple):
     """A prefill of one prompt, or a decode step of several requests with so many cached tokens."""
 
     phase: str
@@ -55,13 +55,13 @@ class Case(NamedTuple):
 
 
 SMALL = (
-    Case("prefill", 1024),
-    Case("prefill", 3072),
-    Case("decode", 1024),
-    Case("decode", 4096),
-    Case("decode", 2048, 8),
+    CheckCase("prefill", 1024),
+    CheckCase("prefill", 3072),
+    CheckCase("decode", 1024),
+    CheckCase("decode", 4096),
+    CheckCase("decode", 2048, 8),
 )
-LARGE = (Case("prefill", 6144), Case("decode", 8192, 8))
+LARGE = (CheckCase("prefill", 6144), CheckCase("decode", 8192, 8))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Checked:
         draws: predicted over measured, in total, of each drawing of the turns.
     """
 
-    case: Case
+    case: CheckCase
     predicted: dict[str, float]
     measured: dict[str, float]
     draws: tuple[float, ...] = ()
@@ -158,7 +158,7 @@ class Check:
         return f"emulated rank 0 of {EMULATED}, predicted from small runs of one process and of an emulated rank of 2"
 
     def run(
-        self, small: tuple[Case, ...] = SMALL, large: tuple[Case, ...] = LARGE, turns: int = TURNS
+        self, small: tuple[CheckCase, ...] = SMALL, large: tuple[CheckCase, ...] = LARGE, turns: int = TURNS
     ) -> list[Checked]:
         """Measures all cases ``turns`` times, after once to warm up; what came of the large ones."""
         runs = [(llm, case) for llm in self._small for case in small] + [(self._large, case) for case in large]
@@ -187,7 +187,7 @@ class _Turn(NamedTuple):
     stages: list[dict[str, float]]
 
 
-def _compared(works: Sequence[tuple[str, Stages]], turns: Sequence[_Turn], large: Sequence[Case]) -> list[Checked]:
+def _compared(works: Sequence[tuple[str, Stages]], turns: Sequence[_Turn], large: Sequence[CheckCase]) -> list[Checked]:
     """Predicts the last runs, which are ``large``, from the others, all of them medians over the turns."""
     rates = (statistics.median(turn.rates[i] for turn in turns) for i in range(2))
     device = DEVICES["H200"].with_ceilings(Ceilings(*rates))  # whose other figures nobody asks for
@@ -203,7 +203,7 @@ def _compared(works: Sequence[tuple[str, Stages]], turns: Sequence[_Turn], large
     return checked
 
 
-def _measured(llm: LLM, case: Case) -> dict[str, float]:
+def _measured(llm: LLM, case: CheckCase) -> dict[str, float]:
     """Seconds of each stage on the slowest rank, in one run.
 
     Of decode the mean of the steps, not their median: where processes take turns on a core, a short step is rarely
@@ -223,7 +223,7 @@ def _measured(llm: LLM, case: Case) -> dict[str, float]:
     return {name: slowest[name] for name in slowest}
 
 
-def _work(llm: LLM, case: Case) -> Stages:
+def _work(llm: LLM, case: CheckCase) -> Stages:
     """What the busiest rank does, and the bytes that come to it from the others."""
     engine = llm.engine
     costs, mesh, rows = ModelCosts.of(engine), engine.mesh, case.tokens

@@ -14,7 +14,7 @@ from dsa_engine.commands.planner.check import Check
 from dsa_engine.commands.planner.deployment import CACHES, DISPATCHES, WEIGHTS
 from dsa_engine.commands.planner.devices import DEVICES, Device, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, read_measured
-from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Load, NothingFits, load_json
+from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Demand, NothingFits, demand_json
 from dsa_engine.commands.planner.published import POINTS, published_table
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.commands.planner.sweep import AXES, plot_sweep, sweep, sweep_json, sweep_table
@@ -90,31 +90,31 @@ def run_plan(args: argparse.Namespace) -> None:
         print(published_table())
         return
     figures = (args.devices, args.input_len, args.output_len, args.ttft, args.tpot, args.requests)
-    load = Load(*figures, **_acceptance(args.acceptance))
+    demand = Demand(*figures, **_acceptance(args.acceptance))
     config = _config(args)
     device, reached = _device(args)
     names = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache", "moe_dispatch", "decode_dispatch")
     fixed = {name: getattr(args, name) for name in names}
     planner = Planner(config, device, reached, {name: value for name, value in fixed.items() if value is not None})
     about: dict[str, Any] = {"model": args.model, "device": device.to_json(), "efficiencies": reached.source}
-    about |= {"load": load_json(load)}
+    about |= {"load": demand_json(demand)}
     if args.what_if:
-        _sweep(args, planner, load, about)
+        _sweep(args, planner, demand, about)
         return
-    _plan(args, planner, load, about)
+    _plan(args, planner, demand, about)
 
 
-def _plan(args: argparse.Namespace, planner: Planner, load: Load, about: dict[str, Any]) -> None:
+def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
     found: dict[str, Any] = {}
     shown: list[Callable[[], None]] = []  # files come first
     for key, title in (("together", TOGETHER), ("split", SPLIT)):
         split = key == "split"
-        if split and load.devices < 2:
+        if split and demand.devices < 2:
             continue
         try:
-            plan = planner.best(load, split)
+            plan = planner.best(demand, split)
         except NothingFits as error:
-            remedy = None if split else planner.remedy(load)
+            remedy = None if split else planner.remedy(demand)
             found[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
             shown.append(partial(print_not_fitting, title, error, remedy))
         except CannotCut as error:
@@ -123,14 +123,14 @@ def _plan(args: argparse.Namespace, planner: Planner, load: Load, about: dict[st
             remedy, found[key] = None, {"impossible": str(error)}
             shown.append(partial(print, f"\n{title}\n  NOT POSSIBLE: {error}."))
         else:
-            missed = plan.misses(load) > 0
-            remedy = planner.remedy(load) if missed and not split else None
-            found[key] = plan.to_json() | {"misses_by": plan.misses(load)}
-            shown.append(partial(print_plan, title, plan, load, remedy))
+            missed = plan.misses(demand) > 0
+            remedy = planner.remedy(demand) if missed and not split else None
+            found[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
+            shown.append(partial(print_plan, title, plan, demand, remedy))
         found[key]["devices_that_would_do"] = remedy
     if args.json:
         write_json(args.json, {**about, **found})
-    print(_title(args, planner, load))
+    print(_title(args, planner, demand))
     for show in shown:
         show()
     print_what_is_not_known(planner, planner.reached)
@@ -148,24 +148,25 @@ def _check(args: argparse.Namespace) -> None:
         print("\n" + one.table())
 
 
-def _sweep(args: argparse.Namespace, planner: Planner, load: Load, about: dict[str, Any]) -> None:
+def _sweep(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
     points = []
-    with progress_bar(len(AXES[args.what_if](load)), "plans", f"--what-if {args.what_if}") as bar:
-        for point in sweep(planner, load, args.what_if):
+    with progress_bar(len(AXES[args.what_if](demand)), "plans", f"--what-if {args.what_if}") as bar:
+        for point in sweep(planner, demand, args.what_if):
             points.append(point)
             bar.update(1)
     if args.json:
         write_json(args.json, {**about, "what_if": args.what_if, "points": sweep_json(points)})
     if args.plot:
-        plot_sweep(args.what_if, points, args.plot, _title(args, planner, load))
+        plot_sweep(args.what_if, points, args.plot, _title(args, planner, demand))
     print(sweep_table(args.what_if, points))
     print_what_is_not_known(planner, planner.reached)
 
 
-def _title(args: argparse.Namespace, planner: Planner, load: Load) -> str:
-    given = {"input-len": f"{load.input_len:,} tokens in", "devices": f"{load.devices} devices"}
+def _title(args: argparse.Namespace, planner: Planner, demand: Demand) -> str:
+    given = {"input-len": f"{demand.input_len:,} tokens in", "devices": f"{demand.devices} devices"}
     fixed = [text for axis, text in given.items() if axis != args.what_if]
-    return f"Predicted, {args.model} on {planner.device.name}: {', '.join((*fixed, f'{load.output_len:,} tokens out'))}"
+    fixed.append(f"{demand.output_len:,} tokens out")
+    return f"Predicted, {args.model} on {planner.device.name}: {', '.join(fixed)}"
 
 
 def _config(args: argparse.Namespace) -> ModelConfig:

@@ -13,7 +13,7 @@ DRAFTS = (0, 1, 2, 3)  # that a plan may take
 
 
 @dataclass(frozen=True)
-class Load:
+class Demand:
     """What is asked for.
 
     Attributes:
@@ -53,7 +53,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """A way to use the devices.
 
     Attributes:
@@ -92,15 +92,15 @@ class Plan:
         """Redundant experts of every layer that a rank has room for beside its caches."""
         return int(max(0.0, self.decode.room) // self.decode.expert_bytes)
 
-    def misses(self, load: Load) -> float:
-        """By how much the load is missed: 0 where it is met, else the largest relative excess."""
+    def misses(self, demand: Demand) -> float:
+        """By how much the demand is missed: 0 where it is met, else the largest relative excess."""
         over = [0.0]
-        if load.ttft is not None:
-            over.append(self.ttft / load.ttft - 1)
-        if load.tpot is not None:
-            over.append(self.tpot / load.tpot - 1)
-        if load.requests is not None:
-            over.append(load.requests / self.requests - 1)
+        if demand.ttft is not None:
+            over.append(self.ttft / demand.ttft - 1)
+        if demand.tpot is not None:
+            over.append(self.tpot / demand.tpot - 1)
+        if demand.requests is not None:
+            over.append(demand.requests / self.requests - 1)
         return max(over)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,5 +138,5 @@ class NothingFits(Exception):
         self.nearest, self.lacking = nearest, lacking
 
 
-def load_json(load: Load) -> dict[str, Any]:
-    return asdict(load)
+def demand_json(demand: Demand) -> dict[str, Any]:
+    return asdict(demand)

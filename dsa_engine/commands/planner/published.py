@@ -19,7 +19,7 @@ from dsa_engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Point:
+class PublishedFigure:
     """One published figure, in milliseconds, of a time to first token, of a prefill, or per output token.
 
     Attributes:
@@ -60,49 +60,49 @@ _R1 = "cann-recipes-infer, DeepSeek-R1 decode"
 _REPORT = "Huawei's V3/R1 inference report, 2025"
 
 POINTS = (
-    Point(
+    PublishedFigure(
         "V3.2 BF16, 64 cards, 128K: TTFT", "deepseek_v32", "910C-die", "prefill",
         Deployment(128, 128, 8, weights="bfloat16"), 1, 131_072, 2000, True, _A3,
         "a bound; host time between launches and uneven experts are not predicted",
     ),
-    Point(
+    PublishedFigure(
         "V3.2 BF16, 64 cards, 128K: TPOT", "deepseek_v32", "910C-die", "decode",
         Deployment(128, 1, 8, weights="bfloat16", dispatch="all_to_all", drafts=1), 128, 131_072, 30, True,
         f"{_A3}; one request a die and one draft at 70% are assumed", "a bound; as above",
         1.7,
     ),
-    Point(
+    PublishedFigure(
         "V3.2 W8A8C8, 64 cards, 128K, batch 128: TPOT", "deepseek_v32", "910C-die", "decode",
         Deployment(128, 1, 8, weights="int8", cache="fp8", dispatch="all_to_all", drafts=1), 128, 131_072, 18.85, False,
         f"{_A3}; one draft at 70% is assumed; its caches are INT8, of as many bytes",
         "no gap to speak of: waits between ranks are not predicted, an exchange of counts is",
         1.7,
     ),
-    Point(
+    PublishedFigure(
         "V3.2 W8A8C8, 64 cards, 128K, batch 512: TPOT", "deepseek_v32", "910C-die", "decode",
         Deployment(128, 1, 8, weights="int8", cache="fp8", dispatch="all_to_all", drafts=1), 512, 131_072, 25.8, False,
         f"{_A3}; as above", "waits between ranks are not predicted; reads of four requests compete for the memory",
         1.7,
     ),
-    Point(
+    PublishedFigure(
         "R1 W8A8C8, 64 cards, 4K, batch 6,144: TPOT", "deepseek_v3", "910C-die", "decode",
         Deployment(128, 1, 8, weights="int8", cache="fp8", dispatch="all_to_all", drafts=1, balanced=True),
         6144, 4096, 44.9, False, f"{_R1}; one draft, 70% accepted, perfect balance",
         "their attention kernels and overlap of dispatch with experts are better; no exchange of counts of its own",
         1.7,
     ),
-    Point(
+    PublishedFigure(
         "V3/R1 INT8, 32 cards, 2K + 2K, 72 requests a card: TPOT", "deepseek_v3", "910B", "decode",
         Deployment(32, 1, 8, weights="int8", dispatch="all_to_all", drafts=1), 72 * 32, 3072, 99.6, False,
         f"{_REPORT}; one draft, 70% accepted", "no gap to speak of",
         1.7,
     ),
-    Point(
+    PublishedFigure(
         "V3/R1 INT8, 16 cards, 8 × 2K: prefill", "deepseek_v3", "910B", "prefill",
         Deployment(16, 16, 8, weights="int8", chunk=2048), 8, 2048, 631, False, f"{_REPORT}; divided evenly",
         "the 8 prompts run together there; here one by one, each with its weights and launches",
     ),
-    Point(
+    PublishedFigure(
         "V3/R1 INT8, 144 cards, 96 requests a card: TPOT", "deepseek_v3", "910C-die", "decode",
         Deployment(256, 1, 8, weights="int8", dispatch="all_to_all", drafts=1), 96 * 128, 4096, 50, False,
         f"{_REPORT}: 1,920 tokens/s a card at 50 ms; 256 of the 288 dies, as the experts divide; 4K, 70% assumed",

@@ -1,4 +1,4 @@
-"""The best deployment for a load: every cut and format that the model and the device have, predicted and compared."""
+"""The best deployment for a demand: every cut and format that the model and the device have, predicted and compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from dsa_engine.commands.planner.deployment import CACHES, DISPATCHES, WEIGHTS, Deployment, Placed
 from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.efficiency import Efficiencies
-from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Load, NothingFits, Plan
+from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
 from dsa_engine.model.config import ModelConfig
 
@@ -29,7 +29,7 @@ class Planner:
     def __init__(self, config: ModelConfig, device: Device, reached: Efficiencies, fixed: dict[str, Any] | None = None):
         self.config, self.device, self.reached, self.fixed = config, device, reached, fixed or {}
         self._placed = lru_cache(maxsize=4096)(lambda how: Placed(config, device, how))
-        self._steps: dict[tuple[Deployment, int, Load], DecodeStep] = {}
+        self._steps: dict[tuple[Deployment, int, Demand], DecodeStep] = {}
         self._lacking: tuple[float, Deployment] | None = None
         for name in ("cp_size", "tp_size", "chunk"):
             if self.fixed.get(name, 1) < 1:
@@ -40,38 +40,39 @@ class Planner:
         if drafts and not config.num_nextn_predict_layers:
             raise ValueError(f"--drafts {drafts}: the model has no MTP module to make them")
 
-    def best(self, load: Load, split: bool = False) -> Plan:
-        """The plan with the highest rate of those that keep to the load; where none does, the one that misses least.
+    def best(self, demand: Demand, split: bool = False) -> DeploymentPlan:
+        """The plan with the highest rate of those that keep to the demand; where none does, the one that misses least.
 
         Raises:
             NothingFits: not one request has room.
             CannotCut: no instance divides the devices.
         """
-        if load.longest > self.config.max_position_embeddings:
+        if demand.longest > self.config.max_position_embeddings:
             raise ValueError(
-                f"{load.input_len} + {load.output_len} tokens exceed the model's {self.config.max_position_embeddings} "
-                "positions; shorten them, or raise max_position_embeddings with --hf-overrides"
+                f"{demand.input_len} + {demand.output_len} tokens exceed the model's "
+                f"{self.config.max_position_embeddings} positions; shorten them, or raise max_position_embeddings with "
+                "--hf-overrides"
             )
         self._lacking = None
-        plans = list(self._split(load) if split else self._together(load))
+        plans = list(self._split(demand) if split else self._together(demand))
         if not plans:
             if self._lacking is None:
                 given = ", ".join(f"{name} {value}" for name, value in self.fixed.items()) or "nothing fixed"
                 parts = "two instances or more" if split else "instances"
                 raise CannotCut(
-                    f"{load.devices} devices cannot be cut into {parts} with {given}: an instance has all ranks, or a "
-                    f"half, a quarter, …, at most {self.config.n_routed_experts}, and sizes must divide it"
+                    f"{demand.devices} devices cannot be cut into {parts} with {given}: an instance has all ranks, or "
+                    f"a half, a quarter, …, at most {self.config.n_routed_experts}, and sizes must divide it"
                 )
             raise NothingFits(self._lacking[1], self._lacking[0])
-        met = [plan for plan in plans if plan.misses(load) <= 0]
+        met = [plan for plan in plans if plan.misses(demand) <= 0]
         if met:
             return max(met, key=lambda plan: (plan.tokens_per_s, -plan.devices, -plan.ttft, -plan.tpot))
-        return min(plans, key=lambda plan: plan.misses(load))
+        return min(plans, key=lambda plan: plan.misses(demand))
 
-    def remedy(self, load: Load) -> int | None:
-        """The fewest devices of 2, 4 and 8 times as many that meet the load together; None: none of these does."""
+    def remedy(self, demand: Demand) -> int | None:
+        """The fewest devices of 2, 4 and 8 times as many that meet the demand together; None: none of these does."""
         for factor in (2, 4, 8):
-            more = replace(load, devices=load.devices * factor)
+            more = replace(demand, devices=demand.devices * factor)
             try:
                 if self.best(more).misses(more) <= 0:
                     return more.devices
@@ -79,61 +80,61 @@ class Planner:
                 continue
         return None
 
-    def _together(self, load: Load) -> Iterator[Plan]:
+    def _together(self, demand: Demand) -> Iterator[DeploymentPlan]:
         """All instances prefill and decode, as the engine does."""
-        for ranks in self._sizes(load.devices):
-            count = load.devices // ranks
+        for ranks in self._sizes(demand.devices):
+            count = demand.devices // ranks
             for base in self._formats(ranks):
-                for prefill in self._prefills(base, load):
+                for prefill in self._prefills(base, demand):
                     for how in self._decodes(base):
-                        yield from self._shared(prefill, how, load, count)
+                        yield from self._shared(prefill, how, demand, count)
 
-    def _shared(self, prefill: Prefill, how: Deployment, load: Load, count: int) -> Iterator[Plan]:
+    def _shared(self, prefill: Prefill, how: Deployment, demand: Demand, count: int) -> Iterator[DeploymentPlan]:
         """A prompt's prefill keeps all of its ranks from decoding: it adds to every token's time."""
-        wait = 1 / prefill.prompts_per_s / load.output_len  # of a token, for the prefill of one request
-        for requests in self._batches(how, load, count, wait, reserved=load.input_len):
-            step = self._step(how, requests, load)
+        wait = 1 / prefill.prompts_per_s / demand.output_len  # of a token, for the prefill of one request
+        for requests in self._batches(how, demand, count, wait, reserved=demand.input_len):
+            step = self._step(how, requests, demand)
             tpot = step.tpot + requests * wait
             limit = "prefill" if requests * wait > step.tpot else "decode"
-            yield Plan(False, prefill, step, count, count, tpot, count * requests / tpot, limit)
+            yield DeploymentPlan(False, prefill, step, count, count, tpot, count * requests / tpot, limit)
 
-    def _split(self, load: Load) -> Iterator[Plan]:
+    def _split(self, demand: Demand) -> Iterator[DeploymentPlan]:
         """Some devices prefill, the others decode."""
-        prefills = {ranks: self._best_prefill(ranks, load) for ranks in self._sizes(load.devices)}
-        for decoding in self._sizes(load.devices):
+        prefills = {ranks: self._best_prefill(ranks, demand) for ranks in self._sizes(demand.devices)}
+        for decoding in self._sizes(demand.devices):
             for base in self._formats(decoding):
                 for how in self._decodes(base):
-                    for count in self._counts(decoding, load):
-                        for requests in self._batches(how, load, count or 1):
-                            step = self._step(how, requests, load)
-                            yield from self._matched(prefills, step, load, count)
+                    for count in self._counts(decoding, demand):
+                        for requests in self._batches(how, demand, count or 1):
+                            step = self._step(how, requests, demand)
+                            yield from self._matched(prefills, step, demand, count)
 
-    def _counts(self, decoding: int, load: Load) -> list[int | None]:
+    def _counts(self, decoding: int, demand: Demand) -> list[int | None]:
         """Of decode instances that may share the requests that were asked for; None: as many as are kept busy."""
-        if load.requests is None:
+        if demand.requests is None:
             return [None]
-        most = load.devices // decoding
-        return [1 << i for i in range(most.bit_length()) if 1 << i <= load.requests]
+        most = demand.devices // decoding
+        return [1 << i for i in range(most.bit_length()) if 1 << i <= demand.requests]
 
     def _matched(
-        self, prefills: dict[int, Prefill | None], step: DecodeStep, load: Load, given: int | None
-    ) -> Iterator[Plan]:
+        self, prefills: dict[int, Prefill | None], step: DecodeStep, demand: Demand, given: int | None
+    ) -> Iterator[DeploymentPlan]:
         """As many instances of each as the devices allow, near the ratio in which both are busy, or ``given`` ones to
         decode."""
         per_instance = step.tokens_per_s
         for ranks, prefill in prefills.items():
             if prefill is None:
                 continue
-            most = (load.devices - ranks) // step.how.ranks
-            fed = prefill.prompts_per_s * load.output_len  # tokens/s that one prefill instance can start
-            ideal = load.devices / (ranks * per_instance / fed + step.how.ranks)
+            most = (demand.devices - ranks) // step.how.ranks
+            fed = prefill.prompts_per_s * demand.output_len  # tokens/s that one prefill instance can start
+            ideal = demand.devices / (ranks * per_instance / fed + step.how.ranks)
             for decodes in {given} if given else {max(1, int(ideal)), int(ideal) + 1}:
                 if decodes > most:
                     continue
-                count = (load.devices - decodes * step.how.ranks) // ranks
+                count = (demand.devices - decodes * step.how.ranks) // ranks
                 rate = min(count * fed, decodes * per_instance)
                 limit = "prefill" if count * fed < decodes * per_instance else "decode"
-                yield Plan(True, prefill, step, count, decodes, step.tpot, rate, limit)
+                yield DeploymentPlan(True, prefill, step, count, decodes, step.tpot, rate, limit)
 
     def _sizes(self, devices: int) -> list[int]:
         """Ranks of an instance: the whole, and parts that halve it; at most one for each routed expert."""
@@ -156,30 +157,30 @@ class Planner:
     def _choices(self, name: str, possible: Any) -> Any:
         return (self.fixed[name],) if name in self.fixed else possible
 
-    def _prefills(self, base: Deployment, load: Load) -> list[Prefill]:
+    def _prefills(self, base: Deployment, demand: Demand) -> list[Prefill]:
         """Those that fit, of each context-parallel size the fastest; only those that keep to TTFT, if any do."""
         fastest = []
         for cp in self._choices("cp_size", [n for n in self._sizes(base.ranks) if base.ranks % n == 0]):
             if base.ranks % cp:
                 continue
             fitting = []
-            whole = -(-load.input_len // cp)
+            whole = -(-demand.input_len // cp)
             for chunk in self._choices("chunk", sorted({min(n, whole) for n in CHUNKS})):
                 for dispatch in self._choices("moe_dispatch", DISPATCHES):
                     how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch)
-                    one = predict_prefill(self._placed(how), self.reached, load.input_len)
+                    one = predict_prefill(self._placed(how), self.reached, demand.input_len)
                     if one.room >= 0:
                         fitting.append(one)
                     else:
                         self._note(how, one.room)
             if fitting:
                 fastest.append(min(fitting, key=lambda one: one.ttft))
-        quick = [one for one in fastest if load.ttft is None or one.ttft <= load.ttft]
+        quick = [one for one in fastest if demand.ttft is None or one.ttft <= demand.ttft]
         return quick or fastest
 
-    def _best_prefill(self, ranks: int, load: Load) -> Prefill | None:
-        found = [one for base in self._formats(ranks) for one in self._prefills(base, load)]
-        quick = [one for one in found if load.ttft is None or one.ttft <= load.ttft]
+    def _best_prefill(self, ranks: int, demand: Demand) -> Prefill | None:
+        found = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
+        quick = [one for one in found if demand.ttft is None or one.ttft <= demand.ttft]
         if quick:
             return max(quick, key=lambda one: one.prompts_per_s)
         return min(found, key=lambda one: one.ttft, default=None)
@@ -190,30 +191,30 @@ class Planner:
             for dispatch in self._choices("decode_dispatch", DISPATCHES):
                 yield replace(base, drafts=drafts, dispatch=dispatch)
 
-    def _batches(self, how: Deployment, load: Load, count: int, wait: float = 0.0, reserved: int = 0) -> list[int]:
+    def _batches(self, how: Deployment, demand: Demand, count: int, wait: float = 0.0, reserved: int = 0) -> list[int]:
         """Requests of an instance that are worth a look. The rate rises with them: as many as memory or TPOT allow.
 
         Args:
-            count: instances that share the load's requests.
+            count: instances that share the demand's requests.
             wait: seconds that each request adds to a token's time beside the decode steps.
             reserved: tokens of a prompt that is prefilled meanwhile.
         """
-        most = self._most_requests(how, load, reserved)
-        if load.requests is not None and most:
-            return [min(-(-load.requests // count), most)]
-        if load.tpot is None or most < 2:
+        most = self._most_requests(how, demand, reserved)
+        if demand.requests is not None and most:
+            return [min(-(-demand.requests // count), most)]
+        if demand.tpot is None or most < 2:
             return [most] if most else []
         low, high = 1, most
         while low < high:
             middle = (low + high + 1) // 2
-            within = self._step(how, middle, load).tpot + middle * wait <= load.tpot
+            within = self._step(how, middle, demand).tpot + middle * wait <= demand.tpot
             low, high = (middle, high) if within else (low, middle - 1)
         return [low]
 
-    def _most_requests(self, how: Deployment, load: Load, reserved: int) -> int:
+    def _most_requests(self, how: Deployment, demand: Demand, reserved: int) -> int:
         """That memory has room for, of an instance."""
         placed = self._placed(how)
-        held, kept = load.longest * placed.token_bytes, reserved * placed.token_bytes
+        held, kept = demand.longest * placed.token_bytes, reserved * placed.token_bytes
         room = placed.cache_room(1 + how.drafts) - kept
         most = min(int(max(0.0, room) // held), MOST_REQUESTS)
         while most and placed.cache_room(most * (1 + how.drafts)) - kept < most * held:
@@ -222,12 +223,12 @@ class Planner:
             self._note(how, room - held)
         return most * how.ranks
 
-    def _step(self, how: Deployment, requests: int, load: Load) -> DecodeStep:
-        key = (how, requests, load)
+    def _step(self, how: Deployment, requests: int, demand: Demand) -> DecodeStep:
+        key = (how, requests, demand)
         if key not in self._steps:
-            per_step = load.tokens_per_step(how.drafts)
+            per_step = demand.tokens_per_step(how.drafts)
             self._steps[key] = predict_decode(
-                self._placed(how), self.reached, requests, load.context, per_step, load.longest
+                self._placed(how), self.reached, requests, demand.context, per_step, demand.longest
             )
         return self._steps[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment
 from dsa_engine.commands.planner.efficiency import Efficiencies
-from dsa_engine.commands.planner.plan import Load, NothingFits, Plan
+from dsa_engine.commands.planner.plan import Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import StageTime
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.measure.report import format_table
@@ -17,14 +17,14 @@ NOT_KNOWN = (
 )
 
 
-def print_plan(title: str, plan: Plan, load: Load, remedy: int | None = None) -> None:
+def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | None = None) -> None:
     """Prints one plan: its cut, its figures against what was asked for, and its stages; where it misses that,
     ``remedy`` is the number of devices that would do."""
     print(f"\n{title}")
-    if (misses := plan.misses(load)) > 0:
+    if (misses := plan.misses(demand)) > 0:
         would = f"; {remedy:,} devices would do" if remedy else "; 8 times as many devices would not do either"
         print(f"  MISSES what was asked by {misses:.0%}" + ("" if plan.split else would))
-    where = f"{plan.devices} of {load.devices} devices"
+    where = f"{plan.devices} of {demand.devices} devices"
     if plan.split:
         where += f": {plan.prefill_instances} to prefill × {plan.prefill.how.ranks} ranks, "
         where += f"{plan.decode_instances} to decode × {plan.decode.how.ranks} ranks"
@@ -32,9 +32,9 @@ def print_plan(title: str, plan: Plan, load: Load, remedy: int | None = None) ->
         where += f": {plan.decode_instances} instance(s) of {plan.decode.how.ranks} ranks"
     rows = [("devices", where), ("prefill", _cut(plan.prefill.how, True)), ("decode", _cut(plan.decode.how, False))]
     rows += [
-        ("TTFT", f"{plan.ttft:.3g} s" + _asked(load.ttft, "s")),
-        ("TPOT", f"{plan.tpot * 1e3:.3g} ms" + _asked(load.tpot and load.tpot * 1e3, "ms") + _waits(plan)),
-        ("concurrent requests", f"{plan.requests:,}" + _asked(load.requests, "")),
+        ("TTFT", f"{plan.ttft:.3g} s" + _asked(demand.ttft, "s")),
+        ("TPOT", f"{plan.tpot * 1e3:.3g} ms" + _asked(demand.tpot and demand.tpot * 1e3, "ms") + _waits(plan)),
+        ("concurrent requests", f"{plan.requests:,}" + _asked(demand.requests, "")),
         ("output tokens/s", f"{plan.tokens_per_s:,.0f}, {plan.tokens_per_s / plan.devices:,.1f} a device"),
         ("bound by", plan.limit),
         ("memory left on a rank", f"{format_bytes(plan.decode.room)} in decode, of {UTILIZATION:.0%} of all"),
@@ -71,12 +71,12 @@ def _asked(value: float | None, unit: str) -> str:
     return "" if value is None else f" (asked: {value:g}{' ' + unit if unit else ''})"
 
 
-def _waits(plan: Plan) -> str:
+def _waits(plan: DeploymentPlan) -> str:
     between = plan.tpot - plan.decode.tpot
     return f", of which {between * 1e3:.3g} wait for prefills" if between > 0 else ""
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: DeploymentPlan) -> str:
     prefill, decode = plan.prefill.stages, plan.decode.stages
     rows = []
     for name in dict.fromkeys((*prefill, *decode)):

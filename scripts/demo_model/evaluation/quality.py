@@ -21,7 +21,7 @@ SEED = 1000
 
 
 @dataclass(frozen=True)
-class Case:
+class RetrievalCase:
     """One question: whether the greedy answer is the right one, whole; and by layer, where its last token selects,
     the share of the needle's tokens that were selected and whether the token that it has to say was."""
 
@@ -47,10 +47,10 @@ def retrieval(
     kind: str = "fact",
     select: str = "trained",
     seed: int = SEED,
-) -> list[Case]:
+) -> list[RetrievalCase]:
     """Asks ``count`` questions, ten in a document; what the arguments mean say ``cases.conversation`` and
     ``selection.selection``."""
-    cases: list[Case] = []
+    cases: list[RetrievalCase] = []
     layers = llm.engine.config.num_hidden_layers
     while len(cases) < count:
         each = min(10, count - len(cases))
@@ -62,18 +62,18 @@ def retrieval(
     return cases
 
 
-def _score(talk: Conversation, greedy: torch.Tensor, kept: dict[int, list[dict[int, bool]]]) -> list[Case]:
+def _score(talk: Conversation, greedy: torch.Tensor, kept: dict[int, list[dict[int, bool]]]) -> list[RetrievalCase]:
     cases = []
     for question in talk.questions:
         right = [int(greedy[place - 1]) == talk.tokens[place] for place in question.answer]
         layers = kept.get(question.asks, [])
         recall = tuple(sum(layer.values()) / len(layer) for layer in layers)
         found = tuple(layer[question.value] for layer in layers)
-        cases.append(Case(talk.length, question.depth, all(right), sum(right) / len(right), recall, found))
+        cases.append(RetrievalCase(talk.length, question.depth, all(right), sum(right) / len(right), recall, found))
     return cases
 
 
-def summary(cases: list[Case]) -> dict[str, Any]:
+def summary(cases: list[RetrievalCase]) -> dict[str, Any]:
     """Figures of cases of one length."""
     layers = max((len(case.recall) for case in cases), default=0)
     selected = [case for case in cases if case.recall]

@@ -15,7 +15,7 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One operation at one size, its inputs made."""
 
     kernel: str
@@ -28,7 +28,7 @@ class Case:
     needs: int = 0  # compute capability below which no GPU has the instructions
 
 
-def measure(case: Case, ceilings: Ceilings, device: torch.device) -> dict[str, Any]:
+def measure(case: KernelCase, ceilings: Ceilings, device: torch.device) -> dict[str, Any]:
     """Times a case and its baselines; a baseline that cannot run says why."""
     taken = seconds(case.run, device)
     best = case.flops / ceilings.flops_per_s if case.product else case.bytes / ceilings.bytes_per_s

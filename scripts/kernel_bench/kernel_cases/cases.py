@@ -12,11 +12,11 @@ from kernel_cases import (
     cases_moe,
     cases_rows,
 )
-from kernel_cases.bench import Case
+from kernel_cases.bench import KernelCase
 from kernel_cases.inputs import Inputs, Sizes
 
 # What decides the speed of a long context stands first, for runs with a time limit.
-CASES: dict[str, Callable[[Inputs, Sizes], Iterator[Case]]] = {
+CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "sparse_prefill": cases_attention.sparse_prefill,
     "indexer_prefill": cases_attention.indexer_prefill,
     "top_k": cases_attention.top_k,

@@ -14,7 +14,7 @@ from dsa_engine.kernels.indexer_scores import indexer_scores, indexer_scores_ref
 from dsa_engine.kernels.segment import Segments
 from dsa_engine.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from dsa_engine.kernels.topk import select_topk
-from kernel_cases.bench import Call, Case
+from kernel_cases.bench import Call, KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 from kernel_cases.other_libraries import peer_indexer_scores, peer_sparse_attention
 
@@ -24,14 +24,14 @@ SCALE = (128 + 64) ** -0.5
 WORKSPACE = 1 << 30
 
 
-def indexer_prefill(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def indexer_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for heads in (64, 32):
         for context in sizes.contexts:
             segments = make.prefill(min(sizes.scored, context), context)
             yield from _scores("indexer scores, prefill", make, heads, segments, 1, context, product=True)
 
 
-def indexer_decode(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def indexer_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for context in sizes.contexts:
         for batch in sizes.batches:
             if batch * context <= sizes.most_cached:
@@ -41,16 +41,16 @@ def indexer_decode(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 def _scores(
     kernel: str, make: Inputs, heads: int, segments: Segments, sequences: int, context: int, *, product: bool = False
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """In the run's dtype and in FP8; keys are read once a sequence, scores written once."""
     n = segments.rows
     tables, pages = make.block_tables(sequences, context)
     weights = make.normal(n, heads, dtype=torch.float32)
     pairs = sum(s.visible_pairs for s in segments)
 
-    def case(name: str, q: torch.Tensor, pool: torch.Tensor, baselines: Mapping[str, Call]) -> Case:
+    def case(name: str, q: torch.Tensor, pool: torch.Tensor, baselines: Mapping[str, Call]) -> KernelCase:
         row_bytes = pool.shape[-1] * pool.element_size()
-        return Case(
+        return KernelCase(
             name,
             shape=f"{n} queries, {heads} heads, S {context:,}",
             run=lambda: indexer_scores(q, weights, pool, tables, segments),
@@ -71,16 +71,16 @@ def _scores(
     yield case(f"{kernel}, FP8", q8, make.fp8_index_pool(pages, INDEX_DIM), peers)
 
 
-def top_k(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def top_k(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for context in sizes.contexts:
         for rows in (*sizes.batches, sizes.scored):
             yield _top_k(make, rows, min(TOPK, context), context)
 
 
-def _top_k(make: Inputs, rows: int, k: int, context: int) -> Case:
+def _top_k(make: Inputs, rows: int, k: int, context: int) -> KernelCase:
     scores = make.normal(rows, context, dtype=torch.float32)
     lengths = torch.full((rows,), context, dtype=torch.int32, device=make.device)
-    return Case(
+    return KernelCase(
         "top-k",
         shape=f"{rows} rows, k {k}, S {context:,}",
         run=lambda: select_topk(scores, k, lengths),
@@ -90,7 +90,7 @@ def _top_k(make: Inputs, rows: int, k: int, context: int) -> Case:
     )
 
 
-def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for heads in (128, 64):
         for context in sizes.contexts:
             tokens = sizes.prefill
@@ -102,7 +102,7 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[Case]:
             yield _sparse("sparse attention, prefill, FP8 cache", q, pool8, slots, context, make, product=True)
 
 
-def sparse_decode(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def sparse_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     context = sizes.contexts[-1]
     pages = -(-context // PAGE_SIZE)
     pool, pool8 = make.pool(pages, LATENT), make.fp8_latent_pool(pages, RANK, ROPE)
@@ -121,7 +121,7 @@ def _sparse(
     make: Inputs,
     *,
     product: bool = False,
-) -> Case:
+) -> KernelCase:
     tokens, heads, _ = q.shape
     k = slots.shape[1]
     row_bytes = pool.shape[-1] * pool.element_size()
@@ -136,7 +136,7 @@ def _sparse(
         baselines |= peer_sparse_attention(q, pool, slots, RANK, SCALE)
         if context <= 8192:
             baselines["SDPA with a mask, 1/16 of the tokens, times 16"] = _masked_sdpa(q[: tokens // 16], pool, slots)
-    return Case(
+    return KernelCase(
         kernel,
         shape=f"{tokens} tokens, {heads} heads, k {k}, S {context:,}",
         run=lambda: sparse_attention(q, pool, slots, value_dim=RANK, scale=SCALE, workspace=WORKSPACE),
@@ -147,7 +147,7 @@ def _sparse(
     )
 
 
-def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for context in (min(TOPK, sizes.contexts[0]), *sizes.contexts[1:]):
         for batch in sizes.batches:
             if batch * context <= sizes.most_cached:
@@ -155,11 +155,11 @@ def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[Case]:
                 yield _dense(make, batch, context, quantised=True)
 
 
-def _dense(make: Inputs, batch: int, context: int, *, quantised: bool) -> Case:
+def _dense(make: Inputs, batch: int, context: int, *, quantised: bool) -> KernelCase:
     segments, (tables, pages) = make.decode(batch, context), make.block_tables(batch, context)
     q = make.normal(batch, 128, LATENT)
     pool = make.fp8_latent_pool(pages, RANK, ROPE) if quantised else make.pool(pages, LATENT)
-    return Case(
+    return KernelCase(
         "dense MLA, decode, FP8 cache" if quantised else "dense MLA, decode",
         shape=f"batch {batch}, 128 heads, S {context:,}",
         run=lambda: dense_mla(q, pool, tables, segments, value_dim=RANK, scale=SCALE, workspace=WORKSPACE),

@@ -18,7 +18,7 @@ from dsa_engine.kernels.block_scaled_matmul import (
 )
 from dsa_engine.kernels.expert_mlp import expert_mlp
 from dsa_engine.kernels.launch import runs_triton
-from kernel_cases.bench import Case
+from kernel_cases.bench import KernelCase
 from kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
 from kernel_cases.inputs import Inputs, Sizes
 
@@ -28,7 +28,7 @@ FP8_PRODUCTS = 89  # the first compute capability that has them
 LAYERS = {"q_a": (1536, 7168), "q_b": (24576, 1536), "o": (7168, 16384)}
 
 
-def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[1:3]):
         for name, shape in LAYERS.items():
             yield _linear(make, tokens, name, *shape)
@@ -43,10 +43,10 @@ def _scales(make: Inputs, *shape: int) -> torch.Tensor:
     return make.normal(*blocks, dtype=torch.float32).abs_()
 
 
-def _linear(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Case:
+def _linear(make: Inputs, tokens: int, name: str, out: int, inner: int) -> KernelCase:
     x, weight, scale = make.normal(tokens, inner), make.fp8(out, inner), _scales(make, out, inner)
     plain = make.normal(out, inner)
-    return Case(
+    return KernelCase(
         f"FP8 linear layer {name}, input quantised",
         shape=f"{tokens} x {inner} x {out}",
         run=lambda: block_scaled_linear(x, weight, scale, power_of_two=True),
@@ -58,7 +58,7 @@ def _linear(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Case:
     )
 
 
-def _product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Case:
+def _product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> KernelCase:
     """Our kernel, also where a layer takes PyTorch's."""
     x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
     weight, scale = make.fp8(out, inner), _scales(make, out, inner)
@@ -69,7 +69,7 @@ def _product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Case
         return block_scaled_matmul_reference(x, x_scale, weight, scale).to(make.dtype)
 
     theirs = {"torch scaled_mm": lambda: by_torch(x, x_scale, weight, scale)}
-    return Case(
+    return KernelCase(
         f"FP8 product {name}, operands quantised before",
         shape=f"{tokens} x {inner} x {out}",
         run=ours,
@@ -81,14 +81,14 @@ def _product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Case
     )
 
 
-def _experts(make: Inputs, groups: int, tokens: int) -> Case:
+def _experts(make: Inputs, groups: int, tokens: int) -> KernelCase:
     gate_up, down = make.fp8(groups, 2, INTERMEDIATE, HIDDEN), make.fp8(groups, HIDDEN, INTERMEDIATE)
     gate_up_scale, down_scale = _scales(make, *gate_up.shape), _scales(make, *down.shape)
     x, weights = make.normal(tokens, HIDDEN), make.normal(tokens, CHOICES, dtype=torch.float32)
     experts = torch.randint(groups, (tokens, CHOICES), device=make.device, dtype=torch.int32)
     plain = make.normal(groups, 2 * INTERMEDIATE, HIDDEN), make.normal(groups, HIDDEN, INTERMEDIATE)
     rows = tokens * CHOICES
-    return Case(
+    return KernelCase(
         "FP8 experts, input quantised",
         shape=f"{rows:,} rows, {groups} experts",
         run=lambda: block_scaled_experts(

@@ -19,7 +19,7 @@ from dsa_engine.kernels.int8 import quantize_rows_int8, quantize_rows_int8_refer
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.linear_int8 import linear_int8
 from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
-from kernel_cases.bench import Case
+from kernel_cases.bench import KernelCase
 from kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
 from kernel_cases.inputs import Inputs, Sizes
 
@@ -28,7 +28,7 @@ GROUP = 128
 REFUSED_BY_INT_MM = 16  # rows, and fewer, on CUDA
 
 
-def int8(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def int8(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[:2]):
         yield _quantise(make, tokens, HIDDEN)
         yield _linear(make, tokens)
@@ -39,16 +39,16 @@ def int8(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         yield _down(make, groups, rows, bits=8)
 
 
-def int4(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def int4(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for groups, rows in sizes.experts:
         for int8_activations in (False, True):
             yield _gate_up(make, groups, rows, bits=4, int8_activations=int8_activations)
             yield _down(make, groups, rows, bits=4, int8_activations=int8_activations)
 
 
-def _quantise(make: Inputs, tokens: int, width: int) -> Case:
+def _quantise(make: Inputs, tokens: int, width: int) -> KernelCase:
     x = make.normal(tokens, width)
-    return Case(
+    return KernelCase(
         "quantise rows to INT8",
         shape=f"{tokens} x {width}",
         run=lambda: quantize_rows_int8(x),
@@ -58,11 +58,11 @@ def _quantise(make: Inputs, tokens: int, width: int) -> Case:
     )
 
 
-def _linear(make: Inputs, tokens: int) -> Case:
+def _linear(make: Inputs, tokens: int) -> KernelCase:
     """o_proj, the largest; on a GPU many rows take PyTorch's product, few ours."""
     x, weight, scale = make.normal(tokens, O_PROJ), make.codes(HIDDEN, O_PROJ), make.scales(HIDDEN)
     plain = make.normal(HIDDEN, O_PROJ)
-    return Case(
+    return KernelCase(
         "linear layer in INT8, with its quantisation",
         shape=f"{tokens} x {O_PROJ} to {HIDDEN}",
         run=lambda: linear_int8(x, weight, scale),
@@ -73,7 +73,7 @@ def _linear(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _one_product(make: Inputs, tokens: int) -> Case:
+def _one_product(make: Inputs, tokens: int) -> KernelCase:
     """Our kernel on o_proj, also where a layer takes PyTorch's; PyTorch's alone leaves the scales out."""
     x, x_scale = make.codes(tokens, O_PROJ), make.scales(tokens)
     weight, scale = make.codes(HIDDEN, O_PROJ), make.scales(HIDDEN)
@@ -88,7 +88,7 @@ def _one_product(make: Inputs, tokens: int) -> Case:
         "torch _int_mm, scaled": lambda: matmul_int8_reference(x, x_scale, weight, scale, make.dtype),
         "torch _int_mm alone": lambda: torch._int_mm(x, weight.t()),
     }
-    return Case(
+    return KernelCase(
         "INT8 product, operands quantised before",
         shape=f"{tokens} x {O_PROJ} to {HIDDEN}",
         run=ours,
@@ -134,7 +134,7 @@ def _ends(make: Inputs, groups: int, rows: int) -> torch.Tensor:
     return (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
 
 
-def _gate_up(make: Inputs, groups: int, rows: int, *, bits: int, int8_activations: bool = True) -> Case:
+def _gate_up(make: Inputs, groups: int, rows: int, *, bits: int, int8_activations: bool = True) -> KernelCase:
     tokens = max(1, rows // CHOICES)
     x, ends = make.normal(tokens, HIDDEN), _ends(make, groups, rows)
     weight = _weight(make, groups, 2 * INTERMEDIATE, HIDDEN, bits)
@@ -144,7 +144,7 @@ def _gate_up(make: Inputs, groups: int, rows: int, *, bits: int, int8_activation
     def separately() -> torch.Tensor:
         return silu_mul(grouped_matmul_torch(x.index_select(0, source), plain, ends))
 
-    return Case(
+    return KernelCase(
         f"experts in {_name(bits, int8_activations)}: gather, gate and up, SwiGLU",
         shape=f"{rows:,} rows, {groups} experts",
         run=lambda: _product(x, weight, ends, bits, int8_activations, source, gated=True),
@@ -155,11 +155,11 @@ def _gate_up(make: Inputs, groups: int, rows: int, *, bits: int, int8_activation
     )
 
 
-def _down(make: Inputs, groups: int, rows: int, *, bits: int, int8_activations: bool = True) -> Case:
+def _down(make: Inputs, groups: int, rows: int, *, bits: int, int8_activations: bool = True) -> KernelCase:
     x, ends = make.normal(rows, INTERMEDIATE), _ends(make, groups, rows)
     weight, plain = _weight(make, groups, HIDDEN, INTERMEDIATE, bits), make.normal(groups, HIDDEN, INTERMEDIATE)
     theirs = {"torch grouped_mm, not quantised": lambda: grouped_matmul_torch(x, plain, ends)}
-    return Case(
+    return KernelCase(
         f"experts in {_name(bits, int8_activations)}: down",
         shape=f"{rows:,} rows, {groups} experts",
         run=lambda: _product(x, weight, ends, bits, int8_activations),

@@ -23,14 +23,14 @@ from dsa_engine.kernels.permute import combine, combine_reference, expert_order,
 from dsa_engine.kernels.router import route, route_reference
 from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
 from dsa_engine.kernels.token_ranks import token_ranks, token_ranks_reference
-from kernel_cases.bench import Case
+from kernel_cases.bench import KernelCase
 from kernel_cases.inputs import Inputs, Sizes
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOICES = 7168, 2048, 256, 8
 GROUPS, TOP_GROUPS, FACTOR = 8, 4, 2.5
 
 
-def experts(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def experts(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     """Products of a rank with 4 of 256 experts (64 ranks) in prefill, and with 4 and 32 (8 ranks) in decode."""
     for groups, rows in sizes.experts:
         ends = (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
@@ -53,7 +53,7 @@ def _product(
     return silu_mul_reference(out) if gated else out
 
 
-def _gate_up(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> Case:
+def _gate_up(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> KernelCase:
     """Gathered rows, and gating in the same kernel; the other way gathers, multiplies and gates one after the other."""
     tokens = max(1, rows // CHOICES)
     x, weight = make.normal(tokens, HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
@@ -62,7 +62,7 @@ def _gate_up(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> Case:
     def separately() -> torch.Tensor:
         return silu_mul(grouped_matmul_torch(x.index_select(0, source), weight, ends))
 
-    return Case(
+    return KernelCase(
         "experts: gather, gate and up, SwiGLU",
         shape=f"{rows:,} rows, {groups} experts",
         run=lambda: _product(x, weight, ends, source, gated=True),
@@ -73,10 +73,10 @@ def _gate_up(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> Case:
     )
 
 
-def _down(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> Case:
+def _down(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> KernelCase:
     x, weight = make.normal(rows, INTERMEDIATE), make.normal(groups, HIDDEN, INTERMEDIATE)
     theirs = {"torch grouped_mm": lambda: grouped_matmul_torch(x, weight, ends)}
-    return Case(
+    return KernelCase(
         "experts: down",
         shape=f"{rows:,} rows, {groups} experts",
         run=lambda: _product(x, weight, ends),
@@ -87,7 +87,7 @@ def _down(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> Case:
     )
 
 
-def routing(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[:3]):
         yield _route(make, tokens)
         yield _order(make, tokens)
@@ -98,9 +98,9 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         yield _unpack(make, tokens)
 
 
-def _route(make: Inputs, tokens: int) -> Case:
+def _route(make: Inputs, tokens: int) -> KernelCase:
     logits, bias = make.normal(tokens, EXPERTS, dtype=torch.float32), make.normal(EXPERTS, dtype=torch.float32)
-    return Case(
+    return KernelCase(
         "router",
         shape=f"{tokens} tokens, {EXPERTS} experts",
         run=lambda: route(
@@ -112,9 +112,9 @@ def _route(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _order(make: Inputs, tokens: int) -> Case:
+def _order(make: Inputs, tokens: int) -> KernelCase:
     choices = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32)
-    return Case(
+    return KernelCase(
         "order of pairs by expert",
         shape=f"{tokens} x {CHOICES}",
         run=lambda: expert_order(choices, EXPERTS),
@@ -124,11 +124,11 @@ def _order(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _ranks(make: Inputs, tokens: int) -> Case:
+def _ranks(make: Inputs, tokens: int) -> KernelCase:
     """Of 64 ranks with 4 experts each."""
     choices = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32)
     rank_of = (torch.arange(EXPERTS, device=make.device) // 4).int()
-    return Case(
+    return KernelCase(
         "ranks that tokens go to",
         shape=f"{tokens} x {CHOICES}",
         run=lambda: token_ranks(choices, rank_of, 64),
@@ -138,10 +138,10 @@ def _ranks(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _combine(make: Inputs, tokens: int) -> Case:
+def _combine(make: Inputs, tokens: int) -> KernelCase:
     y, weights = make.normal(tokens * CHOICES, HIDDEN), make.normal(tokens, CHOICES, dtype=torch.float32)
     places = torch.randperm(tokens * CHOICES, device=make.device).int().view(tokens, CHOICES)
-    return Case(
+    return KernelCase(
         "weighted sum of experts",
         shape=f"{tokens} tokens",
         run=lambda: combine(y, places, weights),
@@ -151,9 +151,9 @@ def _combine(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _gate(make: Inputs, tokens: int) -> Case:
+def _gate(make: Inputs, tokens: int) -> KernelCase:
     gate_up = make.normal(tokens, 2 * 18432)
-    return Case(
+    return KernelCase(
         "SiLU, mul",
         shape=f"{tokens} x 2 x 18432",
         run=lambda: silu_mul(gate_up),
@@ -163,9 +163,9 @@ def _gate(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _pack(make: Inputs, tokens: int) -> Case:
+def _pack(make: Inputs, tokens: int) -> KernelCase:
     x, choices, weights = _choices(make, tokens)
-    return Case(
+    return KernelCase(
         "tokens and choices in one row",
         shape=f"{tokens} x {HIDDEN}",
         run=lambda: pack_tokens(x, choices, weights),
@@ -175,12 +175,12 @@ def _pack(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _unpack(make: Inputs, tokens: int) -> Case:
+def _unpack(make: Inputs, tokens: int) -> KernelCase:
     """What one of 64 ranks makes of as many rows."""
     x, choices, weights = _choices(make, tokens)
     packed, held = pack_tokens_reference(x, choices, weights, None, tokens), EXPERTS // 64
     words = HIDDEN * x.element_size() // 4
-    return Case(
+    return KernelCase(
         "choices of packed rows",
         shape=f"{tokens} x {CHOICES}",
         run=lambda: unpack_choices(packed, HIDDEN, x.dtype, CHOICES, held, held),

@@ -17,23 +17,23 @@ from dsa_engine.kernels.rope import apply_rope, apply_rope_reference
 from dsa_engine.kernels.store_cache_rows import store_cache_rows, store_cache_rows_reference
 from dsa_engine.kernels.store_index_keys import index_keys_reference, store_index_keys
 from dsa_engine.kernels.store_latent import latent_rows_reference, store_latent
-from kernel_cases.bench import Call, Case
+from kernel_cases.bench import Call, KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 
 HIDDEN, RANK, ROPE, NOPE, INDEX_DIM, TOPK = 7168, 512, 64, 128, 128, 2048
 EPS = 1e-6
 
 
-def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def norms(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[:2]):
         for width in (HIDDEN, 1536):
             yield _norm(make, tokens, width)
         yield _add_norm(make, tokens)
 
 
-def _norm(make: Inputs, tokens: int, width: int) -> Case:
+def _norm(make: Inputs, tokens: int, width: int) -> KernelCase:
     x, weight = make.normal(tokens, width), make.normal(width)
-    return Case(
+    return KernelCase(
         "RMSNorm",
         shape=f"{tokens} x {width}",
         run=lambda: rms_norm(x, weight, EPS),
@@ -43,9 +43,9 @@ def _norm(make: Inputs, tokens: int, width: int) -> Case:
     )
 
 
-def _add_norm(make: Inputs, tokens: int) -> Case:
+def _add_norm(make: Inputs, tokens: int) -> KernelCase:
     x, residual, weight = make.normal(tokens, HIDDEN), make.normal(tokens, HIDDEN), make.normal(HIDDEN)
-    return Case(
+    return KernelCase(
         "add, RMSNorm",
         shape=f"{tokens} x {HIDDEN}",
         run=lambda: add_rms_norm(x, residual, weight, EPS),
@@ -55,7 +55,7 @@ def _add_norm(make: Inputs, tokens: int) -> Case:
     )
 
 
-def prologs(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def prologs(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[:2]):
         yield _rope(make, tokens)
         for quantised in (False, True):
@@ -77,11 +77,11 @@ def _destination(make: Inputs, tokens: int) -> tuple[int, torch.Tensor]:
     return pages, slots
 
 
-def _rope(make: Inputs, tokens: int) -> Case:
+def _rope(make: Inputs, tokens: int) -> KernelCase:
     q, (cos, sin) = make.normal(tokens, 128, NOPE + ROPE), _angles(make, tokens)
     turned = q[..., NOPE:]
     out = make.normal(tokens, 128, RANK + ROPE)[..., RANK:]
-    return Case(
+    return KernelCase(
         "RoPE of queries",
         shape=f"{tokens} tokens, 128 heads",
         run=lambda: apply_rope(turned, cos, sin, interleaved=True, out=out),
@@ -91,7 +91,7 @@ def _rope(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _latent(make: Inputs, tokens: int, quantised: bool) -> Case:
+def _latent(make: Inputs, tokens: int, quantised: bool) -> KernelCase:
     compressed, weight, (cos, sin) = make.normal(tokens, RANK + ROPE), make.normal(RANK), _angles(make, tokens)
     pages, slots = _destination(make, tokens)
     pool = make.fp8_latent_pool(pages, RANK, ROPE) if quantised else make.pool(pages, RANK + ROPE)
@@ -102,7 +102,7 @@ def _latent(make: Inputs, tokens: int, quantised: bool) -> Case:
             pool.view(-1, RANK + ROPE)[slots.long()] = latent_rows_reference(compressed, weight, EPS, cos, sin, True)
 
         baselines["torch norm, rope, scatter"] = separately
-    return Case(
+    return KernelCase(
         "store latent" + (", FP8" if quantised else ""),
         shape=f"{tokens} tokens",
         run=lambda: store_latent(compressed, weight, EPS, cos, sin, pool, slots, interleaved=True),
@@ -112,7 +112,7 @@ def _latent(make: Inputs, tokens: int, quantised: bool) -> Case:
     )
 
 
-def _index_keys(make: Inputs, tokens: int, quantised: bool) -> Case:
+def _index_keys(make: Inputs, tokens: int, quantised: bool) -> KernelCase:
     projected, (cos, sin) = make.normal(tokens, INDEX_DIM), _angles(make, tokens)
     weight, bias = (make.normal(INDEX_DIM, dtype=torch.float32) for _ in range(2))
     pages, slots = _destination(make, tokens)
@@ -125,7 +125,7 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> Case:
             pool.view(-1, INDEX_DIM)[slots.long()] = keys
 
         baselines["torch norm, rope, scatter"] = separately
-    return Case(
+    return KernelCase(
         "store index keys" + (", FP8" if quantised else ""),
         shape=f"{tokens} tokens",
         run=lambda: store_index_keys(
@@ -137,12 +137,12 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> Case:
     )
 
 
-def _gathered(make: Inputs, tokens: int) -> Case:
+def _gathered(make: Inputs, tokens: int) -> KernelCase:
     """With index keys as in DeepSeek-V3.2."""
     pages, slots = _destination(make, tokens)
     latents, keys = make.pool(pages, RANK + ROPE), make.pool(pages, INDEX_DIM)
     rows = make.normal(tokens, CacheFormat.of(RANK, ROPE, INDEX_DIM, make.dtype).packed_width())
-    return Case(
+    return KernelCase(
         "store gathered rows",
         shape=f"{tokens} tokens",
         run=lambda: store_cache_rows(latents, keys, rows, slots),
@@ -152,11 +152,11 @@ def _gathered(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _gathered_latents(make: Inputs, tokens: int) -> Case:
+def _gathered_latents(make: Inputs, tokens: int) -> KernelCase:
     """Without index keys, as in DeepSeek-V3 and in layers that share a selection."""
     pages, slots = _destination(make, tokens)
     pool, rows = make.pool(pages, RANK + ROPE), make.normal(tokens, RANK + ROPE)
-    return Case(
+    return KernelCase(
         "store gathered latent rows",
         shape=f"{tokens} tokens",
         run=lambda: store_rows(pool, rows, slots),
@@ -166,11 +166,11 @@ def _gathered_latents(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _slots(make: Inputs, tokens: int) -> Case:
+def _slots(make: Inputs, tokens: int) -> KernelCase:
     context = 131_072
     positions, (tables, _) = make.selected(tokens, context, TOPK), make.block_tables(1, context)
     sequences = torch.zeros(tokens, dtype=torch.int32, device=make.device)
-    return Case(
+    return KernelCase(
         "slots of positions",
         shape=f"{tokens} x {TOPK}",
         run=lambda: slots_of(positions, tables, sequences, PAGE_SIZE),
@@ -180,7 +180,7 @@ def _slots(make: Inputs, tokens: int) -> Case:
     )
 
 
-def fp8(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def fp8(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[:2]):
         yield _quantise(make, tokens)
         yield _quantise_queries(make, tokens)
@@ -188,9 +188,9 @@ def fp8(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     yield _dequantise(make, 4096, HIDDEN)
 
 
-def _quantise(make: Inputs, tokens: int) -> Case:
+def _quantise(make: Inputs, tokens: int) -> KernelCase:
     x = make.normal(tokens, HIDDEN)
-    return Case(
+    return KernelCase(
         "quantise 1 x 128",
         shape=f"{tokens} x {HIDDEN}",
         run=lambda: quantize_rows(x, 128, True),
@@ -200,9 +200,9 @@ def _quantise(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _quantise_queries(make: Inputs, tokens: int) -> Case:
+def _quantise_queries(make: Inputs, tokens: int) -> KernelCase:
     q, (cos, sin) = make.normal(tokens, 64, INDEX_DIM), _angles(make, tokens)
-    return Case(
+    return KernelCase(
         "index queries: RoPE, Hadamard, quantise",
         shape=f"{tokens} tokens, 64 heads",
         run=lambda: quantize_index_queries(q, cos, sin, interleaved=False, power_of_two=True),
@@ -212,9 +212,9 @@ def _quantise_queries(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _hadamard(make: Inputs, tokens: int) -> Case:
+def _hadamard(make: Inputs, tokens: int) -> KernelCase:
     x = make.normal(tokens, 64, INDEX_DIM)
-    return Case(
+    return KernelCase(
         "Hadamard transform of 128",
         shape=f"{tokens} x 64 x {INDEX_DIM}",
         run=lambda: hadamard(x, INDEX_DIM**-0.5),
@@ -224,10 +224,10 @@ def _hadamard(make: Inputs, tokens: int) -> Case:
     )
 
 
-def _dequantise(make: Inputs, rows: int, columns: int) -> Case:
+def _dequantise(make: Inputs, rows: int, columns: int) -> KernelCase:
     weight = make.fp8(rows, columns)
     scales = make.normal(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
-    return Case(
+    return KernelCase(
         "dequantise 128 x 128",
         shape=f"{rows} x {columns}",
         run=lambda: dequantize_blocks(weight, scales, (128, 128)),

@@ -9,7 +9,7 @@ import torch
 
 from dsa_engine.kernels.compile_only import Launch, compile_only
 from dsa_engine.kernels.error_line import error_line
-from kernel_cases.bench import Case
+from kernel_cases.bench import KernelCase
 from kernel_cases.cases import CASES
 from kernel_cases.inputs import Inputs, Sizes
 from machine_code.ceiling import at_most
@@ -58,7 +58,7 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
     return Inspection(list(found.values()), list(missing))
 
 
-def _judge(kernel: dict[str, Any], case: Case, capability: int) -> None:
+def _judge(kernel: dict[str, Any], case: KernelCase, capability: int) -> None:
     judged = {"operation": case.kernel, **at_most(kernel["bound"], case.flops, case.bytes, capability)}
     for before in kernel["at_most"]:
         if judged == {name: value for name, value in before.items() if name != "shapes"}:

@@ -14,7 +14,7 @@ from dsa_engine.parallel.group import Group
 
 
 @dataclass
-class Work:
+class PairCounts:
     """Pairs of a query and a key: what the indexer scores (all its heads), and what attention computes, once for each
     head."""
 
@@ -34,7 +34,7 @@ class Work:
         return self.index_flops(size) + self.attention_flops(size)
 
 
-class Form(ABC):
+class CPForm(ABC):
     """One way to compute a layer's attention on several ranks.
 
     Args:
@@ -59,7 +59,7 @@ class Form(ABC):
         if refusal:
             raise ValueError(refusal)
         self.layer, self.group = layer, group
-        self.work: Work | None = None
+        self.work: PairCounts | None = None
 
     @abstractmethod
     def run(self, division: Division, tokens: Tokens) -> torch.Tensor:
@@ -85,9 +85,9 @@ class Form(ABC):
         """What one run makes rank 0 send and receive, by formula, in order; all ranks send as much."""
 
     @classmethod
-    def work_of(cls, size: DSASize, division: Division, rank: int) -> Work:
+    def work_of(cls, size: DSASize, division: Division, rank: int) -> PairCounts:
         """What :meth:`run` computes on a rank, by formula: the heads of its own tokens."""
-        return Work(division.scored(rank), division.attended(rank, size.topk) * size.mla.heads)
+        return PairCounts(division.scored(rank), division.attended(rank, size.topk) * size.mla.heads)
 
     @classmethod
     @abstractmethod

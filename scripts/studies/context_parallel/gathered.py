@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from context_parallel.division import Division
-from context_parallel.form import Form, padded, to_all
+from context_parallel.form import CPForm, padded, to_all
 from context_parallel.layer import Cache, DSASize, Tokens, as_segments
 from dsa_engine.kernels.store_cache_rows import store_cache_rows
 from dsa_engine.parallel.collective_log import Collective
 
 
-class HeadTail(Form):
+class HeadTail(CPForm):
     """Pieces r and ``2 · ranks − 1 − r`` of ``2 · ranks`` for rank r: the same causal work on all ranks."""
 
     name = "head-tail"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from context_parallel.division import Division, imbalance
-from context_parallel.form import Form, to_next
+from context_parallel.form import CPForm, to_next
 from context_parallel.layer import DSASize
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.parallel.collective_log import Collective
@@ -41,7 +41,7 @@ class Counted:
         return asdict(self) | {"total_ms": self.total_ms}
 
 
-def count(form: type[Form], size: DSASize, length: int, ranks: int, links: Links, tflops: float) -> Counted:
+def count(form: type[CPForm], size: DSASize, length: int, ranks: int, links: Links, tflops: float) -> Counted:
     """What a form costs in bfloat16.
 
     Args:

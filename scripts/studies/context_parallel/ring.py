@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from context_parallel.division import Division
-from context_parallel.form import Form, to_next
+from context_parallel.form import CPForm, to_next
 from context_parallel.layer import DSASize, Tokens
 from dsa_engine.kernels.indexer_scores import indexer_scores
 from dsa_engine.kernels.segment import Segment, Segments
@@ -43,7 +43,7 @@ class Piece:
     row: int
 
 
-class Ring(Form):
+class Ring(CPForm):
     name = "ring"
 
     def run(self, division: Division, tokens: Tokens) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from context_parallel.division import Division, imbalance
-from context_parallel.form import Form, Work
+from context_parallel.form import CPForm, PairCounts
 from context_parallel.gathered import Contiguous, HeadTail
 from context_parallel.layer import Layer, Tokens
 from context_parallel.ring import Ring
@@ -20,7 +20,7 @@ from context_parallel.ulysses import Ulysses
 from dsa_engine.measure.peak_memory import give_back_free_memory, peak_bytes, reset_peak
 from dsa_engine.parallel import Mesh
 
-FORMS: dict[str, type[Form]] = {form.name: form for form in (HeadTail, Contiguous, Ulysses, Ring)}
+FORMS: dict[str, type[CPForm]] = {form.name: form for form in (HeadTail, Contiguous, Ulysses, Ring)}
 
 # Relative, of all rows together. Rounding breaks a near tie at the last selected token the other way now and then,
 # which changes single rows by a hundredth; in float32 the median row may differ by a hundredth of this only.
@@ -51,7 +51,7 @@ class FormResult:
 class _Case:
     """A form with its share of a sequence."""
 
-    form: Form
+    form: CPForm
     division: Division
     tokens: Tokens
 
@@ -103,14 +103,14 @@ class ContextParallelStudy:
                 times.append(max(self._of_all(self._seconds(case.run))))
         return [FormResult(seconds=times, **found) for times, found in zip(seconds, checked, strict=True)]
 
-    def _case(self, form: Form, length: int) -> _Case:
+    def _case(self, form: CPForm, length: int) -> _Case:
         division = Division(length, self.mesh.world_size, form.layout)
         return _Case(form, division, self.layer.tokens(division.segments[self.mesh.rank]))
 
     def _check(self, case: _Case, expected: torch.Tensor) -> dict[str, Any]:
         """All of a :class:`FormResult` but times."""
         form, division, size, ranks = case.form, case.division, self.layer.size, self.mesh.world_size
-        form.work = Work()
+        form.work = PairCounts()
         give_back_free_memory()
         reset_peak(self.layer.device)
         before = peak_bytes(self.layer.device)

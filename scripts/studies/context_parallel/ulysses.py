@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from context_parallel.division import Division
-from context_parallel.form import Work, padded, to_all
+from context_parallel.form import PairCounts, padded, to_all
 from context_parallel.gathered import HeadTail
 from context_parallel.layer import DSASize, Layer, Tokens
 from dsa_engine.parallel.collective_log import Collective
@@ -64,10 +64,10 @@ class Ulysses(HeadTail):
         ]
 
     @classmethod
-    def work_of(cls, size: DSASize, division: Division, rank: int) -> Work:
+    def work_of(cls, size: DSASize, division: Division, rank: int) -> PairCounts:
         """Its own tokens are scored, and some heads of all tokens attend."""
         of_all = sum(division.attended(r, size.topk) for r in range(division.ranks))
-        return Work(division.scored(rank), of_all * (size.mla.heads // division.ranks))
+        return PairCounts(division.scored(rank), of_all * (size.mla.heads // division.ranks))
 
     @classmethod
     def held_bytes(cls, size: DSASize, division: Division, itemsize: int) -> int:

@@ -113,7 +113,7 @@ class PagedRows(NamedTuple):
 Cache = tuple[Any, ...]  # of tensors, or PagedRows
 
 
-class Form(ABC):
+class MLAForm(ABC):
     """One way to compute the attention.
 
     Args:
@@ -156,7 +156,7 @@ def _through(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-class _Unabsorbed(Form):
+class _Unabsorbed(MLAForm):
     """Attention over the keys ``[B, heads, S, nope + rope]`` and values ``[B, heads, S, value]`` of every head."""
 
     def __init__(self, weights: MLAWeights):
@@ -205,7 +205,7 @@ class CacheCompressed(_Unabsorbed):
         return self.attend(q_latent, cos, sin, self.decompress(*cache))
 
 
-class Absorbed(Form):
+class Absorbed(MLAForm):
     name = "A_CC"
 
     def __init__(self, weights: MLAWeights):
@@ -279,7 +279,7 @@ class EngineForm(Absorbed):
         return self.project(out)
 
 
-FORMS: tuple[type[Form], ...] = (
+FORMS: tuple[type[MLAForm], ...] = (
     CacheDecompressed,
     CacheCompressed,
     Absorbed,

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.plots import load_pyplot, plain_log_ticks, save
-from mla.forms import FORMS, PAGE_SIZE, Cache, EngineForm, Form, MLASize, MLAWeights
+from mla.forms import FORMS, PAGE_SIZE, Cache, EngineForm, MLAForm, MLASize, MLAWeights
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Counts:
     weight_bytes: int  # that a step reads, in bfloat16
 
 
-def count(form: type[Form], size: MLASize) -> Counts:
+def count(form: type[MLAForm], size: MLASize) -> Counts:
     """Counted from the products and tensors of two steps with different contexts."""
     device = "cpu" if form is EngineForm else "meta"  # the kernel's loops need their sizes, the others only shapes
     made = form(MLAWeights.random(size, torch.bfloat16, device))
@@ -40,7 +40,7 @@ def count(form: type[Form], size: MLASize) -> Counts:
     )
 
 
-def _step_counts(form: Form, tokens: int, device: str) -> tuple[int, int]:
+def _step_counts(form: MLAForm, tokens: int, device: str) -> tuple[int, int]:
     """Floating-point operations of a step over so many cached tokens, and the bytes of their cache rows."""
     size = form.size
     zeros = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in (
@@ -138,7 +138,7 @@ class MLAStudy:
 
 
 def _step(
-    form: Form, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache
+    form: MLAForm, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache
 ) -> Callable[[], torch.Tensor]:
     return lambda: form.decode(q_latent, cos, sin, cache)
 

@@ -18,10 +18,10 @@ from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, read_text, run
 from dsa_engine.checkpoint import WrittenCheckpoint, dequantize_checkpoint, quantize_checkpoint
 from dsa_engine.checkpoint.schemes import QUANTIZE
+from dsa_engine.measure.calibration import calibrate
 from dsa_engine.measure.report import write_json
 from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.quantization.calibration import calibrate
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,10 +99,7 @@ def statistics(arguments: argparse.Namespace) -> dict[str, torch.Tensor]:
     source = resolve_model(arguments.source)
     stored = ModelConfig.from_pretrained(source).quantization
     llm = LLM(source, quantization="dequantize" if stored else None, max_num_seqs=1, enforce_eager=True)
-    if llm.engine.mesh.world_size > 1:
-        raise ValueError("calibration runs in one process; start it without torchrun")
-    tokens = llm.tokenizer.encode(text)[: arguments.calibration_tokens]
-    return calibrate(llm.engine.model, llm.engine.prefill, tokens, window=min(2048, llm.engine.max_model_len))
+    return calibrate(llm, text, arguments.calibration_tokens)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def quantize_checkpoint(
         quantize: "fp8", "int8" or "int4-experts"; see :func:`.schemes.target_scheme`.
         int8_activations: of "int4-experts": W4A8.
         statistics: the largest magnitude of each input channel, by the name of the weight ("….weight"), from running
-            the source on a text (:mod:`dsa_engine.quantization.calibration`). With them the ranges of activations are
+            the source on a text (:mod:`dsa_engine.measure.calibration`). With them the ranges of activations are
             migrated into weights first (:class:`.smooth.Smoothing`).
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.

@@ -6,56 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from demo_model.vocabulary import VOCAB_SIZE
-from dsa_engine.checkpoint import released_config
+from dsa_engine.demo import demo_config
 
 SEED = 10
 
 
 def model_config() -> dict[str, Any]:
-    """The model's ``config.json``, with the keys of a released one; a new dictionary every time."""
-    released = released_config("deepseek_v32")
-    return {
+    """The model's ``config.json``: the random demo model's, with other sizes; a new dictionary every time."""
+    return demo_config() | {
         "description": "small DSA model trained by scripts/train_demo.py of dsa_engine",
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
-        "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "first_k_dense_replace": 1,
-        "hidden_act": "silu",
-        "hidden_size": 256,
         "index_head_dim": 128,
         "index_n_heads": 12,
-        "index_topk": 256,
-        "initializer_range": 0.02,
-        "intermediate_size": 512,
         "kv_lora_rank": 128,
-        "max_position_embeddings": 163840,
-        "moe_intermediate_size": 128,
-        "moe_layer_freq": 1,
-        "n_group": 4,
         "n_routed_experts": 16,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
         "num_attention_heads": 8,
         "num_experts_per_tok": 2,
         "num_hidden_layers": 3,
         "num_key_value_heads": 8,
-        "num_nextn_predict_layers": 1,
-        "q_lora_rank": 128,
-        "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 32,
-        "quantization_config": released["quantization_config"],
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": released["rope_scaling"],
-        "rope_theta": 10000,
         "routed_scaling_factor": 1.0,
-        "scoring_func": "sigmoid",
-        "tie_word_embeddings": False,
-        "topk_group": 2,
-        "topk_method": "noaux_tc",
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
         "v_head_dim": 64,
         "vocab_size": VOCAB_SIZE,
     }

@@ -10,8 +10,8 @@ from typing import Any
 from demo_model import recipe
 from demo_model.export import write_checkpoint
 from demo_model.loop import Run
-from demo_model.vocabulary import tokenizer_config
 from dsa_engine.checkpoint import WrittenCheckpoint
+from dsa_engine.demo import demo_files
 
 README = """\
 # A small trained model with DeepSeek Sparse Attention
@@ -50,7 +50,7 @@ def ship(run: Run, folder: Path, tokenizer_json: str, python: str, fp8: bool) ->
         "README.md": readme,
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
         "tokenizer.json": tokenizer_json,
-        "tokenizer_config.json": json.dumps(tokenizer_config(raw["max_position_embeddings"]), indent=2) + "\n",
+        "tokenizer_config.json": demo_files()["tokenizer_config.json"],
     }
     return write_checkpoint(run.model, raw, folder, files)
 

@@ -18,14 +18,6 @@ SPACE = "\u0120"  # how byte-level tokenizers write a space
 # A line break; a pair of digits with or without its space; a digit; a word; signs; spaces before a word; spaces.
 PATTERN = r"\n| ?[0-9]{2}|[0-9]| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|Assistant|>' + message['content'] + eos_token }}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
-)
-
 
 def train_tokenizer(texts: Iterable[str], words: Iterable[str], vocab_size: int = VOCAB_SIZE) -> str:
     """``tokenizer.json`` with at most ``vocab_size`` tokens.
@@ -85,18 +77,3 @@ def _add_word(word: str, vocabulary: list[str], merges: list[tuple[str, str]]) -
         if left + right not in vocabulary:
             vocabulary.append(left + right)
             merges.append((left, right))
-
-
-def tokenizer_config(max_length: int) -> dict[str, Any]:
-    """``tokenizer_config.json``, with the chat template."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": EOS,
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-        "chat_template": CHAT_TEMPLATE,
-    }

@@ -18,8 +18,8 @@ from dsa_engine import LLM
 from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, Source, quantize_checkpoint
 from dsa_engine.checkpoint.smooth import power_of_two_factors
 from dsa_engine.errors import CheckpointError
+from dsa_engine.measure.calibration import calibrate, watched
 from dsa_engine.model.config import ModelConfig, read_config_json
-from dsa_engine.quantization.calibration import calibrate, watched
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256}
@@ -231,9 +231,8 @@ def test_statistics_of_another_model(source: Path, tmp_path: Path) -> None:
 
 def test_calibration_of_what_it_cannot_watch(source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(source, tmp_path / "out", "int8")
-    quantized = LLM(tmp_path / "out", **OPTIONS)
     with pytest.raises(ValueError, match="calibration needs a model in plain numbers"):
-        calibrate(quantized.engine.model, quantized.engine.prefill, [5, 6, 7])
+        calibrate(LLM(tmp_path / "out", **OPTIONS), "text", 10)
 
 
 def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

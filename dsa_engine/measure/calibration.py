@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.quantization.base import GroupedExperts, Linear
+from dsa_engine.llm import LLM
+from dsa_engine.model.model import Model
+from dsa_engine.model.moe import MoE
+from dsa_engine.quantization import Linear
 from dsa_engine.quantization.unquantized import UnquantizedExperts
 
 Largest = dict[str, torch.Tensor]
@@ -56,7 +59,7 @@ def _keep(largest: Largest, name: str, x: torch.Tensor) -> None:
 
 
 @contextmanager
-def watched(model: torch.nn.Module) -> Iterator[Largest]:
+def watched(model: Model) -> Iterator[Largest]:
     """Within, every product of the model's linear layers and experts is watched.
 
     Yields:
@@ -80,32 +83,31 @@ def watched(model: torch.nn.Module) -> Iterator[Largest]:
             setattr(module, name, value)
 
 
-def calibrate(
-    model: torch.nn.Module, prefill: Callable[[list[int]], object], tokens: list[int], window: int = 2048
-) -> Largest:
-    """Runs a model over a text, ``window`` tokens at a time.
+def calibrate(llm: LLM, text: str, tokens: int, window: int = 2048) -> Largest:
+    """Runs a model over the beginning of a text, ``window`` tokens at a time.
 
     Args:
-        model: its weights in plain numbers, or expanded (``quantization="dequantize"``).
-        prefill: runs ``model`` over a prompt, such as ``llm.engine.prefill``.
-        tokens: a text like what the model will be used on.
+        llm: in one process, its weights in plain numbers, or expanded (``quantization="dequantize"``).
+        text: like what the model will be used on.
+        tokens: of the text that are run at most.
         window: tokens of a prompt.
 
     Returns:
         see :func:`watched`.
 
     Raises:
-        ValueError: no tokens, or experts that are not in plain numbers.
+        ValueError: an empty text, more than one rank, or weights that are not in plain numbers.
     """
-    if any(_is_quantized(value) for module in model.modules() for value in vars(module).values()):
+    if llm.engine.mesh.world_size > 1:
+        raise ValueError("calibration runs in one process; start it without torchrun")
+    moes = [layer.experts for layer in llm.engine.model.modules() if isinstance(layer, MoE)]
+    if not all(isinstance(experts, UnquantizedExperts) for experts in moes):
         raise ValueError("calibration needs a model in plain numbers: load it with quantization='dequantize'")
-    if not tokens:
+    ids = llm.tokenizer.encode(text)[:tokens]
+    if not ids:
         raise ValueError("the calibration text is empty")
-    with watched(model) as largest:
-        for first in range(0, len(tokens), window):
-            prefill(tokens[first : first + window])
+    window = min(window, llm.engine.max_model_len)
+    with watched(llm.engine.model) as largest:
+        for first in range(0, len(ids), window):
+            llm.engine.prefill(ids[first : first + window])
     return largest
-
-
-def _is_quantized(value: object) -> bool:
-    return isinstance(value, GroupedExperts) and not isinstance(value, UnquantizedExperts)

@@ -9,7 +9,7 @@ that was asked for: where it is lower, the engine was saturated, and TTFT grows 
 from __future__ import annotations
 
 from dsa_engine.arguments import argument_parser, run
-from dsa_engine.measure.serving_command import add_arguments, run_serving
+from dsa_engine.commands.bench.serving_command import add_arguments, run_serving
 
 
 def main() -> None:

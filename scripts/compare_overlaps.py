@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
+from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
+from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
 from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
-from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
-from dsa_engine.measure.lost_device import in_another_process, is_lost
 from dsa_engine.measure.report import format_table, read_so_far, run_report, write_so_far
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.output_files import check_outputs
@@ -62,7 +62,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     check_outputs(args.json)
-    comparison, rest = Comparison(args), []
+    comparison = Comparison(args)
+    rest: list[str] = []
     try:
         for i, name in enumerate(args.only, 1):
             comparison.measure(name)

@@ -98,8 +98,8 @@ def quantized(arguments: argparse.Namespace) -> WrittenCheckpoint:
 def statistics(arguments: argparse.Namespace) -> dict[str, torch.Tensor]:
     text = read_text(arguments.calibration)
     source = resolve_model(arguments.source)
-    expanded = "dequantize" if ModelConfig.from_pretrained(source).quantization else None
-    llm = LLM(source, quantization=expanded, max_num_seqs=1, enforce_eager=True)
+    stored = ModelConfig.from_pretrained(source).quantization
+    llm = LLM(source, quantization="dequantize" if stored else None, max_num_seqs=1, enforce_eager=True)
     return calibrate(llm, text, arguments.calibration_tokens)
 
 

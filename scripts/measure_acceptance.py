@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 
+from demo_model.evaluation.drafting import measure_drafting, report
+from demo_model.evaluation.quality import held_out
 from dsa_engine.arguments import add_engine_arguments, argument_parser, llm_from, reported, run
-from dsa_engine.measure.latency_command import draft_counts
+from dsa_engine.commands.bench.latency_command import draft_counts
 from dsa_engine.measure.report import format_table, run_report, write_json
 from dsa_engine.system.output_files import check_outputs
-from dsa_engine.training.drafting import measure_drafting, report
-from dsa_engine.training.evaluate import held_out
 
 
 def main() -> None:

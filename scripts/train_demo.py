@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
+from demo_model import recipe
+from demo_model.loop import Run
+from demo_model.pictures import plot_losses
+from demo_model.prepare import Material, prepare
+from demo_model.ship import digests, ship
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment
 from dsa_engine.system.output_files import check_outputs, write_text
-from dsa_engine.training import recipe
-from dsa_engine.training.loop import Run
-from dsa_engine.training.pictures import plot_losses
-from dsa_engine.training.prepare import Material, prepare
-from dsa_engine.training.ship import digests, ship
 
 
 def parse() -> argparse.Namespace:

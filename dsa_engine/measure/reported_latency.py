@@ -82,7 +82,7 @@ class Latency:
 
         Args:
             stages: seconds in each stage, of the same work; only their proportions count.
-            factors: of :func:`~dsa_engine.measure.full_depth.depth_factors`; a stage without one counts once.
+            factors: of :func:`~dsa_engine.commands.bench.full_depth.depth_factors`; a stage without one counts once.
         """
         growth = sum(s * factors.get(name, 1.0) for name, s in stages.items()) / sum(stages.values())
         computed = self.median * growth

@@ -12,17 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.commands.bench.generation_benchmark import measure_latency
+from dsa_engine.commands.bench.shares import Shares, total
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans
-from dsa_engine.measure.costs.shares import Shares, total
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Served, Shape
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.overlap_model import watched
-from dsa_engine.measure.generation_benchmark import measure_latency
 from dsa_engine.measure.stage_timer import current_stage
 from dsa_engine.measure.weight_memory import rank_model, rank_weight_bytes
 from dsa_engine.model.kv_cache import cache_format

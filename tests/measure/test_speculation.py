@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dsa_engine import SpeculationMetrics
+from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.engine.sampling.draw import seed_key
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-from dsa_engine.measure.generation_benchmark import measure_latency
 
 
 def test_counts_of_drafts() -> None:

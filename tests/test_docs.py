@@ -25,7 +25,12 @@ ENDINGS = r"(?:py|md|cpp|json|jsonl|png|sh|toml)"
 
 # Written by commands on the pages, or of other projects and of checkpoints.
 NOT_OURS = {"config.json", "generation_config.json", "index_config.json", "prefill.json", "tpot.json", "out.json"}
-NOT_OURS |= {"program.py", "python/sglang/srt/models/deepseek_nextn.py", "vllm/model_executor/models/deepseek_mtp.py"}
+NOT_OURS |= {
+    "message/",
+    "program.py",
+    "python/sglang/srt/models/deepseek_nextn.py",
+    "vllm/model_executor/models/deepseek_mtp.py",
+}
 
 
 def text_without_blocks(page: Path) -> str:

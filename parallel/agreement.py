@@ -88,7 +88,8 @@ class Meeting:
             return self._get("verdict", first, wait_s, check)
         verdict = judge({first: text, **self.texts(wait_s, check)})
         self._store.set(self._key("verdict"), verdict)
-        for name in (*self._ranks, "verdict"):
+        names: list[int | str] = [*self._ranks, "verdict"]
+        for name in names:
             with suppress(RuntimeError):  # a store that cannot delete keeps a few hundred bytes
                 self._store.delete_key(self._key(name, self._number - 1))
         return verdict

@@ -148,14 +148,14 @@ class Runs:
 
     def __init__(
         self,
-        torchrun: Callable[..., Any],
+        fork_ranks: Callable[..., Any],
         worker: ModuleType,
         oracle: Callable[..., Any],
         ids: Callable[..., list[int]],
         fp8: Path,
     ):
         self._fp8 = fp8
-        self._torchrun, self._worker, self._oracle, self._ids = torchrun, worker, oracle, ids
+        self._launch, self._worker, self._oracle, self._ids = fork_ranks, worker, oracle, ids
         self._worlds: dict[int, list[dict[str, Any]]] = {}
         self._single: dict[str, dict[str, Any]] = {}
 
@@ -180,7 +180,7 @@ class Runs:
         if world not in self._worlds:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "cases.json").write_text(json.dumps([self.case(c) for c in CASES[world]]))
-            done = self._torchrun(world, "worker.py", folder / "cases.json", folder)
+            done = self._launch(world, "worker.py", folder / "cases.json", folder)
             assert done.returncode == 0, done.stderr
             assert done.stdout == "" and "Warning" not in done.stderr, done.stderr
             self._worlds[world] = [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
@@ -211,7 +211,7 @@ class Runs:
 
 @pytest.fixture(scope="session")
 def runs(
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     oracle: Callable[..., Any],
     random_ids: Callable[..., list[int]],
@@ -219,7 +219,7 @@ def runs(
 ) -> Runs:
     fp8 = tmp_path_factory.mktemp("fp8") / "model"
     write_random_checkpoint(fp8, demo_config() | FP8, fp8=True)
-    return Runs(torchrun, worker, oracle, random_ids, fp8)
+    return Runs(fork_ranks, worker, oracle, random_ids, fp8)
 
 
 def assert_same_prompt_logprobs(found: list[Any], single: list[Any]) -> None:

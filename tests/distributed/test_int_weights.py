@@ -57,7 +57,7 @@ def cases(
 def test_tokens_do_not_depend_on_ranks(
     world: int,
     stored: dict[str, Path],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     random_ids: Callable[..., list[int]],
     tmp_path: Path,
@@ -68,7 +68,7 @@ def test_tokens_do_not_depend_on_ranks(
     ]
     described = cases(stored, random_ids, parallels)
     (tmp_path / "cases.json").write_text(json.dumps(described))
-    done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+    done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     for name, folder in stored.items():

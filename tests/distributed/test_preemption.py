@@ -82,7 +82,7 @@ def test_one_by_one_with_preemption(
     model: Any,
     requests: dict[str, list[Any]],
     alone: list[dict[str, Any]],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     tmp_path: Path,
 ) -> None:
@@ -94,7 +94,7 @@ def test_one_by_one_with_preemption(
         ranks = [{c["name"]: worker.run_case(c) for c in cases}]
     else:
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
         assert done.returncode == 0, done.stderr
         ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     for described in cases:

@@ -84,7 +84,7 @@ def test_the_same_tokens(
     chosen: list[tuple[str, str]],
     stored: Callable[[str, str | None], Path],
     random_ids: Callable[..., list[int]],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     tmp_path: Path,
 ) -> None:
@@ -107,7 +107,7 @@ def test_the_same_tokens(
         found = {case["name"]: worker.run_case(case) for case in cases}
     else:
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
         assert done.returncode == 0, done.stderr
         found = torch.load(tmp_path / "rank0.pt")
     for plain, drafted in zip(cases[::2], cases[1::2], strict=True):

@@ -14,7 +14,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 
-Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,17 @@ def kinds(demo_random: LLM) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def serving(torchrun: Torchrun, kinds: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def serving(
+    torchrun: Launch, fork_ranks: Launch, kinds: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """``serving(how, ranks, requests, tasks)``: the finished launch, and the file of its results."""
 
     def run(how: str, ranks: int, *sizes: int) -> tuple[subprocess.CompletedProcess[str], Path]:
         folder = tmp_path_factory.mktemp("serving")
         (folder / "kinds.json").write_text(json.dumps(kinds))
         result = folder / "results.json"
-        done = torchrun(ranks, "serving.py", how, folder / "kinds.json", result, *sizes, timeout=500)
+        launch = fork_ranks if how == "load" else torchrun
+        done = launch(ranks, "serving.py", how, folder / "kinds.json", result, *sizes, timeout=500)
         print(done.stdout, done.stderr)
         return done, result
 

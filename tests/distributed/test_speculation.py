@@ -149,7 +149,7 @@ def wanted(
 def test_the_same_tokens(
     world: int,
     wanted: Callable[[str], Wanted],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     tmp_path: Path,
 ) -> None:
@@ -161,7 +161,7 @@ def test_the_same_tokens(
         ranks = [{c["name"]: worker.run_case(c) for c in cases}]
     else:
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
         assert done.returncode == 0, done.stderr
         ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     for described in cases:

@@ -39,8 +39,9 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)
     if case.get("padded"):
-        parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+        engine.runner.graphs = DecodeGraphs(
+            engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
+        )
     break_logits(engine, case.get("broken_seed"))
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):
@@ -76,7 +77,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
-    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.own_free_pages
+    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.ledger.own_free
     return result
 
 

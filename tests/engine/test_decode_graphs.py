@@ -63,9 +63,7 @@ def test_padded_steps(
             before.append(sampled is not None)
             return super().forward(step, sampled)
 
-    engine.runner.graphs = Counted(
-        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=64)
-    )
+    engine.runner.graphs = Counted(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=64))
     padded = [o.token_ids for o in llm.generate(prompts, params)]
     assert padded == [model.greedy(prompt, 5) for prompt in prompts]
     assert steps == [[3]] * 4  # the first token comes with the prefill
@@ -93,14 +91,13 @@ def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Ca
     engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     prompts = [random_ids(20), random_ids(15, seed=1)]
     plain = [out.token_ids for out in llm.generate(prompts, params)]
-    parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner.graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=32))
     assert [out.token_ids for out in llm.generate(prompts, params)] == plain
 
 
 PAGE = 16
 CONTEXTS = (3, 62, 70)  # tokens in the cache before the step: below index_topk 64, up to it and across it, beyond it
-MOST = 4  # rows of a request in a step
+MAX_ROWS = 4  # rows of a request in a step
 
 
 class Rows:
@@ -108,11 +105,9 @@ class Rows:
 
     def __init__(self, llm: LLM, requests: list[list[int]], *, padded: bool):
         engine = llm.engine
-        parts = engine.model, engine.cache, engine.config, engine.mesh
-        graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=64))
-        self.runner = ModelRunner(
-            engine.model, engine.cache, engine.config, engine.mesh, 0, graphs if padded else None, MOST
-        )
+        graphs = DecodeGraphs(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=64))
+        self.runner = ModelRunner(engine.model, engine.cache, 0, graphs if padded else None)
+        self.config = engine.config
         each = -(-max(len(ids) for ids in requests) // PAGE)
         self.requests = [
             Request(i, ids, SamplingParams(), pages=list(range(i * each, (i + 1) * each)))
@@ -127,8 +122,10 @@ class Rows:
             for request, count in zip(self.requests, counts, strict=True)
             if count
         ]
-        plan = self.runner.plan(chunks)
-        assert plan.decodes == decodes and (plan.bucket is not None) == (decodes and self.runner.graphs is not None)
+        plan = StepPlan.of(chunks, 1, self.config, "head_tail", max_decode_rows=MAX_ROWS)
+        assert plan.decodes == decodes
+        if decodes and self.runner.graphs is not None:
+            plan = self.runner.graphs.pad(plan)
         _, hidden = self.runner.forward(plan)
         wanted = plan.ranks[0].logits_rows
         assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
@@ -158,7 +155,7 @@ def test_the_same_as_one_row_at_a_time(
     model_type: str, padded: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:
     model = oracle(model_type, num_hidden_layers=2)
-    tokens = [random_ids(context + MOST, seed=i) for i, context in enumerate(CONTEXTS)]
+    tokens = [random_ids(context + MAX_ROWS, seed=i) for i, context in enumerate(CONTEXTS)]
     llm = LLM(
         model.folder,
         kernels="triton",  # to compare them with their references takes long in the interpreter
@@ -173,18 +170,18 @@ def test_the_same_as_one_row_at_a_time(
     alone, rows = (Rows(llm, tokens, padded=form) for form in (False, padded))
     alone.step(list(CONTEXTS), decodes=False)  # into the same pages for both
     for request in rows.requests:
-        request.num_computed_tokens = len(request.prompt) - MOST
+        request.num_computed_tokens = len(request.prompt) - MAX_ROWS
     expected = []
-    for _ in range(MOST):
+    for _ in range(MAX_ROWS):
         expected.append(alone.step([1] * len(CONTEXTS)))
     wanted = [[torch.cat([step[i][what] for step in expected]) for what in range(2)] for i in range(len(CONTEXTS))]
     for ids, (_, logits) in zip(tokens, wanted, strict=True):
-        assert same(model.logits(ids)[-MOST:].to(logits), logits)
+        assert same(model.logits(ids)[-MAX_ROWS:].to(logits), logits)
     # Other tokens are written to the slots first, and forgotten.
     for request, ids in zip(rows.requests, tokens, strict=True):
-        request.prompt = ids[:-MOST] + [5] * MOST
-    rows.step([MOST] * 3)
-    rows.rewind([MOST] * 3)
+        request.prompt = ids[:-MAX_ROWS] + [5] * MAX_ROWS
+    rows.step([MAX_ROWS] * 3)
+    rows.rewind([MAX_ROWS] * 3)
     for request, ids in zip(rows.requests, tokens, strict=True):
         request.prompt = ids
     for counts in ([1] * 3, [2] * 3, [4] * 3, [3, 0, 2]):

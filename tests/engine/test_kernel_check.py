@@ -120,10 +120,11 @@ def test_only_an_error_of_the_device_convicts_a_kernel(
 
     monkeypatch.setattr(kernel_check, "try_steps", steps)
     monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
-    here: Any = SimpleNamespace(device=torch.device("cpu"))
+    here = SimpleNamespace(device=torch.device("cpu"))
+    model: Any = SimpleNamespace(config=None, runtime=here)
     nothing: Any = None
     with pytest.raises(type(error)):
-        kernel_check._compare(nothing, nothing, here, nothing, KernelFindings(kept))
+        kernel_check._compare(model, nothing, KernelFindings(kept))
     found = KernelFindings(kept)
     assert (list(found.wrong), marks(kept), found.finished) == (["silu_mul"] * guilty, [], False)
     nowhere = KernelFindings(tmp_path / "nowhere" / "kept.json")

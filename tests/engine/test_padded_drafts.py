@@ -62,9 +62,7 @@ def test_padded_steps_with_drafts(
             ran.append(name)  # type: ignore[arg-type]
             return super().run(name, function)
 
-    engine.runner.graphs = Counted(
-        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=32)
-    )
+    engine.runner.graphs = Counted(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=32))
     original, accepted = engine.scheduler.accept_drafts, []
 
     def accept_drafts(request: Request, drafts: list[int]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.engine.requests.pages import PageAllocator, PageLedger, pages_for
+from dsa_engine.engine.requests.pages import Capacity, PageAllocator, PageLedger, pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
@@ -83,11 +83,8 @@ class World:
     def schedulers(self) -> list[Scheduler]:
         return [
             Scheduler(
+                Capacity(self.world, self.cp, self.pages, self.page_size),
                 rank=rank,
-                world_size=self.world,
-                cp_size=self.cp,
-                pages=self.pages,
-                page_size=self.page_size,
                 max_num_seqs=self.seqs,
                 max_num_batched_tokens=self.tokens,
                 max_prefill_share=self.share,
@@ -165,7 +162,7 @@ class Simulation:
                 request = Request(number, list(range(wish.prompt)), SamplingParams(max_tokens=wish.output))
                 if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages:
                     with pytest.raises(CapacityError):
-                        scheduler.check(wish.prompt, wish.output)
+                        scheduler.capacity.check(wish.prompt, wish.output)
                     return
                 scheduler.add(request)
                 mine[number] = request
@@ -256,7 +253,7 @@ class Simulation:
         pages = [page for request in self.copies[rank].values() for page in request.pages]
         assert len(set(pages)) == len(pages), "two requests share a page"
         assert scheduler.free_pages == self.ranks[0].free_pages
-        assert scheduler.free_pages[rank] == scheduler.own_free_pages == self.world.pages - len(pages)
+        assert scheduler.free_pages[rank] == scheduler.ledger.own_free == self.world.pages - len(pages)
         for chunk in chunks:
             assert rank not in chunk.ranks or len(chunk.request.pages) * self.world.page_size >= chunk.end
 
@@ -287,7 +284,7 @@ def test_every_request_ends_and_no_page_is_lost(rewinds: bool, seed: int) -> Non
     assert run.admitted == sorted(run.admitted), "not in order of arrival"
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
         assert scheduler.preemptions == run.ranks[0].preemptions
-        assert scheduler.free_pages == [world.pages] * world.world and scheduler.own_free_pages == world.pages
+        assert scheduler.free_pages == [world.pages] * world.world and scheduler.ledger.own_free == world.pages
         for number, request in mine.items():
             wanted = min(run.order[number].output, run.order[number].ends_after)
             assert request.output == list(range(len(request.prompt), len(request))), "a token was sampled twice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dsa_engine.engine.requests.pages import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
@@ -22,11 +23,8 @@ def make(
     share: float = 1.0,
 ) -> Scheduler:
     return Scheduler(
+        Capacity(world, cp, pages, page_size),
         rank=rank,
-        world_size=world,
-        cp_size=cp,
-        pages=pages,
-        page_size=page_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_prefill_share=share,
@@ -105,7 +103,7 @@ def test_a_request_that_can_never_run() -> None:
         match=r"17 prompt tokens and up to 5 new ones \(22 in all\) need 6 pages of 4 tokens, the cache has 5; "
         r"raise cache_memory by a factor of 1.20, or take fewer requests or tokens",
     ):
-        scheduler.check(17, 5)
+        scheduler.capacity.check(17, 5)
     assert step(scheduler) == [(0, 0, 16)]  # the other is not disturbed
 
 
@@ -124,9 +122,9 @@ def test_a_request_that_can_never_run() -> None:
 def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pages: int) -> None:
     """Just, without preemption; with a page less it does not, and the check says so."""
     scheduler = make(pages=pages, page_size=4, world=ranks, cp=cp)
-    scheduler.check_batch(requests, 8, 4, filled)
+    scheduler.capacity.check_batch(requests, 8, 4, filled)
     with pytest.raises(CapacityError, match=rf"{requests} such requests at once on {ranks} rank"):
-        make(pages=pages - 1, page_size=4, world=ranks, cp=cp).check_batch(requests, 8, 4, filled)
+        make(pages=pages - 1, page_size=4, world=ranks, cp=cp).capacity.check_batch(requests, 8, 4, filled)
     them = [make_request(n, 8, output=4) for n in range(requests)]
     for request in them:
         scheduler.adopt(request) if filled else scheduler.add(request)
@@ -278,7 +276,7 @@ def test_a_preempted_request_may_go_to_another_group() -> None:
     while ranks[0].has_work:
         steps = [step(scheduler) for scheduler in ranks]
         assert all(s == steps[0] for s in steps)
-    assert all(scheduler.free_pages == [6] * 4 and scheduler.own_free_pages == 6 for scheduler in ranks)
+    assert all(scheduler.free_pages == [6] * 4 and scheduler.ledger.own_free == 6 for scheduler in ranks)
 
 
 def test_oldest_first_among_the_waiting() -> None:

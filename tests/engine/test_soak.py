@@ -110,7 +110,7 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
         llm.wait_idle()
         assert not engine.scheduler.has_work
         assert engine.scheduler.free_pages == [engine.cache.pages]
-        assert engine.scheduler.own_free_pages == engine.cache.pages
+        assert engine.scheduler.ledger.own_free == engine.cache.pages
         gc.collect()
         objects.append(len(gc.get_objects()))
         memory.append(resident_bytes())
@@ -180,7 +180,9 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
     gc.collect()
     llm.wait_idle()
     assert not engine.scheduler.has_work
-    assert engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.own_free_pages == engine.cache.pages
+    assert (
+        engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.ledger.own_free == engine.cache.pages
+    )
 
 
 @pytest.mark.slow
@@ -203,8 +205,9 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
         return counts
 
     if ahead:
-        parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=ROOM))
+        engine.runner.graphs = DecodeGraphs(
+            engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=ROOM)
+        )
         engine.async_scheduling = True
     assert engine.runner.drafter is not None
     engine.runner.drafter.assume = decide
@@ -216,4 +219,4 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
     llm.wait_idle()
     assert not engine.scheduler.has_work
     assert engine.scheduler.free_pages == [engine.cache.pages]
-    assert engine.scheduler.own_free_pages == engine.cache.pages
+    assert engine.scheduler.ledger.own_free == engine.cache.pages

@@ -91,8 +91,7 @@ class Script:
 def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     llm = LLM(folder, **OPTIONS | {"speculative_config": {"num_speculative_tokens": drafts}} | options)
     engine = llm.engine
-    parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32))
     return llm
 
 
@@ -151,8 +150,9 @@ def test_the_last_tokens_of_the_longest_context(
     contexts: set[int] = set()
     contexts_of = ContextBuckets(62, 4, fewest=32)
     engine = llm.engine
-    parts = engine.model, engine.cache, engine.config, engine.mesh
-    monkeypatch.setattr(engine.runner, "graphs", DecodeGraphs(*parts, capture=False, contexts=contexts_of))
+    monkeypatch.setattr(
+        engine.runner, "graphs", DecodeGraphs(engine.model, engine.cache, capture=False, contexts=contexts_of)
+    )
 
     run = engine.runner.drafter.graph.run
 

@@ -35,7 +35,7 @@ def assert_idle(llm: LLM) -> None:
     llm.wait_idle()
     scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
     assert not scheduler.has_work
-    assert scheduler.free_pages == [pages] and scheduler.own_free_pages == pages
+    assert scheduler.free_pages == [pages] and scheduler.ledger.own_free == pages
 
 
 @pytest.fixture

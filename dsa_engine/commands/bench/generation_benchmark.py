@@ -84,7 +84,7 @@ def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: i
             f"{input_len} tokens and up to {most} new ones exceed max_model_len {engine.max_model_len}; measure "
             "shorter inputs or outputs, or raise max_model_len"
         )
-    engine.scheduler.check_batch(batch_size, input_len, most, fill_cache)
+    engine.scheduler.capacity.check_batch(batch_size, input_len, most, fill_cache)
     if batch_size > engine.options.max_num_seqs:
         raise ValueError(
             f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"

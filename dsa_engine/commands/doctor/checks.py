@@ -166,7 +166,7 @@ def check_kernels(mesh: Mesh) -> str:
     try:
         with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as found:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
-                for _ in try_steps(engine.model, engine.config, mesh, engine.cache.format, rows * mesh.cp_size):
+                for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
     except RuntimeError as error:
         if not is_lost(mesh.device):

@@ -40,14 +40,13 @@ from dsa_engine.kernels.runtime.transfer import download, upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.parallel import Mesh
 
 
 class Drafter:
     """Verifies drafts and makes new ones, after every step of the model or in one graph with it.
 
     Args:
-        model, cache, mesh: of the engine.
+        model, cache: of the engine.
         observe: is called with the plan of passes whose rows are not those of the step.
         seed: of requests without a seed of their own.
 
@@ -57,10 +56,10 @@ class Drafter:
         assume: decides, in place of the tokens, how many drafts are accepted; for measuring where tokens mean nothing.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, observe: Callable[[StepPlan], None], seed: int):
-        self._mesh = mesh
+    def __init__(self, model: Model, cache: KVCache, observe: Callable[[StepPlan], None], seed: int):
+        self._mesh = model.runtime.mesh
         self._seed = seed
-        self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, mesh, observe)
+        self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, observe)
         self.graph = GraphStep(self.passes, seed)
         self.assume: Assume | None = None
 

@@ -39,21 +39,20 @@ from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.parallel import Mesh
 
 
 class Passes(ABC):
     """Runs the MTP modules of a model.
 
     Args:
-        model, cache, mesh: of the engine.
+        model, cache: of the engine.
         observe: is called with the plan of passes whose rows are not those of the step.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, observe: Callable[[StepPlan], None]):
+    def __init__(self, model: Model, cache: KVCache, observe: Callable[[StepPlan], None]):
         self.model = model
         self.cache = cache
-        self.mesh = mesh
+        self.mesh = model.runtime.mesh
         self._observe = observe
 
     @abstractmethod

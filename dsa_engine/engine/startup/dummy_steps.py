@@ -98,9 +98,10 @@ def layers_of_each_kind(config: ModelConfig) -> list[int]:
 
 
 @torch.inference_mode()
-def try_steps(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat, tokens: int) -> Iterator[str]:
+def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     """Runs a prefill of ``tokens`` tokens by each context-parallel group, then a decode step of one of its tokens on
     every rank, through one layer of each kind; all ranks together. Yields what it has run."""
+    config, mesh = model.config, model.runtime.mesh
     layers = layers_of_each_kind(config)
     pages = pages_for(tokens + 1, _PAGE_SIZE)
     with torch.random.fork_rng(devices=[]):

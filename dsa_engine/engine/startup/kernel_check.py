@@ -27,26 +27,26 @@ from dsa_engine.kernels.runtime.error_line import first_line
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel import Mesh
 from dsa_engine.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
-def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat, options: EngineOptions) -> bool:
+def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> bool:
     """Decides for this process what its operations run, as ``options.kernels`` says; every rank calls it.
 
     Returns:
         whether some operation of some rank runs its reference, which may wait for the device: no CUDA graphs then.
     """
+    mesh = model.runtime.mesh
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})
-    if options.kernels != "checked" or not _has_kernels(model, mesh):
+    if options.kernels != "checked" or not _has_kernels(model):
         return options.kernels == "reference"
-    findings = KernelFindings(_kept_file(config, stored, mesh.device, options))
+    findings = KernelFindings(_kept_file(model.config, stored, mesh.device, options))
     wrong = findings.wrong
     if max(mesh.all_gather_int(int(not findings.finished))):  # in step, as layers have collectives
-        wrong = _compare(model, config, mesh, stored, findings)
+        wrong = _compare(model, stored, findings)
     operation.replace(wrong)
     for name, reason in operation.replaced().items():
         logger.warning(
@@ -59,8 +59,9 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
     return bool(max(mesh.all_gather_int(len(operation.replaced()))))
 
 
-def _has_kernels(model: Model, mesh: Mesh) -> bool:
+def _has_kernels(model: Model) -> bool:
     """Whether some rank would run kernels; on a CPU these are compiled for it."""
+    mesh = model.runtime.mesh
     if mesh.device.type == "cuda" or INTERPRETED:
         return True
     return bool(max(mesh.all_gather_int(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
@@ -71,9 +72,7 @@ def trial_tokens(config: ModelConfig) -> int:
     return min(config.index_topk + 64, config.max_position_embeddings - 1)
 
 
-def _compare(
-    model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat, findings: KernelFindings
-) -> dict[str, str]:
+def _compare(model: Model, stored: CacheFormat, findings: KernelFindings) -> dict[str, str]:
     operation.replace(findings.wrong)  # those that have taken a process with them are not run again
     running = ""
 
@@ -86,9 +85,9 @@ def _compare(
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
         with taken_along(findings), operation.compared(found):
-            for _ in try_steps(model, config, mesh, stored, trial_tokens(config)):
-                if mesh.device.type == "cuda":
-                    torch.cuda.synchronize(mesh.device)
+            for _ in try_steps(model, stored, trial_tokens(model.config)):
+                if model.runtime.device.type == "cuda":
+                    torch.cuda.synchronize(model.runtime.device)
     except BaseException as error:
         guilty = {running: f"it left the device in an error ({first_line(error)})"} if _of_device(error) else {}
         findings.leave(found.wrong | guilty)

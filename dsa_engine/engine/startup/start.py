@@ -19,6 +19,7 @@ import torch
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.requests.pages import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -83,41 +84,33 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         bytes_read = load_weights(model, folder, options, progress_of(mesh, options))
     load_seconds = time.perf_counter() - begun
     mesh.barrier(_LOADING_S)
-    by_reference = check_kernels(model, config, mesh, stored, options)
+    by_reference = check_kernels(model, stored, options)
     captures = mesh.device.type == "cuda" and not options.enforce_eager and not by_reference
     for_steps = None
     if mesh.device.type == "cuda" and options.cache_memory is None:
         static = captures and mesh.static_decode
-        for_steps = step_bytes(model, config, mesh, stored, options, max_model_len, relaxed, static)
+        for_steps = step_bytes(model, stored, options, max_model_len, relaxed, static)
     cached = config.with_mtp(modules)
     pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), for_steps or 0)
     with enough_memory("the caches", "lower cache_memory"):
         cache = KVCache(cached, stored, pages, options.page_size, mesh.device)
     scheduler = Scheduler(
+        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size),
         rank=mesh.rank,
-        world_size=mesh.world_size,
-        cp_size=mesh.cp_size,
-        pages=cache.pages,
-        page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_share=options.max_prefill_share,
     )
     contexts = ContextBuckets(max_model_len, options.page_size)
-    graphs = DecodeGraphs(model, cache, config, mesh, contexts=contexts) if captures else None
-    runner = ModelRunner(model, cache, config, mesh, options.seed, graphs, relaxed=relaxed)
+    graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None
+    runner = ModelRunner(model, cache, options.seed, graphs, relaxed)
     engine = Engine(
         options=options,
-        config=config,
-        mesh=mesh,
-        dtype=dtype,
-        workspace=workspace,
-        max_model_len=max_model_len,
         model=model,
         cache=cache,
         scheduler=scheduler,
-        graphs=graphs,
         runner=runner,
+        max_model_len=max_model_len,
         progress=progress_of(mesh, options),
         bytes_read=bytes_read,
         load_seconds=load_seconds,

@@ -33,8 +33,6 @@ GRAPH_BYTES = 32 << 20
 
 def step_bytes(
     model: Model,
-    config: ModelConfig,
-    mesh: Mesh,
     stored: CacheFormat,
     options: EngineOptions,
     max_model_len: int,
@@ -49,11 +47,12 @@ def step_bytes(
     Raises:
         CapacityError: the largest steps do not fit beside the weights.
     """
+    config, mesh = model.config, model.runtime.mesh
     drafts = options.speculation.num_speculative_tokens if options.speculation else 0
-    cache = KVCache(model.config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
+    cache = KVCache(config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
     contexts = ContextBuckets(max_model_len, options.page_size)
-    padded = DecodeGraphs(model, cache, config, mesh, capture=False, contexts=contexts) if graphs else None
-    runner = ModelRunner(model, cache, config, mesh, options.seed, padded, relaxed=relaxed)
+    padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
+    runner = ModelRunner(model, cache, options.seed, padded, relaxed)
     runner.num_drafts = drafts
     tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts, one is a graph, and one runs eagerly

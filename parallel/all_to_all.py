@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.permute import Order, expert_order
 from dsa_engine.kernels.permute import combine as weighted_sum
@@ -60,7 +61,7 @@ def rounds_needed(most: int, most_pairs: int, size: int, k: int) -> int:
     """
     if most <= most_pairs:
         return 1
-    return -(-most // max(size, most_pairs - size * k))
+    return cdiv(most, max(size, most_pairs - size * k))
 
 
 def in_rounds(sendings: Sendings, rows: int, rounds: int) -> Rounds:

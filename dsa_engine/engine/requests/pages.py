@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.integers import cdiv
 
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that ``tokens`` tokens fill."""
-    return -(-tokens // page_size)
+    return cdiv(tokens, page_size)
 
 
 class PageAllocator:
@@ -134,7 +135,7 @@ class Capacity:
         Raises:
             CapacityError: they cannot; says what a rank needs and what it has.
         """
-        each = -(-requests // self.world_size)
+        each = cdiv(requests, self.world_size)
         need = each * self.most(prompt_len, max_tokens)
         if requests > 1 and self.cp_size > 1 and not filled:
             need += pages_for(prompt_len, self.page_size)  # of another rank's request, while it is prefilled

@@ -9,6 +9,7 @@ import torch
 
 from dsa_engine.checkpoint.reader import Source
 from dsa_engine.kernels.formats.quantize import E4M3_MAX, FP8
+from dsa_engine.kernels.runtime.integers import cdiv
 
 RANDOM_BLOCK_ELEMENTS = 1 << 22  # drawn from one generator
 
@@ -51,7 +52,7 @@ def fill_normal(source: Source, seed: int, std: float, mean: float = 0.0) -> Non
     block_rows = max(RANDOM_BLOCK_ELEMENTS // row_elements, 1)
     first, end = source.start[0], source.start[0] + source.into.shape[0]
     columns = tuple(slice(s, s + n) for s, n in zip(source.start[1:], source.into.shape[1:], strict=True))
-    for block in range(first // block_rows, -(-end // block_rows)):
+    for block in range(first // block_rows, cdiv(end, block_rows)):
         top = block * block_rows
         rows = min(block_rows, source.shape[0] - top)
         generator = torch.Generator(source.into.device).manual_seed(stable_seed(seed, source.name, block))

@@ -19,6 +19,7 @@ import torch
 from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.system.interrupts import uninterrupted
 
 SCALE_SUFFIX = "_scale_inv"
@@ -232,7 +233,7 @@ class CheckpointReader:
                 f"{path}: {source.name!r} is float8_e4m3fn, but {self.folder} lacks its scales {name!r}"
             )
         stored = self._slice(name)
-        expected = tuple(-(-size // block) for size, block in zip(source.shape, self.block_size, strict=True))
+        expected = tuple(cdiv(size, block) for size, block in zip(source.shape, self.block_size, strict=True))
         why = f"one scale per block of {list(self.block_size)} of {list(source.shape)}"
         self._check_shape(name, stored, expected, f" ({why})")
         if self._dtype(name, stored) == torch.float8_e4m3fn:

@@ -17,12 +17,13 @@ from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.kernels.linear.block_scaled_libraries import library_product
 from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
 from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 
 def blocks_of(size: int) -> int:
     """How many blocks ``size`` rows or columns take; the last may be partial."""
-    return -(-size // BLOCK)
+    return cdiv(size, BLOCK)
 
 
 def _sources(part: Matrix, codes: torch.Tensor, scales: torch.Tensor) -> list[Source]:

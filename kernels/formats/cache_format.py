@@ -25,6 +25,7 @@ from dsa_engine.kernels.formats.fp8_cache import (
 )
 from dsa_engine.kernels.formats.hadamard import check_size
 from dsa_engine.kernels.formats.quantize import FP8, quantize_rows_reference
+from dsa_engine.kernels.runtime.integers import cdiv
 
 ROW_ALIGNMENT = 16  # bytes: a row of the packed buffer is loaded 16 bytes at a time
 
@@ -211,4 +212,4 @@ class CacheFormat:
         bytes."""
         columns = self.latent.columns + (self.index_key.columns if index_key and self.index_key else 0)
         step = ROW_ALIGNMENT // self.latent.pool_dtype.itemsize
-        return -(-columns // step) * step
+        return cdiv(columns, step) * step

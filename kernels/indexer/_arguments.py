@@ -6,6 +6,7 @@ import torch
 
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 
 
 def check_indexer_arguments(
@@ -35,7 +36,7 @@ def check_indexer_arguments(
 def read_index_keys(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Index keys of the positions ``start … stop-1`` in float32 ``[stop-start, dim]``."""
     page_size = pool.shape[1]
-    first, last = start // page_size, -(-stop // page_size)
+    first, last = start // page_size, cdiv(stop, page_size)
     pages = pool.index_select(0, block_table[first:last])
     keys = IndexKeyFormat.of_pool(pool).unpack_pages(pages).flatten(0, 1)
     return keys[start - first * page_size : stop - first * page_size].float()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 
 # Of what a round may hold, the smallest part by which it is filled.
@@ -45,7 +46,7 @@ def parts_of(served: list[int], together: int, tokens: int, most_pairs: int) -> 
         served: choices served here of each ``together`` tokens, one after the other; the last may be of fewer.
     """
     rounds = len(_filled(served, most_pairs))
-    even = -(-sum(served) // rounds) + max(served)
+    even = cdiv(sum(served), rounds) + max(served)
     numbers = _filled(served, min(most_pairs, even))
     ends = [0, *accumulate(map(len, numbers))]
     return [

@@ -17,6 +17,7 @@ from dsa_engine.kernels.moe.packed_tokens import pack_tokens
 from dsa_engine.kernels.moe.permute import Order, expert_order
 from dsa_engine.kernels.moe.permute import combine as weighted_sum
 from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
@@ -60,7 +61,7 @@ def rounds_needed(most: int, most_pairs: int, size: int, k: int) -> int:
     """
     if most <= most_pairs:
         return 1
-    return -(-most // max(size, most_pairs - size * k))
+    return cdiv(most, max(size, most_pairs - size * k))
 
 
 def in_rounds(sendings: SendPlan, rows: int, rounds: int) -> Rounds:

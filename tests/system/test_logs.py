@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsa_engine import LLM, SamplingParams, logs, progress
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.system import logs, progress
 
 
 @pytest.fixture

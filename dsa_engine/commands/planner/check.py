@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.commands.planner.devices import DEVICES
 from dsa_engine.commands.planner.efficiency import Efficiencies, Entry, stage_seconds
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.ceilings import Ceilings
@@ -231,7 +232,7 @@ def _work(llm: LLM, case: CheckCase) -> Stages:
         plans = engine.prefill_plans(case.tokens)
         stages, steps = costs.prefill(plans, mesh.rank), len(plans)
     else:
-        own, context = -(-case.requests // mesh.world_size), case.tokens + OUTPUT // 2
+        own, context = cdiv(case.requests, mesh.world_size), case.tokens + OUTPUT // 2
         stages, steps, rows = costs.decode(Decode(own, case.requests, context)), 1, case.requests
     if mesh.world_size == 1:
         return stages

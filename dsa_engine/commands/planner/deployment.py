@@ -16,6 +16,7 @@ from dsa_engine.config.released import released_fp8
 from dsa_engine.convert.schemes import stored_as
 from dsa_engine.engine.startup.dummy_steps import layers_of_each_kind
 from dsa_engine.engine.startup.memory import activation_bytes
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Stages, Work
@@ -186,7 +187,7 @@ def links_of(device: Device) -> Links:
 
 def rank_weights(config: ModelConfig, weights: str, ranks: int, tp_size: int, module: bool) -> WeightBytes:
     """Bytes of the weights of the rank that holds most experts, by kind of layer and stage."""
-    return replace(_weights_of_one(config, weights, tp_size, module), held=-(-config.n_routed_experts // ranks))
+    return replace(_weights_of_one(config, weights, tp_size, module), held=cdiv(config.n_routed_experts, ranks))
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from dsa_engine.commands.planner.efficiency import Efficiencies
 from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.runtime.integers import cdiv
 
 CHUNKS = (2048, 4096, 8192, 16384)
 MOST_REQUESTS = 512  # of a rank, in a decode step
@@ -164,7 +165,7 @@ class Planner:
             if base.ranks % cp:
                 continue
             fitting = []
-            whole = -(-demand.input_len // cp)
+            whole = cdiv(demand.input_len, cp)
             for chunk in self._choices("chunk", sorted({min(n, whole) for n in CHUNKS})):
                 for dispatch in self._choices("moe_dispatch", DISPATCHES):
                     how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch)
@@ -201,7 +202,7 @@ class Planner:
         """
         most = self._most_requests(how, demand, reserved)
         if demand.requests is not None and most:
-            return [min(-(-demand.requests // count), most)]
+            return [min(cdiv(demand.requests, count), most)]
         if demand.tpot is None or most < 2:
             return [most] if most else []
         low, high = 1, most

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.runtime.integers import cdiv
 
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Number of pages that ``tokens`` tokens fill."""
-    return -(-tokens // page_size)
+    return cdiv(tokens, page_size)
 
 
 class PageAllocator:
@@ -134,7 +135,7 @@ class Capacity:
         Raises:
             CapacityError: they cannot; the message says how many pages a rank needs and how many it has.
         """
-        each = -(-requests // self.world_size)
+        each = cdiv(requests, self.world_size)
         need = each * self.max_pages(prompt_len, max_tokens)
         if requests > 1 and self.cp_size > 1 and not filled:
             need += pages_for(prompt_len, self.page_size)  # for another rank's request during its prefill

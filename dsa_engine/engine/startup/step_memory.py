@@ -20,6 +20,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
@@ -98,7 +99,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     if mesh.config.moe_dispatch == "all_to_all":
         most, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
     else:
-        most, rounds, rows = max(chunk, k), -(-even // chunk), 2
+        most, rounds, rows = max(chunk, k), cdiv(even, chunk), 2
     more = max(0, min(most, size * even) - even // rounds)
     return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 

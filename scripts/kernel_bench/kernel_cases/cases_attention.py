@@ -14,6 +14,7 @@ from dsa_engine.kernels.formats.cache_format import FP8, stored_dtype
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores, indexer_scores_reference
 from dsa_engine.kernels.indexer.topk import select_topk
 from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 from kernel_cases.bench import Call, KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 from kernel_cases.other_libraries import peer_indexer_scores, peer_sparse_attention
@@ -94,7 +95,7 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for heads in (128, 64):
         for context in sizes.contexts:
             tokens = sizes.prefill
-            pages = -(-context // PAGE_SIZE)
+            pages = cdiv(context, PAGE_SIZE)
             q, slots = make.normal(tokens, heads, LATENT), make.selected(tokens, context, TOPK)
             pool = make.pool(pages, LATENT)
             yield _sparse("sparse attention, prefill", q, pool, slots, context, make, product=True)
@@ -104,7 +105,7 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def sparse_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     context = sizes.contexts[-1]
-    pages = -(-context // PAGE_SIZE)
+    pages = cdiv(context, PAGE_SIZE)
     pool, pool8 = make.pool(pages, LATENT), make.fp8_latent_pool(pages, RANK, ROPE)
     for batch in sizes.batches:
         q, slots = make.normal(batch, 128, LATENT), make.selected(batch, context, TOPK)

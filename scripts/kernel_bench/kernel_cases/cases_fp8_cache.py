@@ -11,6 +11,7 @@ from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, LatentFormat
 from dsa_engine.kernels.rows.paged import gather_rows, store_rows
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.runtime.integers import cdiv
 from kernel_cases.bench import KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 
@@ -27,7 +28,7 @@ def fp8_cache(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def _pages_and_slots(make: Inputs, tokens: int) -> tuple[int, torch.Tensor]:
     """Pages of a cache twice as large as the step, and a slot in it for every token, in random order."""
-    pages = -(-2 * tokens // PAGE_SIZE)
+    pages = cdiv(2 * tokens, PAGE_SIZE)
     return pages, torch.randperm(pages * PAGE_SIZE, device=make.device)[:tokens].int()
 
 

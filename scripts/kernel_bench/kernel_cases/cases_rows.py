@@ -17,6 +17,7 @@ from dsa_engine.kernels.rows.rope import apply_rope, apply_rope_reference
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows, store_cache_rows_reference
 from dsa_engine.kernels.rows.store_index_keys import index_keys_reference, store_index_keys
 from dsa_engine.kernels.rows.store_latent import latent_rows_reference, store_latent
+from dsa_engine.kernels.runtime.integers import cdiv
 from kernel_cases.bench import Call, KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 
@@ -72,7 +73,7 @@ def _angles(make: Inputs, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _destination(make: Inputs, tokens: int) -> tuple[int, torch.Tensor]:
     """Pages of a cache four times as large as the step, and a slot in it for every token."""
-    pages = -(-4 * tokens // PAGE_SIZE)
+    pages = cdiv(4 * tokens, PAGE_SIZE)
     slots = torch.randperm(pages * PAGE_SIZE, device=make.device)[:tokens].int()
     return pages, slots
 
@@ -226,7 +227,7 @@ def _hadamard(make: Inputs, tokens: int) -> KernelCase:
 
 def _dequantise(make: Inputs, rows: int, columns: int) -> KernelCase:
     weight = make.fp8(rows, columns)
-    scales = make.normal(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
+    scales = make.normal(cdiv(rows, 128), cdiv(columns, 128), dtype=torch.float32)
     return KernelCase(
         "dequantise 128 x 128",
         shape=f"{rows} x {columns}",

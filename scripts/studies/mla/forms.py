@@ -31,6 +31,7 @@ import torch
 from dsa_engine.kernels.attention.dense_mla import dense_mla
 from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 
 PAGE_SIZE = 64
 
@@ -265,7 +266,7 @@ class EngineForm(Absorbed):
 
     def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> PagedRows:
         batch, count, _ = latent.shape
-        pages = -(-count // PAGE_SIZE)
+        pages = cdiv(count, PAGE_SIZE)
         pool = latent.new_zeros(batch * pages, PAGE_SIZE, self.size.kv_rank + self.size.rope)
         rows = pool.view(batch, pages * PAGE_SIZE, -1)[:, :count]
         rows[..., : self.size.kv_rank], rows[..., self.size.kv_rank :] = latent, rotated

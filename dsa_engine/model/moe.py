@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
+from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch

@@ -15,19 +15,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.grouped.tiles import (
-    Tiles,
-    banded,
-    empty_product,
-    fitting,
-    group_tiles,
-    launch_grouped,
-    rows_by_group,
-    rows_of_tile,
-    rows_read,
-    store_tile,
-    weight_rows,
-)
+from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
+from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.launch import config_for, dot_precision, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -40,43 +29,33 @@ def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torc
 
 
 @triton.jit
+def multiply_tile(
+    x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    WHOLE: tl.constexpr = CONSTANTS[0]
+    DEPTH: tl.constexpr = CONSTANTS[1]
+    SWAPPED: tl.constexpr = CONSTANTS[2]
+    PRECISION: tl.constexpr = CONSTANTS[3]
+    total = sum_tile(
+        x, source_row, inside, operands[0], weight_row, x_stride, inner, tl.float32, WHOLE, ROWS, COLUMNS, DEPTH,
+        SWAPPED, PRECISION,
+    )  # fmt: skip
+    if SWAPPED:
+        total = tl.trans(total)
+    return total
+
+
+@triton.jit
 def grouped_matmul_kernel(
-    x, source, ends, weight, out, x_stride, width, inner, groups,
+    x, source, row_ends, weight, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [ROWS, COLUMNS] of products, each program every so many. WHOLE: DEPTH divides the inner dimension. SWAPPED:
-    the product is computed transposed, for a warpgroup's products have 64 rows and few columns."""
-    shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
-    starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
-    row_tiles = tl.sum(tiles)
-    column_tiles = tl.cdiv(width, shown)
-    depth = tl.arange(0, DEPTH)
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
-        start = column_tile * shown
-        group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = rows_read(source, row, inside, GATHER)
-        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
-        x_at = x + place.to(tl.int64)[:, None] * x_stride + depth[None, :]
-        weight_at = weight + weight_row[None, :] * inner + depth[:, None]
-        total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
-        for done in range(0, inner, DEPTH):
-            if WHOLE:
-                left = tl.load(x_at, mask=inside[:, None], other=0.0)
-                right = tl.load(weight_at)
-            else:
-                left = tl.load(x_at, mask=inside[:, None] & (depth < inner - done)[None, :], other=0.0)
-                right = tl.load(weight_at, mask=(depth < inner - done)[:, None], other=0.0)
-            if SWAPPED:
-                total = tl.dot(tl.trans(right), tl.trans(left), total, input_precision=PRECISION)
-            else:
-                total = tl.dot(left, right, total, input_precision=PRECISION)
-            x_at += DEPTH
-            weight_at += DEPTH
-        if SWAPPED:
-            total = tl.trans(total)
-        store_tile(out, total, row, inside, start, width, ROWS, COLUMNS, GATED)
+    multiply_groups(
+        x, source, row_ends, (weight,), out, None, x_stride, width, inner, groups, multiply_tile,
+        (WHOLE, DEPTH, SWAPPED, PRECISION), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+    )  # fmt: skip
 
 
 # By capability: the first with room for a group's rows is taken, else the last. Few rows: the weights' way from memory

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped import grouped_matmul as module
 from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul, grouped_matmul_triton, torch_has_it
-from dsa_engine.kernels.grouped.tiles import most_tiles
+from dsa_engine.kernels.grouped.tiles import max_tiles
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -136,7 +136,7 @@ def test_offsets_beyond_2_to_the_31_elements(gated: bool) -> None:
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 1, 1], [16, 16, 16], [17, 0, 31], [1, 40, 2], [0, 0, 43]])
 def test_tiles_are_enough(counts: list[int]) -> None:
     for size in (16, 64):
-        assert sum(-(-count // size) for count in counts) <= most_tiles(sum(counts), len(counts), size)
+        assert sum(-(-count // size) for count in counts) <= max_tiles(sum(counts), len(counts), size)
 
 
 def test_bad_arguments() -> None:

@@ -39,6 +39,7 @@ class Indexer(Weighted):
         slots: torch.Tensor | None = None,
     ) -> None:
         """Index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row."""
+        assert stored.index_key is not None
         store_index_keys(
             self.wk(x),
             self.k_norm_weight,
@@ -48,6 +49,7 @@ class Indexer(Weighted):
             batch.sin,
             into,
             slots,
+            key_format=stored.index_key,
             interleaved=self.config.index_rope_interleaved,
             power_of_two=stored.power_of_two,
         )
@@ -72,8 +74,11 @@ class Indexer(Weighted):
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights
 
-    def select(self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def select(
+        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, stored: CacheFormat
+    ) -> torch.Tensor:
         """Slots ``[sparse rows, index_topk]`` int32 of the tokens that the sparse rows attend to."""
+        assert stored.index_key is not None
         with stage("lightning indexer"):
             topk_indices = lightning_indexer(
                 q,
@@ -82,6 +87,7 @@ class Indexer(Weighted):
                 batch.block_tables,
                 batch.sparse_mqa,
                 self.config.index_topk,
+                key_format=stored.index_key,
                 workspace=self.runtime.workspace,
             )
             return slots_of(topk_indices, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.attention._latent_rows import load_tile, value_columns
-from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat, stored_dtype
-from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK, latent_rank
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors
 
@@ -71,31 +71,16 @@ TILINGS = {
 }
 
 
-def attended_format(q: torch.Tensor, pool: torch.Tensor, value_dim: int) -> LatentFormat:
-    """The format of the pool's rows, of ``q``'s width, with ``value_dim`` numbers before the rotated ones.
-
-    Raises:
-        ValueError: ``q [T, heads, width]`` cannot attend to the pool, which must be plain in q's dtype, or FP8.
-    """
-    width = q.shape[-1]
+def check_queries(q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat) -> None:
+    """Raises ``ValueError`` unless ``q [T, heads, width]`` can attend to a pool of such rows."""
     if q.dim() != 3 or pool.dim() != 3:
         raise ValueError(
-            f"q must be [T, heads, width] and the pool [pages, page_size, width], not {tuple(q.shape)} and "
+            f"q must be [T, heads, width] and the pool [pages, page_size, columns], not {tuple(q.shape)} and "
             f"{tuple(pool.shape)}"
         )
-    dtype = stored_dtype(pool)
-    if dtype == FP8:
-        rank = latent_rank(pool.shape[-1], width)
-        if rank != value_dim or width % 2:
-            raise ValueError(
-                f"FP8 rows of {pool.shape[-1]} bytes hold {rank} values and {width - rank} rotated numbers: value_dim "
-                f"must be {rank}, not {value_dim}, and the rotated numbers even"
-            )
-    elif pool.shape[-1] != width or pool.dtype != q.dtype:
-        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit pool {pool.dtype} {tuple(pool.shape)}")
-    if not 0 < value_dim <= width:
-        raise ValueError(f"value_dim must be 1 to {width}, the width of q, not {value_dim}")
-    return LatentFormat(value_dim, width - value_dim, dtype)
+    if q.shape[-1] != row_format.width or row_format.rank < 1 or (not row_format.fp8 and row_format.dtype != q.dtype):
+        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit rows of {row_format}")
+    row_format.check_pool(pool)
 
 
 @lru_cache(maxsize=4096)

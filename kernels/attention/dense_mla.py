@@ -17,14 +17,14 @@ from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
     LOWEST,
     attend,
-    attended_format,
+    check_queries,
     load_queries,
     plan_attention,
     store_nothing,
     store_results,
 )
 from dsa_engine.kernels.attention.merge_splits import merge_splits
-from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.rows.paged import read_rows
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
@@ -52,12 +52,12 @@ def dense_mla_reference(
     pool: torch.Tensor,
     block_tables: torch.Tensor,
     segments: Segments,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, heads, width = q.shape
-    row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
+    _, heads, _ = q.shape
+    value_dim = row_format.rank
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
     # What rows see is the device's to say: in a padded step the segments on the host are those of the bucket.
@@ -167,7 +167,7 @@ def dense_mla(
     block_tables: torch.Tensor,
     segments: Segments,
     *,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     workspace: int = 256 << 20,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,23 +175,22 @@ def dense_mla(
 
     Args:
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
-        pool: latent pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = width; or FP8
-            (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
-        value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
+        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
         scale: softmax scale.
         workspace: bytes for the scores (reference) or for partial results (kernel, where few queries are split).
 
     Returns:
-        out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+        out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or segments beyond the batch or their block table.
     """
-    row_format = attended_format(q, pool, value_dim)
+    check_queries(q, pool, row_format)
     segments.check(q.shape[0], block_tables, pool.shape[1])
     if runs_triton(q):
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
         return _launch(q.contiguous(), pool, row_format, tables, segments, scale, workspace)
-    return dense_mla_reference(q, pool, block_tables, segments, value_dim, scale, workspace)
+    return dense_mla_reference(q, pool, block_tables, segments, row_format, scale, workspace)

@@ -17,14 +17,14 @@ from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
     LOWEST,
     attend,
-    attended_format,
+    check_queries,
     load_queries,
     plan_attention,
     store_nothing,
     store_results,
 )
 from dsa_engine.kernels.attention.merge_splits import merge_splits
-from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
@@ -39,12 +39,12 @@ def sparse_attention_reference(
     pool: torch.Tensor,
     slots: torch.Tensor,
     counts: torch.Tensor | None,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     block_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q.shape
-    row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
+    value_dim = row_format.rank
     flat = pool.view(-1, row_format.columns)
     out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -190,7 +190,7 @@ def sparse_attention(
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     counts: torch.Tensor | None = None,
     workspace: int = 256 << 20,
@@ -199,10 +199,9 @@ def sparse_attention(
 
     Args:
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
-        pool: latent pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = width; or FP8
-            (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
-        value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
+        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
         scale: softmax scale.
         counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); the entries
             behind them may be anything.
@@ -210,13 +209,13 @@ def sparse_attention(
             the CPU's kernel takes what the rows of a token for each thread need.
 
     Returns:
-        out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+        out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
         IndexError: on a CPU, slots outside of the pool.
     """
-    row_format = attended_format(q, pool, value_dim)
+    check_queries(q, pool, row_format)
     if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
         raise ValueError(f"slots must be [{q.shape[0]}, k], not {tuple(slots.shape)}")
     if slots.dtype != torch.int32:
@@ -226,6 +225,6 @@ def sparse_attention(
     if runs_triton(q):
         return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
     if pool.stride(2) == 1 and cpu.serves(q, pool):
-        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, value_dim, scale)
+        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, row_format.rank, scale)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
-    return sparse_attention_reference(q, pool, slots, counts, value_dim, scale, block_bytes)
+    return sparse_attention_reference(q, pool, slots, counts, row_format, scale, block_bytes)

@@ -43,13 +43,21 @@ def indexer_scores_reference(
     pool: torch.Tensor,
     block_tables: torch.Tensor,
     segments: Segments,
+    key_format: IndexKeyFormat,
     tile_bytes: int,
 ) -> torch.Tensor:
     scores = torch.empty(q.shape[0], segments.longest, dtype=torch.float32, device=q.device)
     for s in segments:
         rows = slice(s.row, s.row + s.length)
         _score_segment(
-            q[rows], weights[rows], pool, block_tables[s.sequence], s.start, tile_bytes, scores[rows, : s.end]
+            q[rows],
+            weights[rows],
+            pool,
+            block_tables[s.sequence],
+            s.start,
+            key_format,
+            tile_bytes,
+            scores[rows, : s.end],
         )
     return scores
 
@@ -60,6 +68,7 @@ def _score_segment(
     pool: torch.Tensor,
     block_table: torch.Tensor,
     start: int,
+    key_format: IndexKeyFormat,
     tile_bytes: int,
     scores: torch.Tensor,
 ) -> None:
@@ -72,7 +81,7 @@ def _score_segment(
     buffer = q.new_empty(rows * heads * min(_KEY_TILE, end))
     for first_key in range(0, end, _KEY_TILE):
         last_key = min(first_key + _KEY_TILE, end)
-        keys = read_index_keys(pool, block_table, first_key, last_key).t()
+        keys = read_index_keys(pool, block_table, first_key, last_key, key_format).t()
         # Queries before this tile of keys see none of it.
         for row in range(max(0, first_key - start) // rows * rows, count, rows):
             tile = slice(row, min(row + rows, count))
@@ -220,14 +229,15 @@ _FLOAT32_CONFIG = _Config(32, 64, 8, 2)
 
 
 def _launch(
-    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments
-) -> torch.Tensor:
+    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments,
+    key_format: IndexKeyFormat,
+) -> torch.Tensor:  # fmt: skip
     (rows, heads, dim), width = q.shape, segments.longest
     # A row stride of whole 64 bytes lets whoever reads the scores load 16 bytes at a time.
     scores = torch.empty(rows, cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
     if not rows:
         return scores
-    keys, key_scales = IndexKeyFormat.of_pool(pool).views(pool)
+    keys, key_scales = key_format.views(pool)
     if key_scales is not None and capability(q) < 89:
         q, keys = q.view(torch.uint8), keys.view(torch.uint8)
     most = max(s.length for s in segments)
@@ -273,6 +283,7 @@ def indexer_scores(
     block_tables: torch.Tensor,
     segments: Segments,
     *,
+    key_format: IndexKeyFormat,
     workspace: int = 256 << 20,
 ) -> torch.Tensor:
     """Scores of every query against the tokens that it sees.
@@ -280,10 +291,10 @@ def indexer_scores(
     Args:
         q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
-        pool: index-key pool ``[pages, page_size, columns]``, the queries' own keys stored: plain numbers in q's dtype,
-            columns = dim; or FP8 (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
+        key_format: the pool's, of q's dtype.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
 
     Returns:
@@ -293,8 +304,8 @@ def indexer_scores(
         ValueError: shapes that do not fit together, or segments outside of the block table.
         TypeError: weights that are not float32, or dtypes of q and pool that do not go together.
     """
-    check_indexer_arguments(q, weights, pool, block_tables, segments)
+    check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
     if runs_triton(q):
-        return _launch(q.contiguous(), weights.contiguous(), pool, block_tables, segments)
+        return _launch(q.contiguous(), weights.contiguous(), pool, block_tables, segments, key_format)
     tile_bytes = min(workspace, _CPU_TILE_BYTES) if q.device.type == "cpu" else workspace
-    return indexer_scores_reference(q, weights, pool, block_tables, segments, tile_bytes)
+    return indexer_scores_reference(q, weights, pool, block_tables, segments, key_format, tile_bytes)

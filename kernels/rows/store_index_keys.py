@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.formats.fp8_cache import index_key_views
 from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
@@ -177,6 +177,7 @@ def store_index_keys(
     out: torch.Tensor,
     slots: torch.Tensor | None = None,
     *,
+    key_format: IndexKeyFormat,
     interleaved: bool,
     power_of_two: bool = False,
 ) -> None:
@@ -187,8 +188,9 @@ def store_index_keys(
         norm_weight, norm_bias: float32 ``[dim]``.
         cos, sin: float32 ``[T, rotated / 2]``.
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
-            width and dtype are those of an ``IndexKeyFormat``; plain FP8 rows are the values and the scale.
+            width and dtype are ``columns`` and ``pool_dtype`` of ``key_format``; plain FP8 rows are values and scale.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
+        key_format: the format of the keys that are written.
         interleaved: see :mod:`.rope`.
         power_of_two: scales of FP8 keys are rounded up to powers of two.
 
@@ -203,7 +205,8 @@ def store_index_keys(
     if rotated > dim:
         raise ValueError(f"{rotated} rotated columns do not fit keys of {dim}")
     check_angles(cos, sin, tokens)
-    key_format = IndexKeyFormat(dim, stored_dtype(out))
+    if (key_format.dim, key_format.pool_dtype) != (dim, out.dtype):
+        raise ValueError(f"keys of {dim} numbers in {out.dtype} do not have the format {key_format}")
     fp8 = key_format.fp8
     if fp8:
         check_size(dim)

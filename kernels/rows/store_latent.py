@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_rows_reference
@@ -118,6 +118,7 @@ def store_latent(
     out: torch.Tensor,
     slots: torch.Tensor | None = None,
     *,
+    row_format: LatentFormat,
     interleaved: bool,
     power_of_two: bool = False,
 ) -> None:
@@ -128,8 +129,9 @@ def store_latent(
         norm_weight: ``[rank]``.
         cos, sin: float32 ``[T, rope / 2]``.
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
-            width and dtype are those of a :class:`~.formats.cache_format.LatentFormat`.
+            width and dtype are ``columns`` and ``pool_dtype`` of ``row_format``.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
+        row_format: the format of the rows that are written.
         interleaved: see :mod:`.rope`.
         power_of_two: scales of FP8 rows are rounded up to powers of two.
 
@@ -144,7 +146,8 @@ def store_latent(
             "rotated columns"
         )
     check_angles(cos, sin, tokens)
-    row_format = LatentFormat(rank, rope, stored_dtype(out))
+    if (row_format.rank, row_format.rope, row_format.pool_dtype) != (rank, rope, out.dtype):
+        raise ValueError(f"rows of {rank} + {rope} numbers in {out.dtype} do not have the format {row_format}")
     pool = as_pool(out, slots, tokens, row_format.columns)
     if row_format.fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4):
         raise ValueError(f"FP8 rows must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -23,6 +24,11 @@ def matrix(size: int) -> torch.Tensor:
     while len(h) < size:
         h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
     return h
+
+
+def format_of(out: torch.Tensor, dim: int) -> IndexKeyFormat:
+    """FP8 keys in bytes, plain keys else."""
+    return IndexKeyFormat(dim, FP8 if out.dtype == torch.uint8 else out.dtype)
 
 
 class Keys:
@@ -54,7 +60,10 @@ class Keys:
         tensors = (self.projected, self.weight, self.bias, self.cos, self.sin)
         projected, weight, bias, cos, sin = (t.to(out.device) for t in tensors)
         at = None if slots is None else torch.tensor(slots, dtype=torch.int32, device=out.device)
-        store_index_keys(projected, weight, bias, EPS, cos, sin, out, at, interleaved=self.interleaved, **options)
+        store_index_keys(
+            projected, weight, bias, EPS, cos, sin, out, at, key_format=format_of(out, projected.shape[1]),
+            interleaved=self.interleaved, **options,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -179,7 +188,8 @@ def test_bad_arguments() -> None:
         at: torch.Tensor | None = slots,
         turns: torch.Tensor = cos,
     ) -> None:
-        store_index_keys(x, weight, weight, EPS, turns, turns, out, at, interleaved=True)
+        key_format = format_of(out, 24)
+        store_index_keys(x, weight, weight, EPS, turns, turns, out, at, key_format=key_format, interleaved=True)
 
     with pytest.raises(ValueError, match=r"weight \(23,\) and bias \(23,\) must be \[24\]"):
         store(weight=weight[:23])
@@ -193,3 +203,6 @@ def test_bad_arguments() -> None:
         store(at=None)
     with pytest.raises(ValueError, match="needs a power of two, at most 128, not 24"):
         store(out=torch.ones(2, 4, 28, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="keys of 24 numbers in torch.float32 do not have the format IndexKeyFormat"):
+        other = IndexKeyFormat(32, torch.float32)
+        store_index_keys(x, weight, weight, EPS, cos, cos, pool, slots, key_format=other, interleaved=True)

@@ -68,14 +68,14 @@ def in_rounds(sendings: Sendings, rows: int, rounds: int) -> Rounds:
     order, ranks, counts = sendings
     size, device = len(counts), ranks.device
     source = order.tokens[:rows]
-    rank = torch.searchsorted(order.ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
+    rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
     served = (ranks[source] == rank[:, None]).sum(dim=1)
     choices = counts[:, 1].long()
     before = served.cumsum(0) - served - (choices.cumsum(0) - choices)[rank]  # choices ahead of a row, of its rank's
     number = before * rounds // choices[rank].clamp(min=1)
     by_round = number.argsort(stable=True)
     moved = torch.empty_like(by_round).scatter_(0, by_round, torch.arange(rows, device=device)).int()
-    places = order.places
+    places = order.pair_rows
     if rows:
         places = moved[places.clamp(min=0)].masked_fill_(places < 0, -1)
     each = torch.zeros(rounds * size, 2, dtype=torch.int32, device=device)

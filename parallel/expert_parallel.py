@@ -115,7 +115,7 @@ class ExpertParallel:
         whole, most = self.exchange_counts(sendings.counts)
         rows, rounds = sum(whole.send), rounds_needed(most, most_pairs, group.size, k)
         if rounds == 1:
-            source, places, arrivals = sendings.order.tokens[:rows], sendings.order.places, [whole]
+            source, places, arrivals = sendings.order.tokens[:rows], sendings.order.pair_rows, [whole]
         else:
             source, places, counts = in_rounds(sendings, rows, rounds)
             arrivals = self.exchange_rounds(counts)

@@ -26,7 +26,7 @@ from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors
 
-MOST_SPLITS = 64  # as many as merge_splits reads at a time
+MAX_SPLITS = 64  # as many as merge_splits reads at a time
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -84,7 +84,7 @@ def check_queries(q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat)
 
 
 @lru_cache(maxsize=4096)
-def choose_splits(programs: int, steps: int, processors: int, most: int) -> int:
+def choose_splits(programs: int, steps: int, processors: int, max_splits: int) -> int:
     """Into how many parts, at most ``most``, the steps of each of ``programs`` programs are cut to end first.
 
     Counted in steps, of about 2 µs: as many rounds as the parts need on the chip, each as long as its steps and
@@ -96,11 +96,11 @@ def choose_splits(programs: int, steps: int, processors: int, most: int) -> int:
         rounds = -(-programs * splits // processors)
         return rounds * (-(-steps // splits) + 2) + (programs * splits / 30 if splits > 1 else 0)
 
-    return min(range(1, max(1, min(most, steps)) + 1), key=cost)
+    return min(range(1, max(1, min(max_splits, steps)) + 1), key=cost)
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionLaunch:
     """How a kernel of this kind is launched for queries and a pool."""
 
     q: torch.Tensor
@@ -114,7 +114,7 @@ class Plan:
         tokens, heads, _ = self.q.shape
         room = workspace // max(1, 4 * tokens * heads * (self.value_dim + 1))
         steps = -(-longest // self.rows)
-        return choose_splits(self.programs, steps, multiprocessors(self.q), min(MOST_SPLITS, room))
+        return choose_splits(self.programs, steps, multiprocessors(self.q), min(MAX_SPLITS, room))
 
     def results(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for out ``[splits, T, heads, value_dim]``, parts in float32, and log-sum-exp ``[splits, T, heads]``."""
@@ -124,7 +124,7 @@ class Plan:
         return out, torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
-def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
+def attention_launch(q: torch.Tensor, row_format: LatentFormat) -> AttentionLaunch:
     tokens, heads, _ = q.shape
     value_dim, rotated, fp8 = row_format.rank, row_format.rope, row_format.fp8
     tilings = config_for(TILINGS, q)
@@ -143,7 +143,7 @@ def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
-    return Plan(q, value_dim, tokens * cdiv(heads, block_heads), tiles.rows, constants)
+    return AttentionLaunch(q, value_dim, tokens * cdiv(heads, block_heads), tiles.rows, constants)
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def load_queries(
 
 @triton.jit
 def attend(
-    q_value, q_rotated, tile, ends, entry, stop, partial, slots, top, total, acc, scale,
+    q_value, q_rotated, tile, rotated, entry, stop, partial, slots, top, total, acc, scale,
     ROTATED: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step: the rows ``tile [BLOCK_ROWS, BLOCK_VALUE]`` and ``ends [BLOCK_ROWS, BLOCK_ROTATED]``, numbered
@@ -169,19 +169,19 @@ def attend(
     # Scaled before they are added: else Triton makes the sum the first product's accumulator, and see below.
     scores = tl.dot(q_value, tl.trans(tile), input_precision=PRECISION) * scale
     if ROTATED:
-        scores += tl.dot(q_rotated, tl.trans(ends), input_precision=PRECISION) * scale
+        scores += tl.dot(q_rotated, tl.trans(rotated), input_precision=PRECISION) * scale
     # The branch is more than a saving. Where Triton sees that one product feeds another, it puts all warps along the
     # heads, and two warpgroups with 64 heads do the same work twice; a branch between the products hides it.
     if partial:
-        kept = entry < stop
+        attended = entry < stop
         if HOLES:
-            kept = tl.load(slots + entry, mask=kept, other=-1) >= 0
-        scores = tl.where(kept[None, :], scores, float("-inf"))
+            attended = tl.load(slots + entry, mask=attended, other=-1) >= 0
+        scores = tl.where(attended[None, :], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    shares = tl.exp2(scores - new_top[:, None])
+    weights = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(shares, 1)
-    acc = tl.dot(shares.to(tile.dtype), tile, acc=acc * shrink[:, None], input_precision=PRECISION)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(tile.dtype), tile, acc=acc * shrink[:, None], input_precision=PRECISION)
     return new_top, total, acc
 
 

@@ -17,9 +17,9 @@ from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
     LOWEST,
     attend,
+    attention_launch,
     check_queries,
     load_queries,
-    plan_attention,
     store_nothing,
     store_results,
 )
@@ -61,14 +61,14 @@ def dense_mla_reference(
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
     # What rows see is the device's to say: in a padded step the segments on the host are those of the bucket.
-    ends = segments.visible.tolist()
+    visible = segments.visible.tolist()
     for segment in segments:
-        end = max(ends[segment.row : segment.row + segment.length])
+        end = max(visible[segment.row : segment.row + segment.length])
         rows = row_format.unpack(read_rows(pool, block_tables[segment.sequence], 0, end)).to(q.dtype)
         block = max(1, workspace // max(1, 8 * heads * end))
         for first in range(segment.row, segment.row + segment.length, block):
             stop = min(first + block, segment.row + segment.length)
-            part, seen = slice(first, stop), rows[: max(ends[first:stop])]
+            part, seen = slice(first, stop), rows[: max(visible[first:stop])]
             out[part], lse[part] = dense_mla_block_reference(q[part], seen, segments.visible[part], value_dim, scale)
     return out, lse
 
@@ -108,9 +108,9 @@ def dense_mla_kernel(
     head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     table = block_tables + tl.load(sequences + token).to(tl.int64) * table_stride
     count = tl.load(visible + token)
-    share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
-    first = tl.program_id(1) * share
-    end = tl.minimum(first + share, count)
+    span = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * span
+    end = tl.minimum(first + span, count)
     if end <= first:
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
@@ -128,16 +128,16 @@ def dense_mla_kernel(
         position = start + tl.arange(0, BLOCK_ROWS)
         if FP8:
             # The next step's words, and the pages of the one after, come while this one multiplies.
-            tile, ends = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
             row = row_of(page, position + BLOCK_ROWS, end, PAGE_SIZE)
             words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
             page = load_pages(table, position + 2 * BLOCK_ROWS, end, PAGE_SIZE)
         else:
             row = row_of(load_pages(table, position, end, PAGE_SIZE), position, end, PAGE_SIZE)
-            tile, ends = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
         partial = start + BLOCK_ROWS > end
         top, total, acc = attend(
-            q_value, q_rotated, tile, ends, position, end, partial, table, top, total, acc, scale,
+            q_value, q_rotated, tile, rotated, position, end, partial, table, top, total, acc, scale,
             ROTATED, False, PRECISION,
         )  # fmt: skip
     store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
@@ -148,14 +148,14 @@ def _launch(
     scale: float, workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, _ = q.shape
-    plan = plan_attention(q, row_format)
-    splits = plan.splits(segments.longest, workspace)
-    out, lse = plan.results(splits)
+    launch = attention_launch(q, row_format)
+    splits = launch.splits(segments.longest, workspace)
+    out, lse = launch.results(splits)
     if tokens and heads:
         rows = row_format.rows(pool)
-        dense_mla_kernel[(plan.programs, splits)](
+        dense_mla_kernel[(launch.programs, splits)](
             q, rows, block_tables, segments.sequences, segments.visible, out, lse, tokens, block_tables.stride(0),
-            scale * LOG2_E, pool.shape[1], rows.shape[1], PRECISION=dot_precision(q.dtype), **plan.constants,
+            scale * LOG2_E, pool.shape[1], rows.shape[1], PRECISION=dot_precision(q.dtype), **launch.constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 

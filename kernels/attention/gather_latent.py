@@ -33,12 +33,12 @@ def gather_latent_kernel(
     known = (entry < count)[:, None]
     row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves behind the end
     words, scales, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-    tile, ends = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
+    tile, rotated = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
     target = out + entry[:, None] * (VALUE + ROTATED)
     column = value_columns(BLOCK_VALUE, True)[None, :]
     tl.store(target + column, tile, mask=known & (column < VALUE))
     column = tl.arange(0, BLOCK_ROTATED)[None, :]
-    tl.store(target + VALUE + column, ends, mask=known & (column < ROTATED))
+    tl.store(target + VALUE + column, rotated, mask=known & (column < ROTATED))
 
 
 @operation()

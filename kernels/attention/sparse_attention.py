@@ -17,9 +17,9 @@ from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
     LOWEST,
     attend,
+    attention_launch,
     check_queries,
     load_queries,
-    plan_attention,
     store_nothing,
     store_results,
 )
@@ -107,10 +107,10 @@ def sparse_attention_kernel(
     count = k
     if COUNTED:
         count = tl.minimum(tl.load(counts + token), k)
-    share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
-    first = tl.program_id(1) * share
+    span = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * span
     chosen = slots + token * k
-    hole, end, greatest = scan_slots(chosen, first, tl.minimum(first + share, count), BLOCK_SCAN)
+    hole, end, greatest = scan_slots(chosen, first, tl.minimum(first + span, count), BLOCK_SCAN)
     if end <= first:
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
@@ -128,16 +128,16 @@ def sparse_attention_kernel(
         entry = start + tl.arange(0, BLOCK_ROWS)
         if FP8:
             # The next step's words, and the slots of the one after, come while this one multiplies.
-            tile, ends = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
             row = row_of(slot, greatest)
             words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
             slot = load_slots(chosen, entry + 2 * BLOCK_ROWS, end)
         else:
             row = row_of(load_slots(chosen, entry, end), greatest)
-            tile, ends = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
         partial = start + BLOCK_ROWS > hole
         top, total, acc = attend(
-            q_value, q_rotated, tile, ends, entry, end, partial, chosen, top, total, acc, scale,
+            q_value, q_rotated, tile, rotated, entry, end, partial, chosen, top, total, acc, scale,
             ROTATED, True, PRECISION,
         )  # fmt: skip
     store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
@@ -149,15 +149,15 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, _ = q.shape
     k = slots.shape[1]
-    plan = plan_attention(q, row_format)
-    splits = plan.splits(k, workspace)
-    out, lse = plan.results(splits)
+    launch = attention_launch(q, row_format)
+    splits = launch.splits(k, workspace)
+    out, lse = launch.results(splits)
     if tokens and heads:
         rows = row_format.rows(pool)
-        sparse_attention_kernel[(plan.programs, splits)](
+        sparse_attention_kernel[(launch.programs, splits)](
             q, rows, slots, slots if counts is None else counts, out, lse, tokens, k, scale * LOG2_E, rows.shape[1],
             BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
-            PRECISION=dot_precision(q.dtype), **plan.constants,
+            PRECISION=dot_precision(q.dtype), **launch.constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 

@@ -1,6 +1,6 @@
 """Matrix products of consecutive groups of rows, each group with a matrix of its own.
 
-out[r] = weight[g] · x[source[r]]     for the rows r of group g,  ends[g − 1] <= r < ends[g];   source[r] = r if absent
+out[r] = weight[g] · x[source[r]]   for rows r of group g,  row_ends[g − 1] <= r < row_ends[g];  source[r] = r if absent
 
 With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and the sums go through it before they are
 rounded:  out[r] = silu(gate[g] · x[source[r]]) · (up[g] · x[source[r]]).
@@ -81,7 +81,7 @@ def tiles_for(x: torch.Tensor, rows_per_group: float) -> Tiles:
 def grouped_matmul_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     *,
     source: torch.Tensor | None = None,
     gated: bool = False,
@@ -92,24 +92,24 @@ def grouped_matmul_triton(
     Args:
         x: ``[R, in]``, or ``[S, in]`` with ``source``, any row stride.
         weight: ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
-        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
 
     Returns:
         ``[R, out]`` in the dtype of x; rows beyond the last end are not written.
     """
-    _check(x, weight, ends)
-    if ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
+    _check(x, weight, row_ends)
+    if row_ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
         raise ValueError(
-            f"ends and source must be int32, not {ends.dtype} and {source.dtype if source is not None else None}"
+            f"row_ends and source must be int32, not {row_ends.dtype} and {None if source is None else source.dtype}"
         )
     out = empty_product(x, source, weight, gated, x.dtype)
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         tiles = tiles_for(x, (out.shape[0] if expected is None else expected) / len(weight))
         launch_grouped(
-            grouped_matmul_kernel, tiles, x, source, ends, (weight.contiguous(),), out, gated=gated,
+            grouped_matmul_kernel, tiles, x, source, row_ends, (weight.contiguous(),), out, gated=gated,
             WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
             PRECISION=dot_precision(x.dtype),
         )  # fmt: skip
@@ -119,7 +119,7 @@ def grouped_matmul_triton(
 def _check(x: torch.Tensor, weight: torch.Tensor, per_group: torch.Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or per_group.shape != weight.shape[:1]:
         raise ValueError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts or ends {tuple(per_group.shape)} do not fit"
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts or row_ends {tuple(per_group.shape)} do not fit"
         )
     if x.dtype != weight.dtype:
         raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}")
@@ -131,9 +131,9 @@ def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
-def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
     """PyTorch's, where :func:`torch_has_it`; rows beyond the last end hold anything."""
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=row_ends)
 
 
 @operation()
@@ -156,7 +156,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
         return x.new_empty(0, weight.shape[1])
     if not runs_triton(x):
         return grouped_matmul_reference(x, weight, counts)
-    ends = counts.cumsum(0, dtype=torch.int32)
+    row_ends = counts.cumsum(0, dtype=torch.int32)
     if torch_has_it(x, weight):
-        return grouped_matmul_torch(x.contiguous(), weight, ends)
-    return grouped_matmul_triton(x, weight, ends)
+        return grouped_matmul_torch(x.contiguous(), weight, row_ends)
+    return grouped_matmul_triton(x, weight, row_ends)

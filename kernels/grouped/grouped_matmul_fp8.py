@@ -42,24 +42,24 @@ def block_products(
     for block in range(begin, end):
         mask = rows_inside[:, None]
         if WHOLE:
-            right = tl.load(weight_at)
+            weight_tile = tl.load(weight_at)
         else:
-            left_over = (depth < inner - block * _BLOCK)[None, :]
-            mask &= left_over
-            right = tl.load(weight_at, mask=left_over, other=0.0)
-        left = tl.load(x_at, mask=mask, other=0.0)
+            remaining = (depth < inner - block * _BLOCK)[None, :]
+            mask &= remaining
+            weight_tile = tl.load(weight_at, mask=remaining, other=0.0)
+        x_tile = tl.load(x_at, mask=mask, other=0.0)
         scale = tl.load(x_scale_at, mask=rows_inside, other=0.0)
         weight_scale = tl.load(weight_scale_at)
         if GATED and SWAPPED:
-            total += tl.dot(right, tl.trans(left)) * scale[None, :] * weight_scale[:, None]
+            total += tl.dot(weight_tile, tl.trans(x_tile)) * scale[None, :] * weight_scale[:, None]
         elif SWAPPED:
-            total += tl.dot(right, tl.trans(left)) * (scale * weight_scale)[None, :]
+            total += tl.dot(weight_tile, tl.trans(x_tile)) * (scale * weight_scale)[None, :]
         elif GATED:
             both = tl.join(scale * weight_scale, scale * tl.load(weight_scale_at + to_up_scale))[:, None, :]
-            product = tl.reshape(tl.dot(left, tl.trans(right)), (ROWS, COLUMNS // 2, 2)) * both
+            product = tl.reshape(tl.dot(x_tile, tl.trans(weight_tile)), (ROWS, COLUMNS // 2, 2)) * both
             total += tl.reshape(product, (ROWS, COLUMNS))
         else:
-            total += tl.dot(left, tl.trans(right)) * (scale * weight_scale)[:, None]
+            total += tl.dot(x_tile, tl.trans(weight_tile)) * (scale * weight_scale)[:, None]
         x_at += _BLOCK
         x_scale_at += 1
         weight_at += _BLOCK

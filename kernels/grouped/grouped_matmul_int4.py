@@ -71,13 +71,13 @@ def multiply_int4_tile(
     scale_at = scale + weight_row * (inner // SIZE)
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for _ in range(0, inner, SIZE):
-        right = tl.load(x_at, mask=inside[None, :], other=0)
+        x_tile = tl.load(x_at, mask=inside[None, :], other=0)
         units = tl.load(packed_at)
         if CODES:
-            sums = tl.dot(unpack_codes(units, COLUMNS, SIZE), right, out_dtype=tl.int32).to(tl.float32)
+            sums = tl.dot(unpack_codes(units, COLUMNS, SIZE), x_tile, out_dtype=tl.int32).to(tl.float32)
         else:
-            left = unpack_numbers(units, x.dtype.element_ty, COLUMNS, SIZE)
-            sums = tl.dot(left, right, input_precision=PRECISION)
+            weight_tile = unpack_numbers(units, x.dtype.element_ty, COLUMNS, SIZE)
+            sums = tl.dot(weight_tile, x_tile, input_precision=PRECISION)
         total += sums * tl.load(scale_at).to(tl.float32)[:, None]
         x_at += SIZE
         packed_at += UNITS
@@ -119,7 +119,7 @@ def grouped_matmul_int4_triton(
     x_scale: torch.Tensor | None,
     packed: torch.Tensor,
     scale: torch.Tensor,
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     dtype: torch.dtype,
     *,
     source: torch.Tensor | None = None,
@@ -134,7 +134,7 @@ def grouped_matmul_int4_triton(
         packed: int32 ``[groups, out, in / 8]``, in 2 planes for codes and else in 4; with ``gated``
             ``[groups, 2 · out, in / 8]``, gate before up.
         scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
-        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
         dtype: of the result.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
@@ -152,8 +152,8 @@ def grouped_matmul_int4_triton(
         units = packed.contiguous().view(torch.int16 if x_scale is None else torch.uint8)
         operands = (x if x_scale is None else x_scale, units, units.shape[2], scale.contiguous())
         launch_grouped(
-            grouped_matmul_int4_kernel, tiles, x, source, ends, operands, out, gated=gated, CODES=x_scale is not None,
-            SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
+            grouped_matmul_int4_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
+            CODES=x_scale is not None, SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
         )  # fmt: skip
     return out
 

@@ -1,6 +1,6 @@
 """INT8 products of consecutive groups of rows, each group with a matrix of its own; one group is a linear layer.
 
-out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of group g,  ends[g − 1] <= r < ends[g]
+out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of group g,  row_ends[g − 1] <= r < row_ends[g]
 
 with s = source[r], or r where absent. Codes are multiplied and summed in int32, without error; scales are one for each
 row of x and one for each row of a matrix. With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and
@@ -97,7 +97,7 @@ def grouped_matmul_int8_triton(
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     dtype: torch.dtype,
     *,
     source: torch.Tensor | None = None,
@@ -111,7 +111,7 @@ def grouped_matmul_int8_triton(
         x_scale: float32, one for each row of x.
         weight: int8 ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
         scale: float32, one for each row of each matrix.
-        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
         dtype: of the result.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
@@ -127,7 +127,7 @@ def grouped_matmul_int8_triton(
         tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(weight))
         operands = (x_scale, weight.contiguous(), scale.contiguous())
         launch_grouped(
-            grouped_matmul_int8_kernel, tiles, x, source, ends, operands, out, gated=gated,
+            grouped_matmul_int8_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
             WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
         )  # fmt: skip
     return out

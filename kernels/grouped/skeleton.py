@@ -88,15 +88,15 @@ def sum_tile(
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), SUM)
     for done in range(0, inner, DEPTH):
         if WHOLE:
-            left = tl.load(x_at, mask=inside[:, None], other=0)
-            right = tl.load(weight_at)
+            x_tile = tl.load(x_at, mask=inside[:, None], other=0)
+            weight_tile = tl.load(weight_at)
         else:
-            left = tl.load(x_at, mask=inside[:, None] & (depth < inner - done)[None, :], other=0)
-            right = tl.load(weight_at, mask=(depth < inner - done)[:, None], other=0)
+            x_tile = tl.load(x_at, mask=inside[:, None] & (depth < inner - done)[None, :], other=0)
+            weight_tile = tl.load(weight_at, mask=(depth < inner - done)[:, None], other=0)
         if SWAPPED:
-            total = tl.dot(tl.trans(right), tl.trans(left), total, input_precision=PRECISION, out_dtype=SUM)
+            total = tl.dot(tl.trans(weight_tile), tl.trans(x_tile), total, input_precision=PRECISION, out_dtype=SUM)
         else:
-            total = tl.dot(left, right, total, input_precision=PRECISION, out_dtype=SUM)
+            total = tl.dot(x_tile, weight_tile, total, input_precision=PRECISION, out_dtype=SUM)
         x_at += DEPTH
         weight_at += DEPTH
     return total

@@ -240,13 +240,13 @@ def _launch(
     keys, key_scales = key_format.views(pool)
     if key_scales is not None and capability(q) < 89:
         q, keys = q.view(torch.uint8), keys.view(torch.uint8)
-    most = max(s.length for s in segments)
-    streams_keys = most <= 2
+    max_length = max(s.length for s in segments)
+    streams_keys = max_length <= 2
     config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, q)
     if q.dtype == torch.float32:
         config = _FLOAT32_CONFIG
     block_heads, block_dim = max(16, next_power_of_2(heads)), max(32, next_power_of_2(dim))
-    queries = max(1, min(2, most, config.lanes // block_heads))
+    queries = max(1, min(2, max_length, config.lanes // block_heads))
     # Wider queries than those of the known models take fewer keys at a time, and keys 64 KiB at most.
     fitting = min((64 << 10) // (block_dim * q.element_size()), config.keys * config.lanes // block_heads)
     block_keys = max(16, min(config.keys, fitting))
@@ -256,7 +256,7 @@ def _launch(
         size, kernel, extra = queries, score_span_kernel, {"span": span, "STAGES": config.stages}
     else:
         span, fair = block_keys, rows * width // (programs * block_keys)
-        size = next_power_of_2(min(64, max(8, fair), most))
+        size = next_power_of_2(min(64, max(8, fair), max_length))
         kernel, extra = score_tile_kernel, {"num_stages": config.stages}
     tiles = segments.tiles(size)
     kernel[(cdiv(width, span), len(tiles))](

@@ -26,7 +26,7 @@ from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Queries of a tile on a CPU, which share the work of transposing keys; fewer where that leaves threads without a tile.
-_MOST_QUERIES, _FEWEST_QUERIES = 128, 16
+_MAX_QUERIES, _MIN_QUERIES = 128, 16
 
 
 @operation(runs=cpu.serves)
@@ -71,8 +71,8 @@ def lightning_indexer(
     # small part of what it reads. The references take a quarter of the workspace for the scores and half for the
     # products; the selection over the scores, when the products are gone, takes twice their bytes (and more in rows
     # full of ties).
-    share = workspace * 3 // 4 if runs_triton(q) else workspace // 4
-    for first, last in _pieces(segments, share // 4):
+    score_bytes = workspace * 3 // 4 if runs_triton(q) else workspace // 4
+    for first, last in _pieces(segments, score_bytes // 4):
         # The whole keeps its tiles on the device for the next layer; a part makes its own.
         piece = segments if last - first == segments.rows else segments.part(first, last)
         rows = slice(first, last)
@@ -98,7 +98,7 @@ def _select_natively(
     (rows, heads, dim), k = q.shape, positions.shape[1]
     library = cpu.kernels()
     threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
-    queries = min(_MOST_QUERIES, max(_FEWEST_QUERIES, cdiv(rows, 4 * threads)))
+    queries = min(_MAX_QUERIES, max(_MIN_QUERIES, cdiv(rows, 4 * threads)))
     while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k) > workspace:
         queries //= 2
     tiles, tables = segments.tiles(queries), block_tables.int().contiguous()

@@ -86,10 +86,10 @@ def block_scaled_experts(
     def mlp(order: Order, expected: float) -> torch.Tensor:
         codes, scales = quantize_rows(x, BLOCK, power_of_two)
         hidden = gate_and_up(
-            codes, scales, order.tokens, order.ends, gate_up, gate_up_scale, power_of_two=power_of_two,
+            codes, scales, order.tokens, order.row_ends, gate_up, gate_up_scale, power_of_two=power_of_two,
             expected=expected,
         )  # fmt: skip
-        return grouped_product(*hidden, order.ends, down, down_scale, x.dtype, expected)
+        return grouped_product(*hidden, order.row_ends, down, down_scale, x.dtype, expected)
 
     return sum_experts(
         experts, weights, mlp, count=len(down), row_bytes=down.shape[2] + x.shape[1] * x.element_size(),

@@ -47,14 +47,14 @@ def experts_fused(
     x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor, expected: float
 ) -> torch.Tensor:
     """The experts' results ``[R, hidden]`` in two launches: rows are gathered and gated within the products."""
-    hidden = grouped_matmul_triton(x, gate_up, order.ends, source=order.tokens, gated=True, expected=expected)
-    return grouped_matmul_triton(hidden, down, order.ends, expected=expected)
+    hidden = grouped_matmul_triton(x, gate_up, order.row_ends, source=order.tokens, gated=True, expected=expected)
+    return grouped_matmul_triton(hidden, down, order.row_ends, expected=expected)
 
 
 def experts_by_torch(x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """The same with PyTorch's grouped products, between which gathered rows, gate and up are written and read."""
-    hidden = silu_mul(grouped_matmul_torch(x.index_select(0, order.tokens), gate_up, order.ends))
-    return grouped_matmul_torch(hidden, down, order.ends)
+    hidden = silu_mul(grouped_matmul_torch(x.index_select(0, order.tokens), gate_up, order.row_ends))
+    return grouped_matmul_torch(hidden, down, order.row_ends)
 
 
 def _run_native(

@@ -69,11 +69,11 @@ def expert_mlp_int4(
 
     def mlp(order: Order, expected: float) -> torch.Tensor:
         gated = grouped_matmul_int4_triton(
-            *_rows(x, int8_activations), *gate_up, order.ends, x.dtype,
+            *_rows(x, int8_activations), *gate_up, order.row_ends, x.dtype,
             source=order.tokens, gated=True, expected=expected,
         )  # fmt: skip
         codes = _rows(gated, int8_activations)
-        return grouped_matmul_int4_triton(*codes, *down, order.ends, x.dtype, expected=expected)
+        return grouped_matmul_int4_triton(*codes, *down, order.row_ends, x.dtype, expected=expected)
 
     return sum_experts(
         experts, weights, mlp, count=len(down[0]),

@@ -61,9 +61,15 @@ def expert_mlp_int8(
 
     def mlp(order: Order, expected: float) -> torch.Tensor:
         gated = grouped_matmul_int8_triton(
-            *quantize_rows_int8(x), *gate_up, order.ends, x.dtype, source=order.tokens, gated=True, expected=expected
+            *quantize_rows_int8(x),
+            *gate_up,
+            order.row_ends,
+            x.dtype,
+            source=order.tokens,
+            gated=True,
+            expected=expected,
         )
-        return grouped_matmul_int8_triton(*quantize_rows_int8(gated), *down, order.ends, x.dtype, expected=expected)
+        return grouped_matmul_int8_triton(*quantize_rows_int8(gated), *down, order.row_ends, x.dtype, expected=expected)
 
     return sum_experts(
         experts, weights, mlp, count=len(down[0]),

@@ -87,7 +87,7 @@ def served_order(
     order = expert_order(experts, count)
     # Nothing is gained by counting where all are served.
     if served is None and served_fraction < 1 and experts.numel() * row_bytes > uncounted_bytes:
-        served = int(order.ends[-1])
+        served = int(order.row_ends[-1])
     if served is None:
         return order, served_fraction * experts.numel()
     return order._replace(tokens=order.tokens[:served]), served
@@ -117,4 +117,4 @@ def sum_experts(
         uncounted_bytes: see ``UNCOUNTED_BYTES``.
     """
     order, expected = served_order(experts, count, row_bytes, served_fraction, uncounted_bytes, served)
-    return combine(mlp(order, expected), order.places, weights)
+    return combine(mlp(order, expected), order.pair_rows, weights)

@@ -44,10 +44,10 @@ def pack_tokens_reference(
         tokens, experts, weights, count = tokens[source], experts[source], weights[source], rows
     packed = torch.zeros(rows, row_words(hidden, tokens.dtype, k), dtype=torch.int32, device=tokens.device)
     tokens_of(packed, hidden, tokens.dtype)[:count] = tokens
-    behind = packed[:, _token_words(hidden, tokens.dtype) :]
-    behind[:, :k] = -1
-    behind[:count, :k] = experts
-    behind[:count, k : 2 * k] = weights.view(torch.int32)
+    choices = packed[:, _token_words(hidden, tokens.dtype) :]
+    choices[:, :k] = -1
+    choices[:count, :k] = experts
+    choices[:count, k : 2 * k] = weights.view(torch.int32)
     return packed
 
 

@@ -83,10 +83,10 @@ def store_rows_reference(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Te
     if slots is None:
         pool[:, 0] = rows.to(pool.dtype)
         return
-    kept = slots >= 0
-    written = slots[kept]
+    has_slot = slots >= 0
+    written = slots[has_slot]
     page_size = pool.shape[1]
-    pool[written // page_size, written % page_size] = rows[kept].to(pool.dtype)
+    pool[written // page_size, written % page_size] = rows[has_slot].to(pool.dtype)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -80,13 +80,13 @@ def layer_norm_parts(
     if REST_PADDED > 0:
         z = rest.to(tl.float32)
         column = tl.arange(0, REST_PADDED)[None, :]
-        behind = column < DIM - 2 * HALF
+        in_rest = column < DIM - 2 * HALF
         total += tl.sum(z, axis=1, keep_dims=True)
     mean = total / DIM
     x, y = tl.where(pair, x - mean, 0.0), tl.where(pair, y - mean, 0.0)
     squares = tl.sum(x * x + y * y, axis=1, keep_dims=True)
     if REST_PADDED > 0:
-        z = tl.where(behind, z - mean, 0.0)
+        z = tl.where(in_rest, z - mean, 0.0)
         squares += tl.sum(z * z, axis=1, keep_dims=True)
     scale = tl.rsqrt(squares / DIM + eps)
     always = tl.full((1, 1), 1, tl.int1)
@@ -95,8 +95,8 @@ def layer_norm_parts(
     a = (x * scale * weight_a + bias_a).to(a.dtype)
     b = (y * scale * weight_b + bias_b).to(b.dtype)
     if REST_PADDED > 0:
-        weight_rest = tl.load(weight + 2 * HALF + column, mask=behind, other=0.0)
-        bias_rest = tl.load(bias + 2 * HALF + column, mask=behind, other=0.0)
+        weight_rest = tl.load(weight + 2 * HALF + column, mask=in_rest, other=0.0)
+        bias_rest = tl.load(bias + 2 * HALF + column, mask=in_rest, other=0.0)
         rest = (z * scale * weight_rest + bias_rest).to(rest.dtype)
     return a, b, rest
 
@@ -118,7 +118,7 @@ def store_index_keys_kernel(
     a, b = load_pairs(source, keep, HALF, PADDED, INTERLEAVED)
     rest = a
     if REST_PADDED > 0:
-        rest, behind = load_rest(source, keep, HALF, DIM, REST_PADDED)
+        rest, in_rest = load_rest(source, keep, HALF, DIM, REST_PADDED)
     c = load_angles(cos, first, count, cos_stride, ROWS, 1, HALF, PADDED)
     s = load_angles(sin, first, count, sin_stride, ROWS, 1, HALF, PADDED)
     a, b, rest = layer_norm_parts(a, b, rest, weight, bias, eps, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
@@ -134,7 +134,7 @@ def store_index_keys_kernel(
         store_pairs(target, a.to(element), b.to(element), keep, HALF, PADDED, INTERLEAVED)
         if REST_PADDED > 0:
             column = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
-            tl.store(target + column, rest.to(element), mask=behind)
+            tl.store(target + column, rest.to(element), mask=in_rest)
 
 
 def parts(dim: int, rotated: int, least: int) -> dict[str, int]:

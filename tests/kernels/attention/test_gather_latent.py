@@ -20,8 +20,8 @@ def naive(row: torch.Tensor, rank: int) -> list[float]:
         exponent, mantissa = code >> 3 & 15, code & 7
         size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
         numbers.append((-size if code & 0x80 else size) * scales[i // 128])
-    ends = struct.unpack_from(f"<{(len(given) - rank - rank // 32) // 2}H", given, rank + rank // 32)
-    return numbers + [struct.unpack("<f", struct.pack("<I", end << 16))[0] for end in ends]
+    rotated = struct.unpack_from(f"<{(len(given) - rank - rank // 32) // 2}H", given, rank + rank // 32)
+    return numbers + [struct.unpack("<f", struct.pack("<I", end << 16))[0] for end in rotated]
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

@@ -37,11 +37,11 @@ def naive(
     out = torch.zeros(q.shape[0], q.shape[1], value_dim, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     for t, chosen in enumerate(slots.tolist()):
-        kept = rows[[s for s in chosen if s >= 0]]
-        for h in range(q.shape[1] if len(kept) else 0):
-            scores = kept @ q[t, h] * scale
+        chosen_rows = rows[[s for s in chosen if s >= 0]]
+        for h in range(q.shape[1] if len(chosen_rows) else 0):
+            scores = chosen_rows @ q[t, h] * scale
             lse[t, h] = scores.exp().sum().log()
-            out[t, h] = (scores.exp()[:, None] * kept[:, :value_dim]).sum(0) / scores.exp().sum()
+            out[t, h] = (scores.exp()[:, None] * chosen_rows[:, :value_dim]).sum(0) / scores.exp().sum()
     return out, lse
 
 
@@ -171,8 +171,10 @@ def test_results_of_two_halves_merge_by_their_log_sum_exp(device: str) -> None:
     q, pool, slots = problem(6, 3, 16, 50, seed=3, device=device)
     whole, _ = sparse_attention(q, pool, slots, row_format=plain(q, 16), scale=SCALE)
     parts = [sparse_attention(q, pool, s, row_format=plain(q, 16), scale=SCALE) for s in (slots[:, :21], slots[:, 21:])]
-    share = torch.stack([lse for _, lse in parts]).softmax(dim=0).nan_to_num()  # the token without slots: −inf twice
-    merged = sum(w[..., None] * out for w, (out, _) in zip(share, parts, strict=True))
+    part_weights = (
+        torch.stack([lse for _, lse in parts]).softmax(dim=0).nan_to_num()
+    )  # the token without slots: −inf twice
+    merged = sum(w[..., None] * out for w, (out, _) in zip(part_weights, parts, strict=True))
     torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5)
 
 
@@ -269,12 +271,12 @@ def test_no_tokens_and_no_slots(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "programs, steps, most, expected",
+    "programs, steps, max_splits, expected",
     [(8192, 32, 64, 1), (264, 32, 64, 1), (16, 32, 64, 8), (2, 1, 64, 1), (2, 0, 64, 1), (2, 32, 0, 1)],
 )
-def test_number_of_splits(programs: int, steps: int, most: int, expected: int) -> None:
+def test_number_of_splits(programs: int, steps: int, max_splits: int, expected: int) -> None:
     """On 132 multiprocessors: as many programs as there is room for, and no more parts than steps or than allowed."""
-    assert online_softmax.choose_splits(programs, steps, 132, most) == expected
+    assert online_softmax.choose_splits(programs, steps, 132, max_splits) == expected
 
 
 def test_one_token_is_split_over_many_programs() -> None:

@@ -67,8 +67,8 @@ def check_batch(
     rows = runs[-1].row + runs[-1].length
     q, weights, _ = problem(rows, heads, dim, 0, dtype)
     g = torch.Generator().manual_seed(1)
-    ends = [max([1] + [s.end for s in runs if s.sequence == i]) for i in range(max(s.sequence for s in runs) + 1)]
-    keys = [torch.randn(end, dim, generator=g).to(dtype) for end in ends]
+    lengths = [max([1] + [s.end for s in runs if s.sequence == i]) for i in range(max(s.sequence for s in runs) + 1)]
+    keys = [torch.randn(end, dim, generator=g).to(dtype) for end in lengths]
     pool, tables = scatter(keys, page_size)
     segments = Segments.of(runs, device)
     scores = score(q.to(device), weights.to(device), pool.to(device), tables.to(device), segments)
@@ -110,13 +110,13 @@ def test_scores(
     assert relative_error(got, expected) < BOUND
 
 
-@pytest.mark.parametrize("most, heads", [(1, 64), (2, 64), (2, 32), (3, 32), (8, 64)])
+@pytest.mark.parametrize("max_queries, heads", [(1, 64), (2, 64), (2, 32), (3, 32), (8, 64)])
 def test_ragged_decode(
-    most: int, heads: int, dtype: torch.dtype, device: str, relative_error: Error, scattered_pages: Scatter
+    max_queries: int, heads: int, dtype: torch.dtype, device: str, relative_error: Error, scattered_pages: Scatter
 ) -> None:
-    """Up to ``most`` queries of each sequence, as speculative decoding has."""
-    ends = [1, 290, 64, 129]
-    runs = batch([(i, max(0, end - most + i % 2), most - i % 2 or 1) for i, end in enumerate(ends)])
+    """Up to ``max_queries`` queries of each sequence, as speculative decoding has."""
+    lengths = [1, 290, 64, 129]
+    runs = batch([(i, max(0, end - max_queries + i % 2), max_queries - i % 2 or 1) for i, end in enumerate(lengths)])
     got, expected = check_batch(runs, heads, 128, 64, dtype, device, scattered_pages)
     assert relative_error(got, expected) < BOUND
 
@@ -194,9 +194,9 @@ def test_fp8(
         rare, sign = torch.rand(shape, generator=g) < 0.02, torch.randint(2, shape, generator=g)
         return (torch.where(rare, any_code, small) + 0x80 * sign).byte().view(torch.float8_e4m3fn)
 
-    ends = [max(s.end for s in segments if s.sequence == i) for i in range(max(run[0] for run in runs) + 1)]
-    keys = [draw(end, dim) for end in ends]
-    scales = [torch.rand(end, generator=g) + 0.1 for end in ends]
+    lengths = [max(s.end for s in segments if s.sequence == i) for i in range(max(run[0] for run in runs) + 1)]
+    keys = [draw(end, dim) for end in lengths]
+    scales = [torch.rand(end, generator=g) + 0.1 for end in lengths]
     q, weights = draw(segments.rows, heads, dim), torch.randn(segments.rows, heads, generator=g)
     pool, tables = fp8_pool(keys, scales, page_size, scattered_pages)
     got = score(q.to(device), weights.to(device), pool.to(device), tables.to(device), segments)

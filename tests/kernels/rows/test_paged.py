@@ -44,9 +44,9 @@ def test_a_part_of_the_gathered_buffer(columns: slice, device: str) -> None:
     rows = buffer[:, columns]
     pool = torch.full((16, 64, rows.shape[1]), float("nan"), device=device)
     store_rows(pool, rows, slots)
-    kept = slots >= 0
-    assert torch.equal(pool.view(1024, -1)[slots[kept]], rows[kept])
-    assert int(pool.view(1024, -1)[:, 0].isnan().sum()) == 1024 - int(kept.sum())
+    has_slot = slots >= 0
+    assert torch.equal(pool.view(1024, -1)[slots[has_slot]], rows[has_slot])
+    assert int(pool.view(1024, -1)[:, 0].isnan().sum()) == 1024 - int(has_slot.sum())
 
 
 def test_store_nothing(device: str) -> None:

@@ -77,8 +77,8 @@ def test_scattered_slots(
     slots = [-1 if i % 4 == 3 else slot for i, slot in enumerate(order)]
     keys.store(pool, slots)
     flat = pool.view(35, dim)
-    kept = [i for i in range(19) if slots[i] >= 0]
-    assert relative_error(flat[[slots[i] for i in kept]], keys.wanted[kept]) < bound
+    stored_rows = [i for i in range(19) if slots[i] >= 0]
+    assert relative_error(flat[[slots[i] for i in stored_rows]], keys.wanted[stored_rows]) < bound
     assert bool(flat[[slot for slot in range(35) if slot not in slots]].isnan().all())
 
 
@@ -131,11 +131,11 @@ def test_fp8_pages(
     scales = pages[:, 4 * dim :].contiguous().view(torch.float32).view(12)
     empty = [slot for slot in range(12) if slot not in slots]
     assert bool((values[empty] == 255).all()) and bool(scales[empty].isnan().all())
-    kept = [i for i in range(6) if slots[i] >= 0]
-    at = [slots[i] for i in kept]
+    stored_rows = [i for i in range(6) if slots[i] >= 0]
+    at = [slots[i] for i in stored_rows]
     assert keys.transformed is not None
     step = torch.finfo(dtype).eps
-    check_fp8(values[at].view(torch.float8_e4m3fn), scales[at], keys.transformed[kept], power_of_two, step)
+    check_fp8(values[at].view(torch.float8_e4m3fn), scales[at], keys.transformed[stored_rows], power_of_two, step)
 
 
 def test_fp8_rows_of_a_wider_buffer(device: str) -> None:
@@ -151,7 +151,7 @@ def test_fp8_rows_of_a_wider_buffer(device: str) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_no_token_and_no_place(tokens: int, fp8: bool, device: str) -> None:
+def test_no_token_and_no_slot(tokens: int, fp8: bool, device: str) -> None:
     pool = torch.full((2, 2, 20 if fp8 else 16), 9, dtype=torch.uint8 if fp8 else torch.float32, device=device)
     Keys(tokens, 16, 8, torch.float32, True).store(pool, [-1] * tokens)
     assert bool((pool == 9).all())

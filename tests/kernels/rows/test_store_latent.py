@@ -56,7 +56,7 @@ def format_of(out: torch.Tensor, rank: int, rope: int) -> LatentFormat:
     return LatentFormat(rank, rope, FP8 if out.dtype == torch.uint8 else out.dtype)
 
 
-def places(tokens: int, slots: int, dropped: int = 3) -> list[int]:
+def scattered_slots(tokens: int, slots: int, dropped: int = 3) -> list[int]:
     """Distinct slots in no order, every ``dropped``-th of them −1."""
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(slots))[:tokens].tolist()
     return [-1 if i % dropped == dropped - 1 else slot for i, slot in enumerate(order)]
@@ -69,13 +69,13 @@ def test_scattered_slots(
 ) -> None:
     rows = Rows(11, rank, rope, dtype, interleaved)
     pool = torch.full((4, 5, rank + rope), float("nan"), dtype=dtype, device=device)
-    slots = places(11, 20)
+    slots = scattered_slots(11, 20)
     rows.store(pool, slots)
     flat = pool.view(20, -1)
-    kept = [i for i in range(11) if slots[i] >= 0]
-    stored = flat[[slots[i] for i in kept]]
-    assert relative_error(stored[:, :rank], rows.wanted[kept, :rank]) < bound
-    assert relative_error(stored[:, rank:], rows.wanted[kept, rank:]) < bound
+    stored_rows = [i for i in range(11) if slots[i] >= 0]
+    stored = flat[[slots[i] for i in stored_rows]]
+    assert relative_error(stored[:, :rank], rows.wanted[stored_rows, :rank]) < bound
+    assert relative_error(stored[:, rank:], rows.wanted[stored_rows, rank:]) < bound
     untouched = [slot for slot in range(20) if slot not in slots]
     assert bool(flat[untouched].isnan().all())
 
@@ -159,7 +159,7 @@ def test_fp8_rows_of_a_wider_buffer(device: str) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_no_token_and_no_place(tokens: int, fp8: bool, device: str) -> None:
+def test_no_token_and_no_slot(tokens: int, fp8: bool, device: str) -> None:
     pool = torch.full((2, 2, 164 if fp8 else 144), 9, dtype=torch.uint8 if fp8 else torch.float32, device=device)
     Rows(tokens, 128, 16, torch.float32, True).store(pool, [-1] * tokens)
     assert bool((pool == 9).all())

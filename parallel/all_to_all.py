@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.moe.packed_tokens import pack_tokens
-from dsa_engine.kernels.moe.permute import Order, expert_order
-from dsa_engine.kernels.moe.permute import combine as weighted_sum
+from dsa_engine.kernels.moe.combine import combine as weighted_sum
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.parallel.dispatch import Arrived, Dispatch, unpacked
 from dsa_engine.parallel.group import Group

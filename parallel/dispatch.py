@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.moe.packed_tokens import tokens_of, unpack_choices
+from dsa_engine.kernels.moe.pack_tokens import tokens_of
+from dsa_engine.kernels.moe.unpack_choices import unpack_choices
 from dsa_engine.parallel.placement import ExpertPlacement
 
 

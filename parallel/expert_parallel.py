@@ -1,7 +1,7 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/moe/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however
+row (`kernels/moe/pack_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however
 many of that rank's experts it has chosen.
 
 * "all_to_all": only what is needed travels, in rounds where much comes to one rank (`all_to_all.py`); the counts depend
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.moe.packed_tokens import pack_tokens
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.all_gather import AllGather, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.all_to_all import AllToAll, Arrivals, Sendings, in_rounds, rounds_needed

@@ -7,8 +7,8 @@ import torch
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
-from dsa_engine.kernels.rows.paged import slots_of
 from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch

@@ -20,7 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import load_tile, value_columns
+from dsa_engine.kernels.attention._latent_rows import (
+    expand_fp8_rows,
+    load_fp8_rows,
+    load_plain_rows,
+    load_tile,
+    value_columns,
+)
 from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
@@ -210,3 +216,61 @@ def store_nothing(out, lse, tokens, token, head, HEADS: tl.constexpr, VALUE: tl.
     nothing = tl.zeros([head.shape[0], BLOCK_VALUE], out.dtype.element_ty)
     tl.store(out + row[:, None] * VALUE + columns, nothing, mask=known[:, None] & (columns < VALUE))
     tl.store(lse + row, tl.full(head.shape, float("-inf"), tl.float32), mask=known)
+
+
+@triton.jit
+def program_heads(HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Token, int64, and heads ``[BLOCK_HEADS]`` of a program. Programs of one token are neighbours and read its rows at
+    the same time, the second from L2."""
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    return (program // HEAD_BLOCKS).to(tl.int64), (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+
+
+@triton.jit
+def program_span(count, BLOCK_ROWS: tl.constexpr):
+    """First of the ``count`` rows of a token that this split attends to, and the one after its last."""
+    span = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * span
+    return first, tl.minimum(first + span, count)
+
+
+@triton.jit
+def attend_to_rows(
+    q, pool, out, lse, tokens, token, head, first, stop, hole, source, scale,
+    INDEX: tl.constexpr, ROW: tl.constexpr, HOLES: tl.constexpr, STRIDE: tl.constexpr, HEADS: tl.constexpr,
+    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of a program's heads to the rows ``first … stop-1`` of its token, one at least, and its results.
+
+    ``ROW(INDEX(source, entry, stop), source, entry, stop)`` are the rows of the pool at ``entry [BLOCK_ROWS]``, and
+    those of the last one from ``stop`` on: loads need no mask. INDEX loads what ROW computes with. ``hole`` is the
+    first entry that is left out, for HOLES in ``source[0]``, else ``stop``."""
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
+    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    entry = first + tl.arange(0, BLOCK_ROWS)
+    if FP8:
+        row = ROW(INDEX(source, entry, stop), source, entry, stop)
+        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        index = INDEX(source, entry + BLOCK_ROWS, stop)
+    for start in range(first, stop, BLOCK_ROWS):
+        entry = start + tl.arange(0, BLOCK_ROWS)
+        if FP8:
+            # The next step's words, and the indices of the one after, come while this one multiplies.
+            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            row = ROW(index, source, entry + BLOCK_ROWS, stop)
+            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            index = INDEX(source, entry + 2 * BLOCK_ROWS, stop)
+        else:
+            row = ROW(INDEX(source, entry, stop), source, entry, stop)
+            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        partial = start + BLOCK_ROWS > hole
+        top, total, acc = attend(
+            q_value, q_rotated, tile, rotated, entry, stop, partial, source[0], top, total, acc, scale,
+            ROTATED, HOLES, PRECISION,
+        )  # fmt: skip
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)

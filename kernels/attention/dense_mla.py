@@ -12,16 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, load_plain_rows
 from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
-    LOWEST,
-    attend,
+    attend_to_rows,
     attention_launch,
     check_queries,
-    load_queries,
+    program_heads,
+    program_span,
     store_nothing,
-    store_results,
 )
 from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.formats.cache_format import LatentFormat
@@ -74,22 +72,21 @@ def dense_mla_reference(
 
 
 @triton.jit
-def known_position(position, end):
-    """``position [rows]``, but the last one for those behind the end: loads need no mask. Unsigned, which divides in
-    fewer instructions."""
-    return tl.minimum(position, end - 1).to(tl.uint32)
-
-
-@triton.jit
-def load_pages(table, position, end, PAGE_SIZE: tl.constexpr):
+def page_at(source, position, stop):
     """The pages in which ``position [rows]`` lie."""
-    return tl.load(table + known_position(position, end) // PAGE_SIZE)
+    return tl.load(source[0] + row_position(position, stop) // source[1])
 
 
 @triton.jit
-def row_of(page, position, end, PAGE_SIZE: tl.constexpr):
+def row_in_page(page, source, position, stop):
     """The rows of the flattened pool at ``position [rows]``, of their pages."""
-    return page.to(tl.uint32) * PAGE_SIZE + known_position(position, end) % PAGE_SIZE
+    return page.to(tl.uint32) * source[1] + row_position(position, stop) % source[1]
+
+
+@triton.jit
+def row_position(position, stop):
+    """``position [rows]``, or the last one from ``stop`` on. Unsigned, which divides in fewer instructions."""
+    return tl.minimum(position, stop - 1).to(tl.uint32)
 
 
 @triton.jit
@@ -100,47 +97,18 @@ def dense_mla_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
     FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_HEADS heads of a token and a share of the positions it sees; the result goes to its part of ``out [splits,
+    """BLOCK_HEADS heads of a token and a part of the positions it sees; the result goes to its part of ``out [splits,
     T, HEADS, VALUE]``."""
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    program = tl.program_id(0)
-    token = (program // HEAD_BLOCKS).to(tl.int64)
-    head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    token, head = program_heads(HEADS, BLOCK_HEADS)
     table = block_tables + tl.load(sequences + token).to(tl.int64) * table_stride
-    count = tl.load(visible + token)
-    span = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
-    first = tl.program_id(1) * span
-    end = tl.minimum(first + span, count)
-    if end <= first:
+    first, stop = program_span(tl.load(visible + token), BLOCK_ROWS)
+    if stop <= first:
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
-
-    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
-    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
-    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
-    position = first + tl.arange(0, BLOCK_ROWS)
-    if FP8:
-        row = row_of(load_pages(table, position, end, PAGE_SIZE), position, end, PAGE_SIZE)
-        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        page = load_pages(table, position + BLOCK_ROWS, end, PAGE_SIZE)
-    for start in range(first, end, BLOCK_ROWS):
-        position = start + tl.arange(0, BLOCK_ROWS)
-        if FP8:
-            # The next step's words, and the pages of the one after, come while this one multiplies.
-            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
-            row = row_of(page, position + BLOCK_ROWS, end, PAGE_SIZE)
-            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-            page = load_pages(table, position + 2 * BLOCK_ROWS, end, PAGE_SIZE)
-        else:
-            row = row_of(load_pages(table, position, end, PAGE_SIZE), position, end, PAGE_SIZE)
-            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        partial = start + BLOCK_ROWS > end
-        top, total, acc = attend(
-            q_value, q_rotated, tile, rotated, position, end, partial, table, top, total, acc, scale,
-            ROTATED, False, PRECISION,
-        )  # fmt: skip
-    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
+    attend_to_rows(
+        q, pool, out, lse, tokens, token, head, first, stop, stop, (table, PAGE_SIZE), scale, page_at, row_in_page,
+        False, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3, PRECISION,
+    )  # fmt: skip
 
 
 def _launch(

@@ -12,16 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, load_plain_rows
 from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
-    LOWEST,
-    attend,
+    attend_to_rows,
     attention_launch,
     check_queries,
-    load_queries,
+    program_heads,
+    program_span,
     store_nothing,
-    store_results,
 )
 from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.formats.cache_format import LatentFormat
@@ -80,15 +78,15 @@ def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_slots(slots, entry, end):
-    """The slots ``entry [rows]``, without a mask: the last one serves behind the end."""
-    return tl.load(slots + tl.minimum(entry, end - 1))
+def slot_at(source, entry, stop):
+    """The slots ``entry [rows]``, and the last one from ``stop`` on."""
+    return tl.load(source[0] + tl.minimum(entry, stop - 1))
 
 
 @triton.jit
-def row_of(slot, greatest):
-    """The row to load for each slot: that of the greatest instead of -1, which as unsigned is greater."""
-    return tl.minimum(slot.to(tl.uint32, bitcast=True), greatest.to(tl.uint32, bitcast=True))
+def row_of_slot(slot, source, entry, stop):
+    """The row to load for each slot: that of the greatest slot for −1, which as unsigned is greater."""
+    return tl.minimum(slot.to(tl.uint32, bitcast=True), source[1].to(tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -98,49 +96,22 @@ def sparse_attention_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
     COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_HEADS heads of a token and a share of its slots; the result goes to its part of ``out [splits, T, HEADS,
-    VALUE]``. Programs of one token are neighbours and gather its rows at the same time, the second from L2."""
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    program = tl.program_id(0)
-    token = (program // HEAD_BLOCKS).to(tl.int64)
-    head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    """BLOCK_HEADS heads of a token and a part of its slots; the result goes to its part of ``out [splits, T, HEADS,
+    VALUE]``."""
+    token, head = program_heads(HEADS, BLOCK_HEADS)
     count = k
     if COUNTED:
         count = tl.minimum(tl.load(counts + token), k)
-    span = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
-    first = tl.program_id(1) * span
+    first, stop = program_span(count, BLOCK_ROWS)
     chosen = slots + token * k
-    hole, end, greatest = scan_slots(chosen, first, tl.minimum(first + span, count), BLOCK_SCAN)
-    if end <= first:
+    hole, stop, greatest = scan_slots(chosen, first, stop, BLOCK_SCAN)
+    if stop <= first:
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
-
-    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
-    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
-    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
-    entry = first + tl.arange(0, BLOCK_ROWS)
-    if FP8:
-        row = row_of(load_slots(chosen, entry, end), greatest)
-        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        slot = load_slots(chosen, entry + BLOCK_ROWS, end)
-    for start in range(first, end, BLOCK_ROWS):
-        entry = start + tl.arange(0, BLOCK_ROWS)
-        if FP8:
-            # The next step's words, and the slots of the one after, come while this one multiplies.
-            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
-            row = row_of(slot, greatest)
-            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-            slot = load_slots(chosen, entry + 2 * BLOCK_ROWS, end)
-        else:
-            row = row_of(load_slots(chosen, entry, end), greatest)
-            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        partial = start + BLOCK_ROWS > hole
-        top, total, acc = attend(
-            q_value, q_rotated, tile, rotated, entry, end, partial, chosen, top, total, acc, scale,
-            ROTATED, True, PRECISION,
-        )  # fmt: skip
-    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
+    attend_to_rows(
+        q, pool, out, lse, tokens, token, head, first, stop, hole, (chosen, greatest), scale, slot_at, row_of_slot,
+        True, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3, PRECISION,
+    )  # fmt: skip
 
 
 def _launch(

@@ -17,8 +17,8 @@ from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_rows_ref
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK, gate_and_up, grouped_product
 from dsa_engine.kernels.grouped.tiles import rows_by_group
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference, check_weight
+from dsa_engine.kernels.moe.expert_order import Order
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
-from dsa_engine.kernels.moe.permute import Order
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 

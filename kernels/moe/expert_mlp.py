@@ -13,8 +13,8 @@ from dsa_engine.kernels.grouped.grouped_matmul import (
     grouped_matmul_triton,
     torch_has_it,
 )
+from dsa_engine.kernels.moe.expert_order import Order
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
-from dsa_engine.kernels.moe.permute import Order
 from dsa_engine.kernels.rows.silu_mul import silu_mul, silu_mul_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import runs_triton

@@ -9,8 +9,8 @@ import torch
 
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
 from dsa_engine.kernels.grouped.grouped_matmul_int4 import grouped_matmul_int4_reference, grouped_matmul_int4_triton
+from dsa_engine.kernels.moe.expert_order import Order
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
-from dsa_engine.kernels.moe.permute import Order
 from dsa_engine.kernels.rows.silu_mul import silu_mul_reference
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from dsa_engine.kernels.moe.permute import Order, combine, expert_order
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
 
 # Largest number of bytes of rows between the products for which every pair gets a row, served or not: the host need not
 # know how many are served. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for

@@ -9,8 +9,9 @@ import torch
 
 from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
-from dsa_engine.kernels.rows.paged import gather_rows, store_rows
+from dsa_engine.kernels.rows.paged import gather_rows
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 

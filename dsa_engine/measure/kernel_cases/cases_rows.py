@@ -11,12 +11,14 @@ from dsa_engine.kernels.formats.fp8 import dequantize_blocks, dequantize_blocks_
 from dsa_engine.kernels.formats.hadamard import hadamard, hadamard_reference
 from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_rows_reference
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries, quantize_index_queries_reference
-from dsa_engine.kernels.rows.paged import slots_of, store_rows
-from dsa_engine.kernels.rows.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.rms_norm import rms_norm, rms_norm_reference
 from dsa_engine.kernels.rows.rope import apply_rope, apply_rope_reference
+from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows, store_cache_rows_reference
 from dsa_engine.kernels.rows.store_index_keys import index_keys_reference, store_index_keys
 from dsa_engine.kernels.rows.store_latent import latent_rows_reference, store_latent
+from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.measure.kernel_cases.bench import Call, Case
 from dsa_engine.measure.kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 

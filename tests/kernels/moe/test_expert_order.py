@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsa_engine.kernels.moe import permute
-from dsa_engine.kernels.moe.permute import combine, expert_order, expert_order_reference
+from dsa_engine.kernels.moe import expert_order as module
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.kernels.moe.expert_order import expert_order, expert_order_reference
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -21,7 +22,7 @@ def choices(tokens: int, k: int, count: int, elsewhere: float, seed: int = 0) ->
     return experts
 
 
-def check(order: permute.Order, experts: torch.Tensor, count: int) -> None:
+def check(order: module.Order, experts: torch.Tensor, count: int) -> None:
     pairs = experts.flatten().tolist()
     rows = sorted((i for i, e in enumerate(pairs) if e >= 0), key=lambda i: pairs[i])  # stable
     k = experts.shape[1]
@@ -48,7 +49,7 @@ def test_order(tokens: int, k: int, count: int, elsewhere: float, device: str) -
 def test_order_of_many(tokens: int, k: int, count: int, elsewhere: float, device: str) -> None:
     """More pairs than are compared with all others; several blocks, the last of them not full."""
     experts = choices(tokens, k, count, elsewhere)
-    assert experts.numel() > permute.COMPARED_PAIRS and experts.numel() % permute.BLOCK_PAIRS
+    assert experts.numel() > module.COMPARED_PAIRS and experts.numel() % module.BLOCK_PAIRS
     check(expert_order(experts.to(device), count), experts, count)
 
 

@@ -10,6 +10,8 @@ whose pages hold one row each (:func:`as_pool`), so a kernel knows one form only
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +51,26 @@ def check_written(outside: int, pool: torch.Tensor) -> None:
     """Raises ``IndexError`` where a kernel of the CPU has found slots ``outside`` of the pool."""
     if outside:
         raise IndexError(f"slots must be below {pool.shape[0] * pool.shape[1]}, the rows of the pool")
+
+
+def store_native(
+    run: Callable[[torch.Tensor, torch.Tensor | None], None], store: Callable[[torch.Tensor], None],
+    pool: torch.Tensor, slots: torch.Tensor | None, like: torch.Tensor, width: int,
+) -> None:  # fmt: skip
+    """Stores rows that a kernel of the CPU makes in the dtype of ``like``: in a pool of that dtype at once, else by way
+    of plain rows.
+
+    Args:
+        run: ``run(pool, slots)``, the kernel.
+        store: stores plain rows ``[R, width]`` in the pool's own format.
+        like: the kernel's input ``[R, …]``.
+    """
+    if pool.dtype == like.dtype:
+        run(pool, slots)
+    else:
+        rows = like.new_empty(len(like), 1, width)
+        run(rows, None)
+        store(rows[:, 0])
 
 
 @triton.jit

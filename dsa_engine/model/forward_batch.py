@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsa_engine.kernels.rows.paged import slots_of
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments
+from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.kernels.runtime.transfer import upload
 
 

@@ -19,12 +19,12 @@ def value_columns(BLOCK: tl.constexpr, FP8: tl.constexpr):
     """Which column of a row stands where in a tile of values ``[rows, BLOCK]``. Of FP8 rows a thread has 16 neighbours,
     32 bytes as numbers: all first halves stand before all second ones, so that threads that write to shared memory at
     the same time write 16 bytes beside each other. In their own places they would meet in half of its banks."""
-    place = tl.arange(0, BLOCK)
+    index = tl.arange(0, BLOCK)
     if FP8:
-        columns = place % (BLOCK // 2) // 8 * 16 + place // (BLOCK // 2) * 8 + place % 8
+        columns = index % (BLOCK // 2) // 8 * 16 + index // (BLOCK // 2) * 8 + index % 8
         return tl.max_contiguous(tl.multiple_of(columns, 8), 8)
     else:
-        return place
+        return index
 
 
 @triton.jit

@@ -20,13 +20,19 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import load_tile, value_columns
-from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat, stored_dtype
-from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK, latent_rank
+from dsa_engine.kernels.attention._latent_rows import (
+    expand_fp8_rows,
+    load_fp8_rows,
+    load_plain_rows,
+    load_tile,
+    value_columns,
+)
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors
 
-MOST_SPLITS = 64  # as many as merge_splits reads at a time
+MAX_SPLITS = 64  # as many as merge_splits reads at a time
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -71,35 +77,20 @@ TILINGS = {
 }
 
 
-def attended_format(q: torch.Tensor, pool: torch.Tensor, value_dim: int) -> LatentFormat:
-    """The format of the pool's rows, of ``q``'s width, with ``value_dim`` numbers before the rotated ones.
-
-    Raises:
-        ValueError: ``q [T, heads, width]`` cannot attend to the pool, which must be plain in q's dtype, or FP8.
-    """
-    width = q.shape[-1]
+def check_queries(q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat) -> None:
+    """Raises ``ValueError`` unless ``q [T, heads, width]`` can attend to a pool of such rows."""
     if q.dim() != 3 or pool.dim() != 3:
         raise ValueError(
-            f"q must be [T, heads, width] and the pool [pages, page_size, width], not {tuple(q.shape)} and "
+            f"q must be [T, heads, width] and the pool [pages, page_size, columns], not {tuple(q.shape)} and "
             f"{tuple(pool.shape)}"
         )
-    dtype = stored_dtype(pool)
-    if dtype == FP8:
-        rank = latent_rank(pool.shape[-1], width)
-        if rank != value_dim or width % 2:
-            raise ValueError(
-                f"FP8 rows of {pool.shape[-1]} bytes hold {rank} values and {width - rank} rotated numbers: value_dim "
-                f"must be {rank}, not {value_dim}, and the rotated numbers even"
-            )
-    elif pool.shape[-1] != width or pool.dtype != q.dtype:
-        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit pool {pool.dtype} {tuple(pool.shape)}")
-    if not 0 < value_dim <= width:
-        raise ValueError(f"value_dim must be 1 to {width}, the width of q, not {value_dim}")
-    return LatentFormat(value_dim, width - value_dim, dtype)
+    if q.shape[-1] != row_format.width or row_format.rank < 1 or (not row_format.fp8 and row_format.dtype != q.dtype):
+        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit rows of {row_format}")
+    row_format.check_pool(pool)
 
 
 @lru_cache(maxsize=4096)
-def choose_splits(programs: int, steps: int, processors: int, most: int) -> int:
+def choose_splits(programs: int, steps: int, processors: int, max_splits: int) -> int:
     """Into how many parts, at most ``most``, the steps of each of ``programs`` programs are cut to end first.
 
     Counted in steps, of about 2 µs: as many rounds as the parts need on the chip, each as long as its steps and
@@ -111,11 +102,11 @@ def choose_splits(programs: int, steps: int, processors: int, most: int) -> int:
         rounds = cdiv(programs * splits, processors)
         return rounds * (cdiv(steps, splits) + 2) + (programs * splits / 30 if splits > 1 else 0)
 
-    return min(range(1, max(1, min(most, steps)) + 1), key=cost)
+    return min(range(1, max(1, min(max_splits, steps)) + 1), key=cost)
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionLaunch:
     """How a kernel of this kind is launched for queries and a pool."""
 
     q: torch.Tensor
@@ -129,7 +120,7 @@ class Plan:
         tokens, heads, _ = self.q.shape
         room = workspace // max(1, 4 * tokens * heads * (self.value_dim + 1))
         steps = cdiv(longest, self.rows)
-        return choose_splits(self.programs, steps, multiprocessors(self.q), min(MOST_SPLITS, room))
+        return choose_splits(self.programs, steps, multiprocessors(self.q), min(MAX_SPLITS, room))
 
     def results(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for out ``[splits, T, heads, value_dim]``, parts in float32, and log-sum-exp ``[splits, T, heads]``."""
@@ -139,7 +130,7 @@ class Plan:
         return out, torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
-def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
+def attention_launch(q: torch.Tensor, row_format: LatentFormat) -> AttentionLaunch:
     tokens, heads, _ = q.shape
     value_dim, rotated, fp8 = row_format.rank, row_format.rope, row_format.fp8
     tilings = config_for(TILINGS, q)
@@ -158,7 +149,7 @@ def plan_attention(q: torch.Tensor, row_format: LatentFormat) -> Plan:
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
-    return Plan(q, value_dim, tokens * cdiv(heads, block_heads), tiles.rows, constants)
+    return AttentionLaunch(q, value_dim, tokens * cdiv(heads, block_heads), tiles.rows, constants)
 
 
 @triton.jit
@@ -175,7 +166,7 @@ def load_queries(
 
 @triton.jit
 def attend(
-    q_value, q_rotated, tile, ends, entry, stop, partial, slots, top, total, acc, scale,
+    q_value, q_rotated, tile, rotated, entry, stop, partial, slots, top, total, acc, scale,
     ROTATED: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step: the rows ``tile [BLOCK_ROWS, BLOCK_VALUE]`` and ``ends [BLOCK_ROWS, BLOCK_ROTATED]``, numbered
@@ -184,19 +175,19 @@ def attend(
     # Scaled before they are added: else Triton makes the sum the first product's accumulator, and see below.
     scores = tl.dot(q_value, tl.trans(tile), input_precision=PRECISION) * scale
     if ROTATED:
-        scores += tl.dot(q_rotated, tl.trans(ends), input_precision=PRECISION) * scale
+        scores += tl.dot(q_rotated, tl.trans(rotated), input_precision=PRECISION) * scale
     # The branch is more than a saving. Where Triton sees that one product feeds another, it puts all warps along the
     # heads, and two warpgroups with 64 heads do the same work twice; a branch between the products hides it.
     if partial:
-        kept = entry < stop
+        attended = entry < stop
         if HOLES:
-            kept = tl.load(slots + entry, mask=kept, other=-1) >= 0
-        scores = tl.where(kept[None, :], scores, float("-inf"))
+            attended = tl.load(slots + entry, mask=attended, other=-1) >= 0
+        scores = tl.where(attended[None, :], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    shares = tl.exp2(scores - new_top[:, None])
+    weights = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(shares, 1)
-    acc = tl.dot(shares.to(tile.dtype), tile, acc=acc * shrink[:, None], input_precision=PRECISION)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(tile.dtype), tile, acc=acc * shrink[:, None], input_precision=PRECISION)
     return new_top, total, acc
 
 
@@ -225,3 +216,61 @@ def store_nothing(out, lse, tokens, token, head, HEADS: tl.constexpr, VALUE: tl.
     nothing = tl.zeros([head.shape[0], BLOCK_VALUE], out.dtype.element_ty)
     tl.store(out + row[:, None] * VALUE + columns, nothing, mask=known[:, None] & (columns < VALUE))
     tl.store(lse + row, tl.full(head.shape, float("-inf"), tl.float32), mask=known)
+
+
+@triton.jit
+def program_heads(HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Token, int64, and heads ``[BLOCK_HEADS]`` of a program. Programs of one token are neighbours and read its rows at
+    the same time, the second from L2."""
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    return (program // HEAD_BLOCKS).to(tl.int64), (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+
+
+@triton.jit
+def program_span(count, BLOCK_ROWS: tl.constexpr):
+    """First of the ``count`` rows of a token that this split attends to, and the one after its last."""
+    span = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * span
+    return first, tl.minimum(first + span, count)
+
+
+@triton.jit
+def attend_to_rows(
+    q, pool, out, lse, tokens, token, head, first, stop, hole, source, scale,
+    INDEX: tl.constexpr, ROW: tl.constexpr, HOLES: tl.constexpr, STRIDE: tl.constexpr, HEADS: tl.constexpr,
+    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of a program's heads to the rows ``first … stop-1`` of its token, one at least, and its results.
+
+    ``ROW(INDEX(source, entry, stop), source, entry, stop)`` are the rows of the pool at ``entry [BLOCK_ROWS]``, and
+    those of the last one from ``stop`` on: loads need no mask. INDEX loads what ROW computes with. ``hole`` is the
+    first entry that is left out, for HOLES in ``source[0]``, else ``stop``."""
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
+    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    entry = first + tl.arange(0, BLOCK_ROWS)
+    if FP8:
+        row = ROW(INDEX(source, entry, stop), source, entry, stop)
+        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        index = INDEX(source, entry + BLOCK_ROWS, stop)
+    for start in range(first, stop, BLOCK_ROWS):
+        entry = start + tl.arange(0, BLOCK_ROWS)
+        if FP8:
+            # The next step's words, and the indices of the one after, come while this one multiplies.
+            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            row = ROW(index, source, entry + BLOCK_ROWS, stop)
+            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            index = INDEX(source, entry + 2 * BLOCK_ROWS, stop)
+        else:
+            row = ROW(INDEX(source, entry, stop), source, entry, stop)
+            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        partial = start + BLOCK_ROWS > hole
+        top, total, acc = attend(
+            q_value, q_rotated, tile, rotated, entry, stop, partial, source[0], top, total, acc, scale,
+            ROTATED, HOLES, PRECISION,
+        )  # fmt: skip
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)

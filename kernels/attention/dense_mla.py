@@ -12,19 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, load_plain_rows
 from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
-    LOWEST,
-    attend,
-    attended_format,
-    load_queries,
-    plan_attention,
+    attend_to_rows,
+    attention_launch,
+    check_queries,
+    program_heads,
+    program_span,
     store_nothing,
-    store_results,
 )
 from dsa_engine.kernels.attention.merge_splits import merge_splits
-from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.rows.paged import read_rows
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
@@ -52,44 +50,43 @@ def dense_mla_reference(
     pool: torch.Tensor,
     block_tables: torch.Tensor,
     segments: Segments,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, heads, width = q.shape
-    row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
+    _, heads, _ = q.shape
+    value_dim = row_format.rank
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
     # What rows see is the device's to say: in a padded step the segments on the host are those of the bucket.
-    ends = segments.visible.tolist()
+    visible = segments.visible.tolist()
     for segment in segments:
-        end = max(ends[segment.row : segment.row + segment.length])
+        end = max(visible[segment.row : segment.row + segment.length])
         rows = row_format.unpack(read_rows(pool, block_tables[segment.sequence], 0, end)).to(q.dtype)
         block = max(1, workspace // max(1, 8 * heads * end))
         for first in range(segment.row, segment.row + segment.length, block):
             stop = min(first + block, segment.row + segment.length)
-            part, seen = slice(first, stop), rows[: max(ends[first:stop])]
+            part, seen = slice(first, stop), rows[: max(visible[first:stop])]
             out[part], lse[part] = dense_mla_block_reference(q[part], seen, segments.visible[part], value_dim, scale)
     return out, lse
 
 
 @triton.jit
-def known_position(position, end):
-    """``position [rows]``, but the last one for those behind the end: loads need no mask. Unsigned, which divides in
-    fewer instructions."""
-    return tl.minimum(position, end - 1).to(tl.uint32)
-
-
-@triton.jit
-def load_pages(table, position, end, PAGE_SIZE: tl.constexpr):
+def page_at(source, position, stop):
     """The pages in which ``position [rows]`` lie."""
-    return tl.load(table + known_position(position, end) // PAGE_SIZE)
+    return tl.load(source[0] + row_position(position, stop) // source[1])
 
 
 @triton.jit
-def row_of(page, position, end, PAGE_SIZE: tl.constexpr):
+def row_in_page(page, source, position, stop):
     """The rows of the flattened pool at ``position [rows]``, of their pages."""
-    return page.to(tl.uint32) * PAGE_SIZE + known_position(position, end) % PAGE_SIZE
+    return page.to(tl.uint32) * source[1] + row_position(position, stop) % source[1]
+
+
+@triton.jit
+def row_position(position, stop):
+    """``position [rows]``, or the last one from ``stop`` on. Unsigned, which divides in fewer instructions."""
+    return tl.minimum(position, stop - 1).to(tl.uint32)
 
 
 @triton.jit
@@ -100,47 +97,18 @@ def dense_mla_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
     FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_HEADS heads of a token and a share of the positions it sees; the result goes to its part of ``out [splits,
+    """BLOCK_HEADS heads of a token and a part of the positions it sees; the result goes to its part of ``out [splits,
     T, HEADS, VALUE]``."""
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    program = tl.program_id(0)
-    token = (program // HEAD_BLOCKS).to(tl.int64)
-    head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    token, head = program_heads(HEADS, BLOCK_HEADS)
     table = block_tables + tl.load(sequences + token).to(tl.int64) * table_stride
-    count = tl.load(visible + token)
-    share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
-    first = tl.program_id(1) * share
-    end = tl.minimum(first + share, count)
-    if end <= first:
+    first, stop = program_span(tl.load(visible + token), BLOCK_ROWS)
+    if stop <= first:
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
-
-    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
-    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
-    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
-    position = first + tl.arange(0, BLOCK_ROWS)
-    if FP8:
-        row = row_of(load_pages(table, position, end, PAGE_SIZE), position, end, PAGE_SIZE)
-        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        page = load_pages(table, position + BLOCK_ROWS, end, PAGE_SIZE)
-    for start in range(first, end, BLOCK_ROWS):
-        position = start + tl.arange(0, BLOCK_ROWS)
-        if FP8:
-            # The next step's words, and the pages of the one after, come while this one multiplies.
-            tile, ends = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
-            row = row_of(page, position + BLOCK_ROWS, end, PAGE_SIZE)
-            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-            page = load_pages(table, position + 2 * BLOCK_ROWS, end, PAGE_SIZE)
-        else:
-            row = row_of(load_pages(table, position, end, PAGE_SIZE), position, end, PAGE_SIZE)
-            tile, ends = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        partial = start + BLOCK_ROWS > end
-        top, total, acc = attend(
-            q_value, q_rotated, tile, ends, position, end, partial, table, top, total, acc, scale,
-            ROTATED, False, PRECISION,
-        )  # fmt: skip
-    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
+    attend_to_rows(
+        q, pool, out, lse, tokens, token, head, first, stop, stop, (table, PAGE_SIZE), scale, page_at, row_in_page,
+        False, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3, PRECISION,
+    )  # fmt: skip
 
 
 def _launch(
@@ -148,14 +116,14 @@ def _launch(
     scale: float, workspace: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, _ = q.shape
-    plan = plan_attention(q, row_format)
-    splits = plan.splits(segments.longest, workspace)
-    out, lse = plan.results(splits)
+    launch = attention_launch(q, row_format)
+    splits = launch.splits(segments.longest, workspace)
+    out, lse = launch.results(splits)
     if tokens and heads:
         rows = row_format.rows(pool)
-        dense_mla_kernel[(plan.programs, splits)](
+        dense_mla_kernel[(launch.programs, splits)](
             q, rows, block_tables, segments.sequences, segments.visible, out, lse, tokens, block_tables.stride(0),
-            scale * LOG2_E, pool.shape[1], rows.shape[1], PRECISION=dot_precision(q.dtype), **plan.constants,
+            scale * LOG2_E, pool.shape[1], rows.shape[1], PRECISION=dot_precision(q.dtype), **launch.constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
@@ -167,7 +135,7 @@ def dense_mla(
     block_tables: torch.Tensor,
     segments: Segments,
     *,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     workspace: int = 256 << 20,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,23 +143,22 @@ def dense_mla(
 
     Args:
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
-        pool: latent pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = width; or FP8
-            (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
-        value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
+        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
         scale: softmax scale.
         workspace: bytes for the scores (reference) or for partial results (kernel, where few queries are split).
 
     Returns:
-        out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+        out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or segments beyond the batch or their block table.
     """
-    row_format = attended_format(q, pool, value_dim)
+    check_queries(q, pool, row_format)
     segments.check(q.shape[0], block_tables, pool.shape[1])
     if runs_triton(q):
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
         return _launch(q.contiguous(), pool, row_format, tables, segments, scale, workspace)
-    return dense_mla_reference(q, pool, block_tables, segments, value_dim, scale, workspace)
+    return dense_mla_reference(q, pool, block_tables, segments, row_format, scale, workspace)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, value_columns
-from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
 from dsa_engine.kernels.rows.paged import gather_rows
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
@@ -33,22 +33,24 @@ def gather_latent_kernel(
     known = (entry < count)[:, None]
     row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves behind the end
     words, scales, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-    tile, ends = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
+    tile, rotated = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
     target = out + entry[:, None] * (VALUE + ROTATED)
     column = value_columns(BLOCK_VALUE, True)[None, :]
     tl.store(target + column, tile, mask=known & (column < VALUE))
     column = tl.arange(0, BLOCK_ROTATED)[None, :]
-    tl.store(target + VALUE + column, ends, mask=known & (column < ROTATED))
+    tl.store(target + VALUE + column, rotated, mask=known & (column < ROTATED))
 
 
 @operation()
-def gather_latent(pool: torch.Tensor, slots: torch.Tensor, rank: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
+def gather_latent(
+    pool: torch.Tensor, slots: torch.Tensor, row_format: LatentFormat, dtype: torch.dtype
+) -> torch.Tensor:
     """Gathers latent rows.
 
     Args:
-        pool: ``[pages, page_size, columns]``: plain numbers in ``dtype``, columns = rank + rope; or FP8.
+        pool: ``[pages, page_size, columns]`` in ``row_format``.
         slots: ``[n]`` int32 or int64 rows of the flattened pool, in any order, none of them −1.
-        rank, rope: numbers of a row before the rotated ones, and rotated ones.
+        row_format: the pool's; plain rows have the dtype ``dtype``.
         dtype: of the result.
 
     Returns:
@@ -57,16 +59,14 @@ def gather_latent(pool: torch.Tensor, slots: torch.Tensor, rank: int, rope: int,
     Raises:
         ValueError: a pool that does not hold such rows.
     """
-    row_format = LatentFormat(rank, rope, stored_dtype(pool))
-    if pool.dim() != 3 or pool.shape[-1] != row_format.columns or (not row_format.fp8 and pool.dtype != dtype):
-        raise ValueError(
-            f"a pool of {rank} + {rope} numbers a row is FP8 or {dtype} [pages, page_size, {row_format.columns}], not "
-            f"{pool.dtype} {tuple(pool.shape)}"
-        )
+    row_format.check_pool(pool)
+    if not row_format.fp8 and row_format.dtype != dtype:
+        raise ValueError(f"plain rows are gathered in their dtype {row_format.dtype}, not in {dtype}")
     if not row_format.fp8:
         return gather_rows(pool, slots)
     if not runs_triton(pool):
         return row_format.unpack(gather_rows(pool, slots)).to(dtype)
+    rank, rope = row_format.rank, row_format.rope
     out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=pool.device)
     if slots.shape[0]:
         rows = row_format.rows(pool)

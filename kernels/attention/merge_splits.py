@@ -36,15 +36,15 @@ def merge_splits_kernel(
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = split.to(tl.int64) * rows + row
-    part_lse = tl.load(partial_lse + place, mask=split < splits, other=float("-inf"))
+    part_row = split.to(tl.int64) * rows + row
+    part_lse = tl.load(partial_lse + part_row, mask=split < splits, other=float("-inf"))
     top = tl.max(part_lse, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp(part_lse - top)
     some = tl.sum(weights, 0)
     total = tl.where(some > 0, some, 1.0)
     mask = (weights > 0)[:, None] & (columns < VALUE)[None, :]
-    parts = tl.load(partial_out + place[:, None] * VALUE + columns[None, :], mask=mask, other=0.0)
+    parts = tl.load(partial_out + part_row[:, None] * VALUE + columns[None, :], mask=mask, other=0.0)
     result = tl.sum(parts * weights[:, None], 0) / total
     tl.store(out + row * VALUE + columns, result.to(out.dtype.element_ty), mask=columns < VALUE)
     if tl.program_id(1) == 0:

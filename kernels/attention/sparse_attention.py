@@ -12,19 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, load_plain_rows
 from dsa_engine.kernels.attention._online_softmax import (
     LOG2_E,
-    LOWEST,
-    attend,
-    attended_format,
-    load_queries,
-    plan_attention,
+    attend_to_rows,
+    attention_launch,
+    check_queries,
+    program_heads,
+    program_span,
     store_nothing,
-    store_results,
 )
 from dsa_engine.kernels.attention.merge_splits import merge_splits
-from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
@@ -39,12 +37,12 @@ def sparse_attention_reference(
     pool: torch.Tensor,
     slots: torch.Tensor,
     counts: torch.Tensor | None,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     block_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q.shape
-    row_format = LatentFormat(value_dim, width - value_dim, stored_dtype(pool))
+    value_dim = row_format.rank
     flat = pool.view(-1, row_format.columns)
     out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -80,15 +78,15 @@ def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_slots(slots, entry, end):
-    """The slots ``entry [rows]``, without a mask: the last one serves behind the end."""
-    return tl.load(slots + tl.minimum(entry, end - 1))
+def slot_at(source, entry, stop):
+    """The slots ``entry [rows]``, and the last one from ``stop`` on."""
+    return tl.load(source[0] + tl.minimum(entry, stop - 1))
 
 
 @triton.jit
-def row_of(slot, greatest):
-    """The row to load for each slot: that of the greatest instead of -1, which as unsigned is greater."""
-    return tl.minimum(slot.to(tl.uint32, bitcast=True), greatest.to(tl.uint32, bitcast=True))
+def row_of_slot(slot, source, entry, stop):
+    """The row to load for each slot: that of the greatest slot for −1, which as unsigned is greater."""
+    return tl.minimum(slot.to(tl.uint32, bitcast=True), source[1].to(tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -98,49 +96,22 @@ def sparse_attention_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
     COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_HEADS heads of a token and a share of its slots; the result goes to its part of ``out [splits, T, HEADS,
-    VALUE]``. Programs of one token are neighbours and gather its rows at the same time, the second from L2."""
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    program = tl.program_id(0)
-    token = (program // HEAD_BLOCKS).to(tl.int64)
-    head = (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    """BLOCK_HEADS heads of a token and a part of its slots; the result goes to its part of ``out [splits, T, HEADS,
+    VALUE]``."""
+    token, head = program_heads(HEADS, BLOCK_HEADS)
     count = k
     if COUNTED:
         count = tl.minimum(tl.load(counts + token), k)
-    share = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
-    first = tl.program_id(1) * share
+    first, stop = program_span(count, BLOCK_ROWS)
     chosen = slots + token * k
-    hole, end, greatest = scan_slots(chosen, first, tl.minimum(first + share, count), BLOCK_SCAN)
-    if end <= first:
+    hole, stop, greatest = scan_slots(chosen, first, stop, BLOCK_SCAN)
+    if stop <= first:
         store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
         return
-
-    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
-    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
-    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
-    entry = first + tl.arange(0, BLOCK_ROWS)
-    if FP8:
-        row = row_of(load_slots(chosen, entry, end), greatest)
-        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        slot = load_slots(chosen, entry + BLOCK_ROWS, end)
-    for start in range(first, end, BLOCK_ROWS):
-        entry = start + tl.arange(0, BLOCK_ROWS)
-        if FP8:
-            # The next step's words, and the slots of the one after, come while this one multiplies.
-            tile, ends = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
-            row = row_of(slot, greatest)
-            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-            slot = load_slots(chosen, entry + 2 * BLOCK_ROWS, end)
-        else:
-            row = row_of(load_slots(chosen, entry, end), greatest)
-            tile, ends = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
-        partial = start + BLOCK_ROWS > hole
-        top, total, acc = attend(
-            q_value, q_rotated, tile, ends, entry, end, partial, chosen, top, total, acc, scale,
-            ROTATED, True, PRECISION,
-        )  # fmt: skip
-    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)
+    attend_to_rows(
+        q, pool, out, lse, tokens, token, head, first, stop, hole, (chosen, greatest), scale, slot_at, row_of_slot,
+        True, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3, PRECISION,
+    )  # fmt: skip
 
 
 def _launch(
@@ -149,15 +120,15 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, _ = q.shape
     k = slots.shape[1]
-    plan = plan_attention(q, row_format)
-    splits = plan.splits(k, workspace)
-    out, lse = plan.results(splits)
+    launch = attention_launch(q, row_format)
+    splits = launch.splits(k, workspace)
+    out, lse = launch.results(splits)
     if tokens and heads:
         rows = row_format.rows(pool)
-        sparse_attention_kernel[(plan.programs, splits)](
+        sparse_attention_kernel[(launch.programs, splits)](
             q, rows, slots, slots if counts is None else counts, out, lse, tokens, k, scale * LOG2_E, rows.shape[1],
             BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
-            PRECISION=dot_precision(q.dtype), **plan.constants,
+            PRECISION=dot_precision(q.dtype), **launch.constants,
         )  # fmt: skip
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
@@ -190,7 +161,7 @@ def sparse_attention(
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
-    value_dim: int,
+    row_format: LatentFormat,
     scale: float,
     counts: torch.Tensor | None = None,
     workspace: int = 256 << 20,
@@ -199,10 +170,9 @@ def sparse_attention(
 
     Args:
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
-        pool: latent pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = width; or FP8
-            (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
-        value_dim: leading columns of a row that are its value; the rank, in an FP8 pool.
+        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
         scale: softmax scale.
         counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); the entries
             behind them may be anything.
@@ -210,13 +180,13 @@ def sparse_attention(
             the CPU's kernel takes what the rows of a token for each thread need.
 
     Returns:
-        out ``[T, heads, value_dim]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+        out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
         IndexError: on a CPU, slots outside of the pool.
     """
-    row_format = attended_format(q, pool, value_dim)
+    check_queries(q, pool, row_format)
     if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
         raise ValueError(f"slots must be [{q.shape[0]}, k], not {tuple(slots.shape)}")
     if slots.dtype != torch.int32:
@@ -226,6 +196,6 @@ def sparse_attention(
     if runs_triton(q):
         return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
     if pool.stride(2) == 1 and cpu.serves(q, pool):
-        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, value_dim, scale)
+        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, row_format.rank, scale)
     block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
-    return sparse_attention_reference(q, pool, slots, counts, value_dim, scale, block_bytes)
+    return sparse_attention_reference(q, pool, slots, counts, row_format, scale, block_bytes)

@@ -30,11 +30,6 @@ from dsa_engine.kernels.runtime.integers import cdiv
 ROW_ALIGNMENT = 16  # bytes: a row of the packed buffer is loaded 16 bytes at a time
 
 
-def stored_dtype(pool: torch.Tensor) -> torch.dtype:
-    """The dtype in which a pool, or a buffer of its rows, stores numbers: uint8 ones hold FP8 rows."""
-    return FP8 if pool.dtype == torch.uint8 else pool.dtype
-
-
 class RowFormat(ABC):
     """What both kinds of rows have in common. ``dtype`` is what numbers are stored as; float8_e4m3fn means FP8."""
 
@@ -69,6 +64,14 @@ class RowFormat(ABC):
     @abstractmethod
     def unpack_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`pack_pages`: numbers in the pool's dtype, or in float32 from FP8."""
+
+    def check_pool(self, pool: torch.Tensor) -> None:
+        """Raises ``ValueError`` unless ``pool [pages, page_size, columns]`` can hold such rows."""
+        if pool.dim() != 3 or pool.shape[-1] != self.columns or pool.dtype != self.pool_dtype:
+            raise ValueError(
+                f"a pool of {self} is {self.pool_dtype} [pages, page_size, {self.columns}], not {pool.dtype} "
+                f"{list(pool.shape)}"
+            )
 
     def empty_pool(self, pages: int, page_size: int, device: torch.device) -> torch.Tensor:
         """``[pages, page_size, columns]``, not cleared: on a CPU untouched pages take no memory."""
@@ -139,11 +142,6 @@ class IndexKeyFormat(RowFormat):
 
     dim: int
     dtype: torch.dtype
-
-    @classmethod
-    def of_pool(cls, pool: torch.Tensor) -> IndexKeyFormat:
-        dtype = stored_dtype(pool)
-        return cls(pool.shape[-1] - (SCALE_BYTES if dtype == FP8 else 0), dtype)
 
     @property
     def width(self) -> int:

@@ -139,11 +139,11 @@ def check_groups(columns: int, group_size: int) -> None:
 
 def _quantize_rows(groups: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int8 and scales of ``groups [rows, groups, size]``, float32."""
-    most = groups.abs().amax(dim=-1)
+    maximum = groups.abs().amax(dim=-1)
     best = error = None
     for shrink in _SHRINK:
         # 7.5: the range has one step more below zero than above, and half a step more is rounded to its ends.
-        scale = (most * (shrink / 7.5)).to(scale_dtype).float().clamp_min(torch.finfo(scale_dtype).tiny)
+        scale = (maximum * (shrink / 7.5)).to(scale_dtype).float().clamp_min(torch.finfo(scale_dtype).tiny)
         off = _codes(groups, scale).mul_(scale[..., None]).sub_(groups).square_().sum(dim=-1)
         if best is None or error is None:
             best, error = scale, off

@@ -55,16 +55,16 @@ def quantize_rows_int8_kernel(
     column = tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
     if GIVEN:
-        most = tl.load(largest + row)
+        maximum = tl.load(largest + row)
     else:
         magnitude = tl.abs(values)
         if not WHOLE:
             for first in range(BLOCK, width, BLOCK):
                 more = tl.load(x + row * x_stride + first + column, mask=first + column < width, other=0.0)
                 magnitude = tl.maximum(magnitude, tl.abs(more.to(tl.float32)))
-        most = tl.max(magnitude)
+        maximum = tl.max(magnitude)
     # True divisions, as codes and scales are those of the reference.
-    scale = tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(maximum, 127.0), 1.1754943508222875e-38)
     tl.store(scales + row, scale)
     tl.store(codes + row * width + column, nearest_int8(divide(values, scale)), mask=column < width)
     if not WHOLE:

@@ -1,6 +1,6 @@
 """Matrix products of consecutive groups of rows, each group with a matrix of its own.
 
-out[r] = weight[g] · x[source[r]]     for the rows r of group g,  ends[g − 1] <= r < ends[g];   source[r] = r if absent
+out[r] = weight[g] · x[source[r]]   for rows r of group g,  row_ends[g − 1] <= r < row_ends[g];  source[r] = r if absent
 
 With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and the sums go through it before they are
 rounded:  out[r] = silu(gate[g] · x[source[r]]) · (up[g] · x[source[r]]).
@@ -15,19 +15,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.grouped.tiles import (
-    Tiles,
-    banded,
-    empty_product,
-    fitting,
-    group_tiles,
-    launch_grouped,
-    rows_by_group,
-    rows_of_tile,
-    rows_read,
-    store_tile,
-    weight_rows,
-)
+from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
+from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.launch import config_for, dot_precision, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -40,43 +29,33 @@ def grouped_matmul_reference(x: torch.Tensor, weight: torch.Tensor, counts: torc
 
 
 @triton.jit
+def multiply_tile(
+    x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    WHOLE: tl.constexpr = CONSTANTS[0]
+    DEPTH: tl.constexpr = CONSTANTS[1]
+    SWAPPED: tl.constexpr = CONSTANTS[2]
+    PRECISION: tl.constexpr = CONSTANTS[3]
+    total = sum_tile(
+        x, source_row, inside, operands[0], weight_row, x_stride, inner, tl.float32, WHOLE, ROWS, COLUMNS, DEPTH,
+        SWAPPED, PRECISION,
+    )  # fmt: skip
+    if SWAPPED:
+        total = tl.trans(total)
+    return total
+
+
+@triton.jit
 def grouped_matmul_kernel(
-    x, source, ends, weight, out, x_stride, width, inner, groups,
+    x, source, row_ends, weight, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [ROWS, COLUMNS] of products, each program every so many. WHOLE: DEPTH divides the inner dimension. SWAPPED:
-    the product is computed transposed, for a warpgroup's products have 64 rows and few columns."""
-    shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
-    starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
-    row_tiles = tl.sum(tiles)
-    column_tiles = tl.cdiv(width, shown)
-    depth = tl.arange(0, DEPTH)
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
-        start = column_tile * shown
-        group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = rows_read(source, row, inside, GATHER)
-        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
-        x_at = x + place.to(tl.int64)[:, None] * x_stride + depth[None, :]
-        weight_at = weight + weight_row[None, :] * inner + depth[:, None]
-        total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
-        for done in range(0, inner, DEPTH):
-            if WHOLE:
-                left = tl.load(x_at, mask=inside[:, None], other=0.0)
-                right = tl.load(weight_at)
-            else:
-                left = tl.load(x_at, mask=inside[:, None] & (depth < inner - done)[None, :], other=0.0)
-                right = tl.load(weight_at, mask=(depth < inner - done)[:, None], other=0.0)
-            if SWAPPED:
-                total = tl.dot(tl.trans(right), tl.trans(left), total, input_precision=PRECISION)
-            else:
-                total = tl.dot(left, right, total, input_precision=PRECISION)
-            x_at += DEPTH
-            weight_at += DEPTH
-        if SWAPPED:
-            total = tl.trans(total)
-        store_tile(out, total, row, inside, start, width, ROWS, COLUMNS, GATED)
+    multiply_groups(
+        x, source, row_ends, (weight,), out, None, x_stride, width, inner, groups, multiply_tile,
+        (WHOLE, DEPTH, SWAPPED, PRECISION), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+    )  # fmt: skip
 
 
 # By capability: the first with room for a group's rows is taken, else the last. Few rows: the weights' way from memory
@@ -102,7 +81,7 @@ def tiles_for(x: torch.Tensor, rows_per_group: float) -> Tiles:
 def grouped_matmul_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     *,
     source: torch.Tensor | None = None,
     gated: bool = False,
@@ -113,24 +92,24 @@ def grouped_matmul_triton(
     Args:
         x: ``[R, in]``, or ``[S, in]`` with ``source``, any row stride.
         weight: ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
-        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
 
     Returns:
         ``[R, out]`` in the dtype of x; rows beyond the last end are not written.
     """
-    _check(x, weight, ends)
-    if ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
+    _check(x, weight, row_ends)
+    if row_ends.dtype != torch.int32 or (source is not None and source.dtype != torch.int32):
         raise ValueError(
-            f"ends and source must be int32, not {ends.dtype} and {source.dtype if source is not None else None}"
+            f"row_ends and source must be int32, not {row_ends.dtype} and {None if source is None else source.dtype}"
         )
     out = empty_product(x, source, weight, gated, x.dtype)
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         tiles = tiles_for(x, (out.shape[0] if expected is None else expected) / len(weight))
         launch_grouped(
-            grouped_matmul_kernel, tiles, x, source, ends, (weight.contiguous(),), out, gated=gated,
+            grouped_matmul_kernel, tiles, x, source, row_ends, (weight.contiguous(),), out, gated=gated,
             WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
             PRECISION=dot_precision(x.dtype),
         )  # fmt: skip
@@ -140,7 +119,7 @@ def grouped_matmul_triton(
 def _check(x: torch.Tensor, weight: torch.Tensor, per_group: torch.Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or per_group.shape != weight.shape[:1]:
         raise ValueError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts or ends {tuple(per_group.shape)} do not fit"
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, counts or row_ends {tuple(per_group.shape)} do not fit"
         )
     if x.dtype != weight.dtype:
         raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}")
@@ -152,9 +131,9 @@ def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
-def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
     """PyTorch's, where :func:`torch_has_it`; rows beyond the last end hold anything."""
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=row_ends)
 
 
 @operation()
@@ -177,7 +156,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
         return x.new_empty(0, weight.shape[1])
     if not runs_triton(x):
         return grouped_matmul_reference(x, weight, counts)
-    ends = counts.cumsum(0, dtype=torch.int32)
+    row_ends = counts.cumsum(0, dtype=torch.int32)
     if torch_has_it(x, weight):
-        return grouped_matmul_torch(x.contiguous(), weight, ends)
-    return grouped_matmul_triton(x, weight, ends)
+        return grouped_matmul_torch(x.contiguous(), weight, row_ends)
+    return grouped_matmul_triton(x, weight, row_ends)

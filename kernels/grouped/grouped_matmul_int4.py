@@ -15,19 +15,8 @@ import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
-from dsa_engine.kernels.grouped.tiles import (
-    Tiles,
-    banded,
-    empty_product,
-    fitting,
-    group_tiles,
-    launch_grouped,
-    rows_by_group,
-    rows_of_tile,
-    rows_read,
-    store_tile,
-    weight_rows,
-)
+from dsa_engine.kernels.grouped.skeleton import multiply_groups
+from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.launch import config_for, dot_precision
 
 # Rows of a matrix that the reference expands at a time.
@@ -64,48 +53,52 @@ def grouped_matmul_int4_reference(
 
 
 @triton.jit
+def multiply_int4_tile(
+    x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """The product is transposed: weights are the left operand, which a warpgroup's product takes from registers, where
+    they are unpacked. A step is one group of SIZE columns."""
+    x_scale, packed, packed_stride, scale = operands
+    CODES: tl.constexpr = CONSTANTS[0]
+    SIZE: tl.constexpr = CONSTANTS[1]
+    PRECISION: tl.constexpr = CONSTANTS[2]
+    UNITS: tl.constexpr = SIZE // 2 if CODES else SIZE // 4
+    depth = tl.arange(0, SIZE)
+    unit = tl.arange(0, UNITS)
+    x_at = x + source_row.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    packed_at = packed + weight_row[:, None] * packed_stride + unit[None, :]
+    scale_at = scale + weight_row * (inner // SIZE)
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for _ in range(0, inner, SIZE):
+        x_tile = tl.load(x_at, mask=inside[None, :], other=0)
+        units = tl.load(packed_at)
+        if CODES:
+            sums = tl.dot(unpack_codes(units, COLUMNS, SIZE), x_tile, out_dtype=tl.int32).to(tl.float32)
+        else:
+            weight_tile = unpack_numbers(units, x.dtype.element_ty, COLUMNS, SIZE)
+            sums = tl.dot(weight_tile, x_tile, input_precision=PRECISION)
+        total += sums * tl.load(scale_at).to(tl.float32)[:, None]
+        x_at += SIZE
+        packed_at += UNITS
+        scale_at += 1
+    if CODES:
+        # Codes of weights were 16 times as large.
+        total *= tl.load(x_scale + source_row, mask=inside, other=0.0)[None, :] * 0.0625
+    return tl.trans(total)
+
+
+@triton.jit
 def grouped_matmul_int4_kernel(
-    x, source, ends, x_scale, packed, packed_stride, scale, out, x_stride, width, inner, groups,
+    x, source, row_ends, x_scale, packed, packed_stride, scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of products as in :func:`.grouped_matmul.grouped_matmul_kernel`, transposed: weights are the left operand,
-    which a warpgroup's product takes from registers, where they are unpacked. A step is one group of SIZE columns.
-    CODES: x holds INT8 codes. ``packed`` is read by the unit of its planes: 8 bits with CODES, else 16."""
-    shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
-    starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
-    row_tiles = tl.sum(tiles)
-    column_tiles = tl.cdiv(width, shown)
-    depth = tl.arange(0, SIZE)
-    UNITS: tl.constexpr = SIZE // 2 if CODES else SIZE // 4
-    unit = tl.arange(0, UNITS)
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
-        start = column_tile * shown
-        group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = rows_read(source, row, inside, GATHER)
-        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
-        x_at = x + place.to(tl.int64)[None, :] * x_stride + depth[:, None]
-        packed_at = packed + weight_row[:, None] * packed_stride + unit[None, :]
-        scale_at = scale + weight_row * (inner // SIZE)
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for _ in range(0, inner, SIZE):
-            right = tl.load(x_at, mask=inside[None, :], other=0)
-            units = tl.load(packed_at)
-            if CODES:
-                sums = tl.dot(unpack_codes(units, COLUMNS, SIZE), right, out_dtype=tl.int32).to(tl.float32)
-            else:
-                left = unpack_numbers(units, x.dtype.element_ty, COLUMNS, SIZE)
-                sums = tl.dot(left, right, input_precision=PRECISION)
-            total += sums * tl.load(scale_at).to(tl.float32)[:, None]
-            x_at += SIZE
-            packed_at += UNITS
-            scale_at += 1
-        if CODES:
-            # Codes of weights were 16 times as large.
-            total *= tl.load(x_scale + place, mask=inside, other=0.0)[None, :] * 0.0625
-        total = tl.trans(total)
-        store_tile(out, total, row, inside, start, width, ROWS, COLUMNS, GATED)
+    """CODES: x holds INT8 codes. ``packed`` is read by the unit of its planes: 8 bits with CODES, else 16."""
+    multiply_groups(
+        x, source, row_ends, (x_scale, packed, packed_stride, scale), out, None, x_stride, width, inner, groups,
+        multiply_int4_tile, (CODES, SIZE, PRECISION), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+    )  # fmt: skip
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns, whatever
@@ -126,7 +119,7 @@ def grouped_matmul_int4_triton(
     x_scale: torch.Tensor | None,
     packed: torch.Tensor,
     scale: torch.Tensor,
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     dtype: torch.dtype,
     *,
     source: torch.Tensor | None = None,
@@ -141,7 +134,7 @@ def grouped_matmul_int4_triton(
         packed: int32 ``[groups, out, in / 8]``, in 2 planes for codes and else in 4; with ``gated``
             ``[groups, 2 · out, in / 8]``, gate before up.
         scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
-        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
         dtype: of the result.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
@@ -159,8 +152,8 @@ def grouped_matmul_int4_triton(
         units = packed.contiguous().view(torch.int16 if x_scale is None else torch.uint8)
         operands = (x if x_scale is None else x_scale, units, units.shape[2], scale.contiguous())
         launch_grouped(
-            grouped_matmul_int4_kernel, tiles, x, source, ends, operands, out, gated=gated, CODES=x_scale is not None,
-            SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
+            grouped_matmul_int4_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
+            CODES=x_scale is not None, SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
         )  # fmt: skip
     return out
 

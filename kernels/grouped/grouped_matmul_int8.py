@@ -1,6 +1,6 @@
 """INT8 products of consecutive groups of rows, each group with a matrix of its own; one group is a linear layer.
 
-out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of group g,  ends[g − 1] <= r < ends[g]
+out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of group g,  row_ends[g − 1] <= r < row_ends[g]
 
 with s = source[r], or r where absent. Codes are multiplied and summed in int32, without error; scales are one for each
 row of x and one for each row of a matrix. With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and
@@ -13,20 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.grouped.tiles import (
-    Tiles,
-    banded,
-    empty_product,
-    fitting,
-    group_tiles,
-    launch_grouped,
-    rows_by_group,
-    rows_of_tile,
-    rows_read,
-    store_tile,
-    weight_rows,
-)
-from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
+from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
 from dsa_engine.kernels.runtime.launch import config_for
 
 # Rows of x that the reference multiplies at a time: their sums take 4 bytes, and 4 more on the way to the result.
@@ -61,45 +49,35 @@ def grouped_matmul_int8_reference(
 
 
 @triton.jit
+def multiply_int8_tile(
+    x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    x_scale, weight, scale = operands
+    WHOLE: tl.constexpr = CONSTANTS[0]
+    DEPTH: tl.constexpr = CONSTANTS[1]
+    SWAPPED: tl.constexpr = CONSTANTS[2]
+    total = sum_tile(
+        x, source_row, inside, weight, weight_row, x_stride, inner, tl.int32, WHOLE, ROWS, COLUMNS, DEPTH, SWAPPED,
+        "tf32",
+    )  # fmt: skip
+    row_scale = tl.load(x_scale + source_row, mask=inside, other=0.0)
+    column_scale = tl.load(scale + weight_row)
+    if SWAPPED:
+        total = tl.trans(total)
+    return total.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
+
+
+@triton.jit
 def grouped_matmul_int8_kernel(
-    x, source, ends, x_scale, weight, scale, out, x_stride, width, inner, groups,
+    x, source, row_ends, x_scale, weight, scale, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`.grouped_matmul.grouped_matmul_kernel`, with a scale for each row and column of a tile at the end."""
-    shown: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # columns of the result
-    starts, ends_here, tiles, upto = group_tiles(ends, groups, ROWS, GROUPS_PAD)
-    row_tiles = tl.sum(tiles)
-    column_tiles = tl.cdiv(width, shown)
-    depth = tl.arange(0, DEPTH)
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        row_tile, column_tile = banded(tile, row_tiles, column_tiles, BAND)
-        start = column_tile * shown
-        group, row, inside = rows_of_tile(row_tile, starts, ends_here, tiles, upto, ROWS, GROUPS_PAD)
-        place = rows_read(source, row, inside, GATHER)
-        weight_row = weight_rows(group, start, width, COLUMNS, GATED)
-        x_at = x + place.to(tl.int64)[:, None] * x_stride + depth[None, :]
-        weight_at = weight + weight_row[None, :] * inner + depth[:, None]
-        total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.int32)
-        for done in range(0, inner, DEPTH):
-            if WHOLE:
-                left = tl.load(x_at, mask=inside[:, None], other=0)
-                right = tl.load(weight_at)
-            else:
-                left = tl.load(x_at, mask=inside[:, None] & (depth < inner - done)[None, :], other=0)
-                right = tl.load(weight_at, mask=(depth < inner - done)[:, None], other=0)
-            if SWAPPED:
-                total = tl.dot(tl.trans(right), tl.trans(left), total, out_dtype=tl.int32)
-            else:
-                total = tl.dot(left, right, total, out_dtype=tl.int32)
-            x_at += DEPTH
-            weight_at += DEPTH
-        row_scale = tl.load(x_scale + place, mask=inside, other=0.0)
-        column_scale = tl.load(scale + weight_row)
-        if SWAPPED:
-            total = tl.trans(total)
-        sums = total.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
-        store_tile(out, sums, row, inside, start, width, ROWS, COLUMNS, GATED)
+    multiply_groups(
+        x, source, row_ends, (x_scale, weight, scale), out, None, x_stride, width, inner, groups, multiply_int8_tile,
+        (WHOLE, DEPTH, SWAPPED), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+    )  # fmt: skip
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A byte a weight: twice the depth of
@@ -119,7 +97,7 @@ def grouped_matmul_int8_triton(
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     dtype: torch.dtype,
     *,
     source: torch.Tensor | None = None,
@@ -133,7 +111,7 @@ def grouped_matmul_int8_triton(
         x_scale: float32, one for each row of x.
         weight: int8 ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
         scale: float32, one for each row of each matrix.
-        ends: int32 ``[groups]`` on the device, ascending, the last at most R.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
         dtype: of the result.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
@@ -149,7 +127,7 @@ def grouped_matmul_int8_triton(
         tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(weight))
         operands = (x_scale, weight.contiguous(), scale.contiguous())
         launch_grouped(
-            grouped_matmul_int8_kernel, tiles, x, source, ends, operands, out, gated=gated,
+            grouped_matmul_int8_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
             WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
         )  # fmt: skip
     return out

@@ -35,7 +35,7 @@ def _above(scores, line):
 
 
 @triton.jit
-def _find_line(scores, held, floor, k, most, PIECE: tl.constexpr):
+def _find_line(scores, held, floor, k, max_kept, PIECE: tl.constexpr):
     """Keys low < high: at least k of the held scores are above low, fewer than k above high. Ends when no more than
     ``most`` are above low, or when no key lies between. All held scores are above ``floor - 1``, and the last piece is
     filled up with −inf. Returns low, how many are above it, high, how many are above that."""
@@ -46,7 +46,7 @@ def _find_line(scores, held, floor, k, most, PIECE: tl.constexpr):
     # The bits of a number that is not negative are its key; if all are negative, all are below zero.
     high = tl.minimum(tl.maximum(tl.max(peak), -1), NAN)
     low, at_low, at_high = tl.maximum(floor - 1, MINUS_INF), held, held * 0
-    while (at_low > most) & (high > low + 1):
+    while (at_low > max_kept) & (high > low + 1):
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
         counts = tl.zeros([PIECE], tl.int32)
         for first in range(0, held, PIECE):
@@ -60,35 +60,35 @@ def _find_line(scores, held, floor, k, most, PIECE: tl.constexpr):
 
 @triton.jit
 def _cut(
-    scores, columns, held, floor, k, most, kept_scores, kept_columns, KEEP_SCORES: tl.constexpr, PIECE: tl.constexpr
+    scores, columns, held, floor, k, max_kept, out_scores, out_columns, KEEP_SCORES: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
     """Copies the best of the held candidates, in order: k to ``most`` of them, exactly k where ties decide, all if they
     are no more. The goal may be the place where they lie. Returns how many, and the floor that they set."""
     slots = tl.arange(0, PIECE)
     tl.debug_barrier()  # the candidates are stored
-    ends = held + slots
-    tl.store(scores + ends, float("-inf"), mask=ends < (held + PIECE - 1) // PIECE * PIECE)
+    padding = held + slots
+    tl.store(scores + padding, float("-inf"), mask=padding < (held + PIECE - 1) // PIECE * PIECE)
     tl.debug_barrier()
-    low, at_low, high, at_high = _find_line(scores, held, floor, k, most, PIECE)
-    tied = at_low > most  # then all scores above low and not above high are equal
+    low, at_low, high, at_high = _find_line(scores, held, floor, k, max_kept, PIECE)
+    tied = at_low > max_kept  # then all scores above low and not above high are equal
     line, ties = tl.where(tied, high, low), tl.where(tied, k - at_high, 0)
     done = held * 0
     for first in range(0, held, PIECE):
         values = tl.load(scores + first + slots)
-        places = tl.load(columns + first + slots)
+        positions_of = tl.load(columns + first + slots)
         above = _above(values, line) & (line < NAN)
         level = _above(values, low) & ~above
         both = above.to(tl.int32) + (level.to(tl.int32) << 16)
         total = tl.sum(both)
         before = tl.cumsum(both) - both
         levels = before >> 16
-        kept = above | (level & (levels < ties))
+        selected = above | (level & (levels < ties))
         goal = done + (before & 0xFFFF) + tl.minimum(levels, ties)
         goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue: see _flush
         tl.debug_barrier()  # all have read this piece: what is kept moves to its beginning or further down
-        tl.store(kept_columns + goal, places, mask=kept)
+        tl.store(out_columns + goal, positions_of, mask=selected)
         if KEEP_SCORES:
-            tl.store(kept_scores + goal, values, mask=kept)
+            tl.store(out_scores + goal, values, mask=selected)
         level_taken = tl.minimum(total >> 16, ties)
         done += (total & 0xFFFF) + level_taken
         ties -= level_taken
@@ -97,7 +97,7 @@ def _cut(
 
 @triton.jit
 def _flush(
-    scores, columns, payload, staged, held, floor, k, most,
+    scores, columns, payload, staged, held, floor, k, max_kept,
     HAS_PAYLOAD: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """The scores above the floor of the staged groups join the candidates; returns how many these are now, and the
@@ -110,7 +110,7 @@ def _flush(
         values = tl.where(slots < 4 * staged, values, float("-inf"))
         added = tl.sum(_above(values, floor).to(tl.int32))
         if (held + added > CAPACITY) & (floor < NAN):
-            held, floor = _cut(scores, columns, held, floor, k, most, scores, columns, True, PIECE)
+            held, floor = _cut(scores, columns, held, floor, k, max_kept, scores, columns, True, PIECE)
             added = tl.sum(_above(values, floor).to(tl.int32))
         if (added > 0) & (floor < NAN):
             wanted = _above(values, floor)
@@ -118,11 +118,11 @@ def _flush(
             # Untrue, and harmless: it makes the compiler keep four neighbours in one thread, as for the loads, instead
             # of moving everything to another layout first. It stores one by one, because the mask differs.
             goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)
-            places = tl.load(columns + CAPACITY + slots // 4) + slots % 4
+            positions_of = tl.load(columns + CAPACITY + slots // 4) + slots % 4
             if HAS_PAYLOAD:
-                places = tl.load(payload + places, mask=wanted)
+                positions_of = tl.load(payload + positions_of, mask=wanted)
             tl.store(scores + goal, values, mask=wanted)
-            tl.store(columns + goal, places, mask=wanted)
+            tl.store(columns + goal, positions_of, mask=wanted)
             held += added
     tl.debug_barrier()  # the groups are read
     return held, floor
@@ -155,10 +155,10 @@ def _guess(row, length, scores, k, PIECE: tl.constexpr, SAMPLE: tl.constexpr):
 
 
 # These change from step to step and are no addresses: one compiled kernel serves all.
-@triton.jit(do_not_specialize=["rows", "width", "slices", "most"])
+@triton.jit(do_not_specialize=["rows", "width", "slices", "max_kept"])
 def select_topk_kernel(
     scores, payload, lengths, candidate_scores, candidate_columns, positions, best, counts,
-    rows, width, row_stride, slices, span, k, most,
+    rows, width, row_stride, slices, span, k, max_kept,
     HAS_LENGTHS: tl.constexpr, HAS_PAYLOAD: tl.constexpr, KEEP_SCORES: tl.constexpr,
     LANES: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
@@ -216,15 +216,15 @@ def select_topk_kernel(
                     tl.store(stage, values, mask=wanted[:, None] > 0)
                     tl.store(candidate_columns + CAPACITY + goal, begin + 4 * (first + groups), mask=wanted > 0)
                     staged += added
-                ends = first + CHUNK // 4 >= (length + 3) // 4
-                if (staged > CHUNK // 4) | ends:
-                    if ends & (4 * whole < length):  # less than a group is left
+                is_last = first + CHUNK // 4 >= (length + 3) // 4
+                if (staged > CHUNK // 4) | is_last:
+                    if is_last & (4 * whole < length):  # less than a group is left
                         rest = tl.load(source + 4 * whole + quad, mask=quad < length - 4 * whole, other=float("-inf"))
                         tl.store(candidate_scores + CAPACITY + 4 * staged + quad, rest)
                         tl.store(candidate_columns + CAPACITY + staged, begin + 4 * whole)
                         staged += 1
                     held, floor = _flush(
-                        candidate_scores, candidate_columns, origin, staged, held, floor, k, most,
+                        candidate_scores, candidate_columns, origin, staged, held, floor, k, max_kept,
                         HAS_PAYLOAD, PIECE, CAPACITY,
                     )  # fmt: skip
                     staged = staged * 0

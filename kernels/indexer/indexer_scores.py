@@ -9,11 +9,6 @@ visible tokens is not defined and must not be read.
 In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the FP8 index-key format of
 `formats/cache_format.py`. A scale is positive and relu is homogeneous: the scale of a query row belongs
 into ``w[t, h]``, where the caller puts it, and that of a key is multiplied in after the sum over heads.
-
-Two kernels do the same in opposite order: with many queries per sequence (prefill) a program keeps a tile of keys and
-queries stream past, with one or two (decode) it keeps the queries and keys stream past. In both, keys are the rows and
-heads, of one or two queries, the columns of a product: a thread holds few keys and many heads, and the sum over heads
-hardly leaves it.
 """
 
 from __future__ import annotations
@@ -21,12 +16,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
-from dsa_engine.kernels.formats.e4m3 import decode_e4m3
 from dsa_engine.kernels.indexer._arguments import check_indexer_arguments, read_index_keys
+from dsa_engine.kernels.indexer._score_kernels import score_span_kernel, score_tile_kernel
 from dsa_engine.kernels.rows.segment import Segments
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, multiprocessors, runs_triton
@@ -43,13 +36,21 @@ def indexer_scores_reference(
     pool: torch.Tensor,
     block_tables: torch.Tensor,
     segments: Segments,
+    key_format: IndexKeyFormat,
     tile_bytes: int,
 ) -> torch.Tensor:
     scores = torch.empty(q.shape[0], segments.longest, dtype=torch.float32, device=q.device)
     for s in segments:
         rows = slice(s.row, s.row + s.length)
         _score_segment(
-            q[rows], weights[rows], pool, block_tables[s.sequence], s.start, tile_bytes, scores[rows, : s.end]
+            q[rows],
+            weights[rows],
+            pool,
+            block_tables[s.sequence],
+            s.start,
+            key_format,
+            tile_bytes,
+            scores[rows, : s.end],
         )
     return scores
 
@@ -60,6 +61,7 @@ def _score_segment(
     pool: torch.Tensor,
     block_table: torch.Tensor,
     start: int,
+    key_format: IndexKeyFormat,
     tile_bytes: int,
     scores: torch.Tensor,
 ) -> None:
@@ -72,7 +74,7 @@ def _score_segment(
     buffer = q.new_empty(rows * heads * min(_KEY_TILE, end))
     for first_key in range(0, end, _KEY_TILE):
         last_key = min(first_key + _KEY_TILE, end)
-        keys = read_index_keys(pool, block_table, first_key, last_key).t()
+        keys = read_index_keys(pool, block_table, first_key, last_key, key_format).t()
         # Queries before this tile of keys see none of it.
         for row in range(max(0, first_key - start) // rows * rows, count, rows):
             tile = slice(row, min(row + rows, count))
@@ -82,123 +84,6 @@ def _score_segment(
             torch.bmm(
                 weights[tile], products.view(-1, heads, keys.shape[1]), out=scores[tile, None, first_key:last_key]
             )
-
-
-@triton.jit
-def _load_rows(rows, exist, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """The rows at the pointers ``rows``. Chips that know no e4m3 are given its codes, which float16 holds exactly."""
-    column = tl.arange(0, BLOCK_DIM)
-    values = tl.load(rows[:, None] + column[None, :], mask=exist[:, None] & (column < DIM)[None, :], other=0.0)
-    if values.dtype == tl.uint8:
-        values = decode_e4m3(values, False).to(tl.float16)
-    return values
-
-
-@triton.jit
-def _store_sums(products, w, key_scale, line, line_stride, exists, second_exists, QUERIES: tl.constexpr):
-    """Weighs the products ``[keys, queries · heads]``, sums them over heads and stores the scores of one query at
-    ``line [keys]``, of a second one a stride behind."""
-    weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
-    if QUERIES == 1:
-        first = tl.sum(weighted, axis=1)
-    else:
-        by_query = tl.reshape(weighted, (products.shape[0], 2, products.shape[1] // 2))
-        first, second = tl.split(tl.sum(by_query, axis=2))
-        if key_scale is not None:
-            second *= key_scale
-        # Two stores: the exchange between threads before each then takes half the shared memory of one.
-        tl.store(line + line_stride, second, mask=exists & second_exists)
-    if key_scale is not None:
-        first *= key_scale
-    tl.store(line, first, mask=exists)
-
-
-@triton.jit
-def score_tile_kernel(
-    q, weights, keys, key_scales, block_tables, tiles, sequences, visible, scores,
-    table_stride, page_stride, scale_stride, score_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys against one tile of queries, QUERIES at a time. No accumulator outlives a step."""
-    # The keys' axis is the fast one: all programs that run together read the same queries, the operand that streams,
-    # and each reads its keys once. Last tiles first: in a causal batch they tend to see the most.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row = tl.load(tiles + 2 * tile).to(tl.int64)
-    count = tl.load(tiles + 2 * tile + 1)
-    seen = tl.load(visible + row)
-    first_key = tl.program_id(0) * BLOCK_KEYS
-    # The first query that sees one of these keys.
-    begin = tl.maximum(first_key + 1 - seen, 0)
-    if begin >= count:
-        return
-    position = first_key + tl.arange(0, BLOCK_KEYS)
-    exists = position < seen + count - 1
-    table = block_tables + tl.load(sequences + row).to(tl.int64) * table_stride
-    page = tl.load(table + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-    offset = position % PAGE_SIZE
-    tile_keys = _load_rows(keys + page * page_stride + offset * DIM, exists, DIM, BLOCK_DIM)
-    if key_scales is not None:
-        key_scales = tl.load(key_scales + page * scale_stride + offset, mask=exists, other=0.0)
-    lane = tl.arange(0, QUERIES * BLOCK_HEADS)
-    query = lane // BLOCK_HEADS
-    head = lane % BLOCK_HEADS
-    q += row * HEADS * DIM
-    weights += row * HEADS
-    # The number of stages is the launch's: given to the loop it would stage the weights too, and two programs not fit.
-    for i in tl.range(begin, count, QUERIES):
-        known = (i + query < count) & (head < HEADS)
-        line = (i + query) * HEADS + head
-        queries = _load_rows(q + line * DIM, known, DIM, BLOCK_DIM)
-        w = tl.load(weights + line, mask=known, other=0.0)  # before the product, which covers its latency
-        products = tl.dot(tile_keys, tl.trans(queries), input_precision=PRECISION)
-        line_scores = scores + (row + i) * score_stride + position
-        _store_sums(products, w, key_scales, line_scores, score_stride, exists, i + 1 < count, QUERIES)
-
-
-@triton.jit
-def score_span_kernel(
-    q, weights, keys, key_scales, block_tables, tiles, sequences, visible, scores,
-    table_stride, page_stride, scale_stride, score_stride, span,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, QUERIES: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """``span`` keys of one sequence against the QUERIES queries, or fewer, of one tile."""
-    tile = tl.program_id(1)
-    row = tl.load(tiles + 2 * tile).to(tl.int64)
-    count = tl.load(tiles + 2 * tile + 1)
-    begin = tl.program_id(0) * span
-    stop = tl.minimum(begin + span, tl.load(visible + row) + count - 1)
-    if begin >= stop:
-        return
-    lane = tl.arange(0, QUERIES * BLOCK_HEADS)
-    query = lane // BLOCK_HEADS
-    head = lane % BLOCK_HEADS
-    known = (query < count) & (head < HEADS)
-    line = row * HEADS + query * HEADS + head
-    queries = _load_rows(q + line * DIM, known, DIM, BLOCK_DIM)
-    w = tl.load(weights + line, mask=known, other=0.0)
-    scores += row * score_stride
-    table = block_tables + tl.load(sequences + row).to(tl.int64) * table_stride
-    key = tl.arange(0, BLOCK_KEYS)
-    page = tl.load(table + (begin + key) // PAGE_SIZE, mask=begin + key < stop, other=0)
-    for first in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
-        position = first + key
-        exists = position < stop
-        # Page numbers are read a step ahead: addresses are there when loads are issued. Carried as int32, since Triton
-        # pipelines the loads in another, worse form around a conversion.
-        ahead = position + BLOCK_KEYS
-        next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < stop, other=0)
-        here = page.to(tl.int64)
-        offset = position % PAGE_SIZE
-        tile_keys = _load_rows(keys + here * page_stride + offset * DIM, exists, DIM, BLOCK_DIM)
-        key_scale = None
-        if key_scales is not None:
-            key_scale = tl.load(key_scales + here * scale_stride + offset, mask=exists, other=0.0)
-        products = tl.dot(tile_keys, tl.trans(queries), input_precision=PRECISION)
-        _store_sums(products, w, key_scale, scores + position, score_stride, exists, count > 1, QUERIES)
-        page = next_page
 
 
 class _Config(NamedTuple):
@@ -220,23 +105,24 @@ _FLOAT32_CONFIG = _Config(32, 64, 8, 2)
 
 
 def _launch(
-    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments
-) -> torch.Tensor:
+    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments,
+    key_format: IndexKeyFormat,
+) -> torch.Tensor:  # fmt: skip
     (rows, heads, dim), width = q.shape, segments.longest
     # A row stride of whole 64 bytes lets whoever reads the scores load 16 bytes at a time.
     scores = torch.empty(rows, cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
     if not rows:
         return scores
-    keys, key_scales = IndexKeyFormat.of_pool(pool).views(pool)
+    keys, key_scales = key_format.views(pool)
     if key_scales is not None and capability(q) < 89:
         q, keys = q.view(torch.uint8), keys.view(torch.uint8)
-    most = max(s.length for s in segments)
-    streams_keys = most <= 2
+    max_length = max(s.length for s in segments)
+    streams_keys = max_length <= 2
     config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, q)
     if q.dtype == torch.float32:
         config = _FLOAT32_CONFIG
     block_heads, block_dim = max(16, next_power_of_2(heads)), max(32, next_power_of_2(dim))
-    queries = max(1, min(2, most, config.lanes // block_heads))
+    queries = max(1, min(2, max_length, config.lanes // block_heads))
     # Wider queries than those of the known models take fewer keys at a time, and keys 64 KiB at most.
     fitting = min((64 << 10) // (block_dim * q.element_size()), config.keys * config.lanes // block_heads)
     block_keys = max(16, min(config.keys, fitting))
@@ -246,7 +132,7 @@ def _launch(
         size, kernel, extra = queries, score_span_kernel, {"span": span, "STAGES": config.stages}
     else:
         span, fair = block_keys, rows * width // (programs * block_keys)
-        size = next_power_of_2(min(64, max(8, fair), most))
+        size = next_power_of_2(min(64, max(8, fair), max_length))
         kernel, extra = score_tile_kernel, {"num_stages": config.stages}
     tiles = segments.tiles(size)
     kernel[(cdiv(width, span), len(tiles))](
@@ -273,6 +159,7 @@ def indexer_scores(
     block_tables: torch.Tensor,
     segments: Segments,
     *,
+    key_format: IndexKeyFormat,
     workspace: int = 256 << 20,
 ) -> torch.Tensor:
     """Scores of every query against the tokens that it sees.
@@ -280,10 +167,10 @@ def indexer_scores(
     Args:
         q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
-        pool: index-key pool ``[pages, page_size, columns]``, the queries' own keys stored: plain numbers in q's dtype,
-            columns = dim; or FP8 (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
+        key_format: the pool's, of q's dtype.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
 
     Returns:
@@ -293,8 +180,8 @@ def indexer_scores(
         ValueError: shapes that do not fit together, or segments outside of the block table.
         TypeError: weights that are not float32, or dtypes of q and pool that do not go together.
     """
-    check_indexer_arguments(q, weights, pool, block_tables, segments)
+    check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
     if runs_triton(q):
-        return _launch(q.contiguous(), weights.contiguous(), pool, block_tables, segments)
+        return _launch(q.contiguous(), weights.contiguous(), pool, block_tables, segments, key_format)
     tile_bytes = min(workspace, _CPU_TILE_BYTES) if q.device.type == "cpu" else workspace
-    return indexer_scores_reference(q, weights, pool, block_tables, segments, tile_bytes)
+    return indexer_scores_reference(q, weights, pool, block_tables, segments, key_format, tile_bytes)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.indexer._arguments import check_indexer_arguments
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.topk import select_topk
@@ -25,7 +26,7 @@ from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 # Queries of a tile on a CPU, which share the work of transposing keys; fewer where that leaves threads without a tile.
-_MOST_QUERIES, _FEWEST_QUERIES = 128, 16
+_MAX_QUERIES, _MIN_QUERIES = 128, 16
 
 
 @operation(runs=cpu.serves)
@@ -37,6 +38,7 @@ def lightning_indexer(
     segments: Segments,
     k: int,
     *,
+    key_format: IndexKeyFormat,
     workspace: int = 256 << 20,
 ) -> torch.Tensor:
     """Selects for every query the k best tokens that it sees.
@@ -44,11 +46,11 @@ def lightning_indexer(
     Args:
         q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
-        pool: index-key pool ``[pages, page_size, columns]``: plain numbers in q's dtype, columns = dim; or FP8
-            (:mod:`~dsa_engine.kernels.formats.cache_format`).
+        pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: of the queries.
         k: how many to select.
+        key_format: the pool's, of q's dtype.
         workspace: bytes for scores and intermediate products.
 
     Returns:
@@ -58,7 +60,7 @@ def lightning_indexer(
         ValueError, TypeError: as :func:`._arguments.check_indexer_arguments` says; k below 1.
         IndexError: on a CPU, pages of visible tokens outside of the pool.
     """
-    check_indexer_arguments(q, weights, pool, block_tables, segments)
+    check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
@@ -69,12 +71,14 @@ def lightning_indexer(
     # small part of what it reads. The references take a quarter of the workspace for the scores and half for the
     # products; the selection over the scores, when the products are gone, takes twice their bytes (and more in rows
     # full of ties).
-    share = workspace * 3 // 4 if runs_triton(q) else workspace // 4
-    for first, last in _pieces(segments, share // 4):
+    score_bytes = workspace * 3 // 4 if runs_triton(q) else workspace // 4
+    for first, last in _pieces(segments, score_bytes // 4):
         # The whole keeps its tiles on the device for the next layer; a part makes its own.
         piece = segments if last - first == segments.rows else segments.part(first, last)
         rows = slice(first, last)
-        scores = indexer_scores(q[rows], weights[rows], pool, block_tables, piece, workspace=workspace // 2)
+        scores = indexer_scores(
+            q[rows], weights[rows], pool, block_tables, piece, key_format=key_format, workspace=workspace // 2
+        )
         select_topk(scores, k, piece.visible, out=positions[rows])
         del scores  # before the next piece's are made
     return positions
@@ -94,7 +98,7 @@ def _select_natively(
     (rows, heads, dim), k = q.shape, positions.shape[1]
     library = cpu.kernels()
     threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
-    queries = min(_MOST_QUERIES, max(_FEWEST_QUERIES, cdiv(rows, 4 * threads)))
+    queries = min(_MAX_QUERIES, max(_MIN_QUERIES, cdiv(rows, 4 * threads)))
     while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k) > workspace:
         queries //= 2
     tiles, tables = segments.tiles(queries), block_tables.int().contiguous()

@@ -17,8 +17,15 @@ import triton.language as tl
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.formats.quantize import quantize_rows_reference
-from dsa_engine.kernels.rows.rope import check_angles, load_angles, load_pairs, turn
-from dsa_engine.kernels.rows.store_index_keys import load_rest, parts, rotate_first_reference
+from dsa_engine.kernels.rows.rope import (
+    check_angles,
+    load_angles,
+    load_pairs,
+    load_rest,
+    rotate_first_reference,
+    row_parts,
+    turn,
+)
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -104,7 +111,7 @@ def quantize_index_queries(
         quantize_index_queries_kernel[(min(tiles, _PROGRAMS * multiprocessors(q)),)](
             q, cos, sin, codes.view(torch.uint8), scales, tokens, heads,
             q.stride(0), q.stride(1), cos.stride(0), sin.stride(0), head_tiles,
-            **parts(dim, rotated, 16), TOKENS=tokens_at_once, HEADS=heads_at_once,
+            **row_parts(dim, rotated, 16), TOKENS=tokens_at_once, HEADS=heads_at_once,
             INTERLEAVED=interleaved, POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(q),
             num_warps=_WARPS,
         )  # fmt: skip

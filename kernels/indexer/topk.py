@@ -63,8 +63,8 @@ def select_topk_reference(
     rows, width = scores.shape
     if lengths is not None:
         scores.masked_fill_(torch.arange(width, device=scores.device) >= lengths[:, None], float("-inf"))
-    kept = min(k, width)
-    top = scores.topk(kept, dim=-1, sorted=False)
+    selected = min(k, width)
+    top = scores.topk(selected, dim=-1, sorted=False)
     threshold = top.values.amin(dim=-1, keepdim=True)
     positions = top.indices
     # Rows in which more scores equal the threshold than were taken: torch.topk's choice among them is arbitrary.
@@ -74,10 +74,10 @@ def select_topk_reference(
         row, line = scores[tied], threshold[tied]
         equal = row == line
         wanted = (row > line) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= taken[tied, None]))
-        positions[tied] = wanted.nonzero()[:, 1].view(-1, kept)
+        positions[tied] = wanted.nonzero()[:, 1].view(-1, selected)
     strange = threshold.squeeze(-1).isnan().nonzero().squeeze(-1)  # rows with NaN, which equals nothing
     if strange.numel():
-        positions[strange] = scores[strange].sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+        positions[strange] = scores[strange].sort(dim=-1, descending=True, stable=True).indices[:, :selected]
     selectable = top.values != float("-inf")
     counts = selectable.sum(dim=-1, dtype=torch.int32)
     if not bool(selectable.all()):
@@ -85,8 +85,8 @@ def select_topk_reference(
         positions = positions.masked_fill(masked, width)
     positions = positions.int().sort(dim=-1).values
     positions = positions.masked_fill(positions == width, -1)
-    if kept < k:
-        positions = torch.cat((positions, positions.new_full((rows, k - kept), -1)), dim=-1)
+    if selected < k:
+        positions = torch.cat((positions, positions.new_full((rows, k - selected), -1)), dim=-1)
     return positions, counts
 
 

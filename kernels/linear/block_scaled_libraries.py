@@ -90,5 +90,5 @@ def _error_of(product: Product, device: torch.device) -> float:
     wanted = (x.float() * x_scale.repeat_interleave(_BLOCK, dim=1)) @ dequantize_blocks_reference(
         weight, weight_scale, (_BLOCK, _BLOCK)
     ).t()
-    found = product(*(t.to(device) for t in (x, x_scale, weight, weight_scale))).float().cpu()
-    return float((found - wanted).norm() / wanted.norm())
+    result = product(*(t.to(device) for t in (x, x_scale, weight, weight_scale))).float().cpu()
+    return float((result - wanted).norm() / wanted.norm())

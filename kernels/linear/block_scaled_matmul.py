@@ -14,21 +14,20 @@ arithmetic. Blocks at the edges may be partial.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.formats.quantize import quantize_rows
-from dsa_engine.kernels.grouped.tiles import fitting
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK, block_products
+from dsa_engine.kernels.grouped.skeleton import banded
+from dsa_engine.kernels.grouped.tiles import Tiles, fitting
 from dsa_engine.kernels.linear.block_scaled_libraries import library_product, takes
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
 
 # Most rows for which the weights' way from memory is what takes time: they are ours, whose sums many programs share.
@@ -58,50 +57,6 @@ def block_scaled_matmul_reference(
 
 
 @triton.jit
-def block_products(
-    x_at, x_scale_at, rows_inside, weight_at, weight_scale_at, begin, end, inner, to_up_scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Sums a tile over the blocks ``begin`` … ``end - 1`` of the inner dimension: float32 ``[ROWS, COLUMNS]``, or with
-    SWAPPED ``[COLUMNS, ROWS]``, for a warpgroup's products have 64 rows and few columns.
-
-    ``x_at [ROWS, 128]``, ``x_scale_at [ROWS]``, ``weight_at [COLUMNS, 128]`` and ``weight_scale_at`` point to what
-    belongs to block ``begin``; all COLUMNS lie in one block of the weight. WHOLE: the last block is not partial. GATED:
-    columns are in turns of two weights, the scales of the second ``to_up_scale`` behind those of the first.
-    """
-    depth = tl.arange(0, _BLOCK)
-    total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
-    if GATED and SWAPPED:
-        weight_scale_at += tl.arange(0, COLUMNS) % 2 * to_up_scale
-    for block in range(begin, end):
-        mask = rows_inside[:, None]
-        if WHOLE:
-            right = tl.load(weight_at)
-        else:
-            left_over = (depth < inner - block * _BLOCK)[None, :]
-            mask &= left_over
-            right = tl.load(weight_at, mask=left_over, other=0.0)
-        left = tl.load(x_at, mask=mask, other=0.0)
-        scale = tl.load(x_scale_at, mask=rows_inside, other=0.0)
-        weight_scale = tl.load(weight_scale_at)
-        if GATED and SWAPPED:
-            total += tl.dot(right, tl.trans(left)) * scale[None, :] * weight_scale[:, None]
-        elif SWAPPED:
-            total += tl.dot(right, tl.trans(left)) * (scale * weight_scale)[None, :]
-        elif GATED:
-            both = tl.join(scale * weight_scale, scale * tl.load(weight_scale_at + to_up_scale))[:, None, :]
-            product = tl.reshape(tl.dot(left, tl.trans(right)), (ROWS, COLUMNS // 2, 2)) * both
-            total += tl.reshape(product, (ROWS, COLUMNS))
-        else:
-            total += tl.dot(left, tl.trans(right)) * (scale * weight_scale)[:, None]
-        x_at += _BLOCK
-        x_scale_at += 1
-        weight_at += _BLOCK
-        weight_scale_at += 1
-    return total
-
-
-@triton.jit
 def block_scaled_matmul_kernel(
     x, x_scale, weight, weight_scale, out, rows, width, inner, x_stride, split_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
@@ -109,13 +64,9 @@ def block_scaled_matmul_kernel(
     """A tile [ROWS, COLUMNS] a program; with several programs along the second axis of the grid each sums a part of the
     inner dimension, into a matrix of its own, ``split_stride`` elements apart."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(width, COLUMNS)
-    # Bands of BAND tiles of rows, and in a band rows first: programs that run together share rows and weights.
-    tile = tl.program_id(0)
-    band = tile // (BAND * column_tiles)
-    in_band = tile - band * BAND * column_tiles
-    high = tl.minimum(row_tiles - band * BAND, BAND)
-    row = (band * BAND + in_band % high) * ROWS + tl.arange(0, ROWS)
-    start = in_band // high * COLUMNS
+    row_tile, column_tile = banded(tl.program_id(0), row_tiles, column_tiles, BAND)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    start = column_tile * COLUMNS
     blocks = tl.cdiv(inner, _BLOCK)
     begin = blocks * tl.program_id(1) // tl.num_programs(1)
     end = blocks * (tl.program_id(1) + 1) // tl.num_programs(1)
@@ -148,24 +99,13 @@ def sum_parts_kernel(parts, out, count, splits, SIZE: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-class Tiles(NamedTuple):
-    """The shape of a program's work, and how many programs a multiprocessor runs at a time."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    resident: int
-    swapped: bool = False
-
-
 # By capability: the first with room for the rows is taken, else the last. Few rows: the weights' way from memory is
 # what takes time, and each program keeps 48 KB of them under way. Many: a block's sum and the whole sum are both in
 # registers, so tiles are half of what bfloat16 takes.
 # Compiled for sm_90 and sm_100 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
-    89: (Tiles(16, 64, 4, 3, 3), Tiles(64, 128, 8, 3, 1)),
-    90: (Tiles(16, 128, 4, 4, 3, swapped=True), Tiles(64, 128, 4, 4, 2), Tiles(128, 128, 8, 4, 1)),
+    89: (Tiles(16, 64, 128, 4, 3, 3), Tiles(64, 128, 128, 8, 3, 1)),
+    90: (Tiles(16, 128, 128, 4, 4, 3, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 8, 4, 1)),
 }
 _CONFIGS[120] = _CONFIGS[89]  # products by single warps, and 99 KB of shared memory
 

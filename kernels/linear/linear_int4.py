@@ -42,8 +42,8 @@ def linear_int4(
         rows, x_scale = quantize_rows_int8(rows, None if largest is None else largest.flatten())
     check_int4(rows, x_scale, packed[None], scale[None])
     if runs_triton(x):
-        ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-        out = grouped_matmul_int4_triton(rows, x_scale, packed[None], scale[None], ends, x.dtype)
+        row_ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+        out = grouped_matmul_int4_triton(rows, x_scale, packed[None], scale[None], row_ends, x.dtype)
     else:
         out = matmul_int4_reference(rows, x_scale, packed, scale, x.dtype)
     return out.view(*x.shape[:-1], packed.shape[0])

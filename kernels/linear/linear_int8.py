@@ -44,6 +44,6 @@ def linear_int8(
     if not runs_triton(codes) or torch_has_it(codes, weight):
         out = matmul_int8_reference(codes, x_scale, weight, scale, x.dtype)
     else:
-        ends = torch.full((1,), codes.shape[0], dtype=torch.int32, device=x.device)
-        out = grouped_matmul_int8_triton(codes, x_scale, weight[None], scale[None], ends, x.dtype)
+        row_ends = torch.full((1,), codes.shape[0], dtype=torch.int32, device=x.device)
+        out = grouped_matmul_int8_triton(codes, x_scale, weight[None], scale[None], row_ends, x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])

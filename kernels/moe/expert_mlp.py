@@ -5,8 +5,6 @@ out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = exp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from dsa_engine.kernels.grouped.grouped_matmul import (
@@ -15,47 +13,18 @@ from dsa_engine.kernels.grouped.grouped_matmul import (
     grouped_matmul_triton,
     torch_has_it,
 )
-from dsa_engine.kernels.moe.permute import Order, combine, expert_order
+from dsa_engine.kernels.moe.expert_order import Order
+from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
 from dsa_engine.kernels.rows.silu_mul import silu_mul, silu_mul_reference
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
-
-# Most bytes of rows between the products for which every pair gets a row, served or not: the host need not know how
-# many are. That is 14,500 pairs of DeepSeek-V3.2: any decode. More pairs are counted, which waits for the device, where
-# the dispatch has not counted them.
-UNCOUNTED_BYTES = 1 << 29
 
 # Most rows of an expert, on average, for which the products are bound by the weights' way from memory.
 FEW_ROWS = 64
 
 # The same for the CPU's kernel, which reads weights once and multiplies rows less well than PyTorch's products.
 _FEW_ROWS_ON_A_CPU = 8
-
-
-def sum_experts_reference(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    count: int,
-    mlp: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """What all references of experts share, whatever their weights are stored as.
-
-    Args:
-        x, experts, weights: as in :func:`expert_mlp`.
-        count: of experts here.
-        mlp: ``(rows [R, hidden], counts [count]) -> [R, hidden]``, the experts' results for rows sorted by expert.
-    """
-    chosen = experts.flatten()
-    local = chosen.shape[0] if chosen.numel() == 0 else int((chosen >= 0).sum())
-    # A stable sort with nobody's choices first: the tail is sorted by expert and, within one, by token.
-    order = chosen.argsort(stable=True)[chosen.shape[0] - local :]
-    tokens = order // experts.shape[1]
-    y = mlp(x.index_select(0, tokens), torch.bincount(chosen[order], minlength=count))
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    out.index_add_(0, tokens, y.float().mul_(weights.flatten()[order, None]))
-    return out.to(x.dtype)
 
 
 def expert_mlp_reference(
@@ -69,30 +38,6 @@ def expert_mlp_reference(
     return sum_experts_reference(x, experts, weights, gate_up.shape[0], mlp)
 
 
-def served_order(
-    experts: torch.Tensor,
-    count: int,
-    row_bytes: int,
-    served_fraction: float,
-    uncounted_bytes: int,
-    served: int | None = None,
-) -> tuple[Order, float]:
-    """Pairs in the order of their experts, and how many of them are served here, as far as the host can tell.
-
-    Args:
-        experts, served_fraction, uncounted_bytes, served: as in :func:`expert_mlp`.
-        count: of experts here.
-        row_bytes: that a row takes between the products.
-    """
-    order = expert_order(experts, count)
-    # Nothing is gained by counting where all are served.
-    if served is None and served_fraction < 1 and experts.numel() * row_bytes > uncounted_bytes:
-        served = int(order.ends[-1])
-    if served is None:
-        return order, served_fraction * experts.numel()
-    return order._replace(tokens=order.tokens[:served]), served
-
-
 def row_bytes(gate_up: torch.Tensor, down: torch.Tensor) -> int:
     """Bytes that a row takes between the products, at most: its token, gate and up, and the result."""
     return (gate_up.shape[1] + 2 * down.shape[1]) * down.element_size()
@@ -102,22 +47,14 @@ def experts_fused(
     x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor, expected: float
 ) -> torch.Tensor:
     """The experts' results ``[R, hidden]`` in two launches: rows are gathered and gated within the products."""
-    hidden = grouped_matmul_triton(x, gate_up, order.ends, source=order.tokens, gated=True, expected=expected)
-    return grouped_matmul_triton(hidden, down, order.ends, expected=expected)
+    hidden = grouped_matmul_triton(x, gate_up, order.row_ends, source=order.tokens, gated=True, expected=expected)
+    return grouped_matmul_triton(hidden, down, order.row_ends, expected=expected)
 
 
 def experts_by_torch(x: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """The same with PyTorch's grouped products, between which gathered rows, gate and up are written and read."""
-    hidden = silu_mul(grouped_matmul_torch(x.index_select(0, order.tokens), gate_up, order.ends))
-    return grouped_matmul_torch(hidden, down, order.ends)
-
-
-def check_choices(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
-    """``ValueError`` where tokens, choices and weights do not fit."""
-    if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} do not fit"
-        )
+    hidden = silu_mul(grouped_matmul_torch(x.index_select(0, order.tokens), gate_up, order.row_ends))
+    return grouped_matmul_torch(hidden, down, order.row_ends)
 
 
 def _run_native(
@@ -174,21 +111,22 @@ def expert_mlp(
         ValueError: shapes that do not fit together.
         IndexError: on a CPU, experts that are not here.
     """
-    check_choices(x, experts, weights)
-    if gate_up.shape != (down.shape[0], 2 * down.shape[2], x.shape[1]) or down.shape[1] != x.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit")
+    check_experts(x, experts, weights, gate_up, down, down.shape[2])
     if not runs_triton(x):
         few = experts.numel() <= _FEW_ROWS_ON_A_CPU * gate_up.shape[0]
         if few and gate_up.is_contiguous() and down.is_contiguous() and cpu.serves(x, weights, gate_up, down):
             return _run_native(x.contiguous(), experts.int().contiguous(), weights.contiguous(), gate_up, down)
         return expert_mlp_reference(x, experts, weights, gate_up, down)
-    between = row_bytes(gate_up, down)
-    order, expected = served_order(experts, gate_up.shape[0], between, served_fraction, uncounted_bytes, served)
-    few = expected <= FEW_ROWS * gate_up.shape[0]
-    # PyTorch's way also gathers and gates the rows that nobody serves: many, where they have not been counted.
-    mostly_served = len(order.tokens) <= 2 * expected
-    if torch_has_it(x, gate_up) and torch_has_it(x, down) and mostly_served and not few:
-        y = experts_by_torch(x, order, gate_up, down)
-    else:
-        y = experts_fused(x, order, gate_up, down, expected)
-    return combine(y, order.places, weights)
+
+    def mlp(order: Order, expected: float) -> torch.Tensor:
+        few = expected <= FEW_ROWS * gate_up.shape[0]
+        # PyTorch's way also gathers and gates the rows that no expert here serves: many, where they were not counted.
+        mostly_served = len(order.tokens) <= 2 * expected
+        if torch_has_it(x, gate_up) and torch_has_it(x, down) and mostly_served and not few:
+            return experts_by_torch(x, order, gate_up, down)
+        return experts_fused(x, order, gate_up, down, expected)
+
+    return sum_experts(
+        experts, weights, mlp, count=gate_up.shape[0], row_bytes=row_bytes(gate_up, down),
+        served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes,
+    )  # fmt: skip

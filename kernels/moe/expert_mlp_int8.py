@@ -9,8 +9,8 @@ import torch
 
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8, quantize_rows_int8_reference
 from dsa_engine.kernels.grouped.grouped_matmul_int8 import grouped_matmul_int8_reference, grouped_matmul_int8_triton
-from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES, check_choices, served_order, sum_experts_reference
-from dsa_engine.kernels.moe.permute import combine
+from dsa_engine.kernels.moe.expert_order import Order
+from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
 from dsa_engine.kernels.rows.silu_mul import silu_mul_reference
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
@@ -54,18 +54,25 @@ def expert_mlp_int8(
     Returns:
         ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
     """
-    check_choices(x, experts, weights)
-    count, hidden, intermediate = down[0].shape
-    if gate_up[0].shape != (count, 2 * intermediate, x.shape[1]) or hidden != x.shape[1]:
-        raise ValueError(
-            f"x {tuple(x.shape)}, gate_up {tuple(gate_up[0].shape)}, down {tuple(down[0].shape)} do not fit"
-        )
+    intermediate, hidden = down[0].shape[2], x.shape[1]
+    check_experts(x, experts, weights, gate_up[0], down[0], intermediate)
     if not runs_triton(x):
         return expert_mlp_int8_reference(x, experts, weights, gate_up, down)
-    between = intermediate * (x.element_size() + 1) + hidden * x.element_size()
-    order, expected = served_order(experts, count, between, served_fraction, uncounted_bytes, served)
-    gated = grouped_matmul_int8_triton(
-        *quantize_rows_int8(x), *gate_up, order.ends, x.dtype, source=order.tokens, gated=True, expected=expected
-    )
-    y = grouped_matmul_int8_triton(*quantize_rows_int8(gated), *down, order.ends, x.dtype, expected=expected)
-    return combine(y, order.places, weights)
+
+    def mlp(order: Order, expected: float) -> torch.Tensor:
+        gated = grouped_matmul_int8_triton(
+            *quantize_rows_int8(x),
+            *gate_up,
+            order.row_ends,
+            x.dtype,
+            source=order.tokens,
+            gated=True,
+            expected=expected,
+        )
+        return grouped_matmul_int8_triton(*quantize_rows_int8(gated), *down, order.row_ends, x.dtype, expected=expected)
+
+    return sum_experts(
+        experts, weights, mlp, count=len(down[0]),
+        row_bytes=intermediate * (x.element_size() + 1) + hidden * x.element_size(),
+        served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes,
+    )  # fmt: skip

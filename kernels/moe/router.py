@@ -26,8 +26,8 @@ def _top(values: torch.Tensor, count: int) -> torch.Tensor:
     # float32 in an order of integers, and below that the place: no two keys are equal, topk has nothing to decide.
     bits = values.contiguous().view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
-    return ((ordered << 32) | places).topk(count, dim=-1).indices
+    reversed_index = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
+    return ((ordered << 32) | reversed_index).topk(count, dim=-1).indices
 
 
 def route_reference(
@@ -100,10 +100,10 @@ def route_kernel(
         second = tl.max(tl.where(keys == best[:, :, None], _WORST, keys), axis=2)
         rank = _value(best) + _value(second)
         ranks = tl.where((group < GROUPS)[None, :], _key(rank, group[None, :]), _WORST)
-        left = ranks
+        unchosen = ranks
         for _ in tl.static_range(TOP_GROUPS):
-            left = tl.where(left == tl.max(left, axis=1)[:, None], _WORST, left)
-        keys = tl.where((ranks != left)[:, :, None], keys, _WORST)
+            unchosen = tl.where(unchosen == tl.max(unchosen, axis=1)[:, None], _WORST, unchosen)
+        keys = tl.where((ranks != unchosen)[:, :, None], keys, _WORST)
     keys = tl.reshape(keys, (ROWS, GROUPS_PAD * SIZE_PAD))
     column = tl.arange(0, TOP_K_PAD)
     chosen = tl.zeros((ROWS, TOP_K_PAD), tl.int32)

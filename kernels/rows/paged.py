@@ -10,19 +10,16 @@ whose pages hold one row each (:func:`as_pool`), so a kernel knows one form only
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.runtime import cpu
-from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
-from dsa_engine.kernels.runtime.launch import runs_triton
-from dsa_engine.kernels.runtime.operation import operation
+from dsa_engine.kernels.runtime.integers import next_power_of_2
 
-# Bytes that a program copies, and positions that it looks up. 16 KiB is 8 loads of 16 bytes for each of 128 threads.
-_COPIED_BYTES, _LOOKED_UP, _WARPS = 16384, 2048, 4
+# Bytes that a program copies: 16 KiB is 8 loads of 16 bytes for each of 128 threads.
+_COPIED_BYTES = 16384
 
 
 def as_pool(out: torch.Tensor, slots: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
@@ -56,6 +53,26 @@ def check_written(outside: int, pool: torch.Tensor) -> None:
         raise IndexError(f"slots must be below {pool.shape[0] * pool.shape[1]}, the rows of the pool")
 
 
+def store_native(
+    run: Callable[[torch.Tensor, torch.Tensor | None], None], store: Callable[[torch.Tensor], None],
+    pool: torch.Tensor, slots: torch.Tensor | None, like: torch.Tensor, width: int,
+) -> None:  # fmt: skip
+    """Stores rows that a kernel of the CPU makes in the dtype of ``like``: in a pool of that dtype at once, else by way
+    of plain rows.
+
+    Args:
+        run: ``run(pool, slots)``, the kernel.
+        store: stores plain rows ``[R, width]`` in the pool's own format.
+        like: the kernel's input ``[R, …]``.
+    """
+    if pool.dtype == like.dtype:
+        run(pool, slots)
+    else:
+        rows = like.new_empty(len(like), 1, width)
+        run(rows, None)
+        store(rows[:, 0])
+
+
 @triton.jit
 def page_and_offset(slots, row, count, PAGE_SIZE: tl.constexpr):
     """Where the rows numbered ``row [rows]``, int64, of ``count`` go: page, offset in the page (in rows, int64), and
@@ -83,43 +100,10 @@ def store_rows_reference(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Te
     if slots is None:
         pool[:, 0] = rows.to(pool.dtype)
         return
-    kept = slots >= 0
-    written = slots[kept]
+    has_slot = slots >= 0
+    written = slots[has_slot]
     page_size = pool.shape[1]
-    pool[written // page_size, written % page_size] = rows[kept].to(pool.dtype)
-
-
-@triton.jit(do_not_specialize=["count"])
-def store_rows_kernel(
-    rows, slots, pool, count, row_stride, page_stride,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
-    copy_tile(rows + row[:, None] * row_stride, pool + page * page_stride + offset * WIDTH, keep, WIDTH, PADDED)
-
-
-@operation(writes=("pool",))
-def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes ``rows [R, width]`` to ``slots [R]`` of the pool; rows with slot −1 are dropped.
-
-    The rows may come in any order and with any row stride, so that the gathered buffer of a context-parallel step goes
-    straight to its causal slots. They take the dtype of the pool. No slot may be named twice.
-    """
-    if rows.shape != (slots.shape[0], pool.shape[-1]):
-        raise ValueError(f"{tuple(rows.shape)} rows do not fit {slots.shape[0]} slots of width {pool.shape[-1]}")
-    count, width = rows.shape
-    pool = as_pool(pool, slots, count, width)
-    if not runs_triton(pool):
-        store_rows_reference(pool, rows, slots)
-    elif rows.numel():
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        padded = next_power_of_2(width)
-        at_once = rows_at_once(padded * rows.element_size())
-        store_rows_kernel[(cdiv(count, at_once),)](
-            rows, slots, pool, count, rows.stride(0), pool.stride(0),
-            WIDTH=width, PADDED=padded, PAGE_SIZE=pool.shape[1], ROWS=at_once, num_warps=_WARPS,
-        )  # fmt: skip
+    pool[written // page_size, written % page_size] = rows[has_slot].to(pool.dtype)
 
 
 def rows_at_once(row_bytes: int) -> int:
@@ -145,83 +129,3 @@ def gather_rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     PyTorch's own gather runs at the speed of memory, so it serves every device.
     """
     return pool.view(-1, pool.shape[-1]).index_select(0, slots)
-
-
-def slots_of_reference(
-    positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    known = positions >= 0
-    at = positions.clamp(min=0).long()
-    first_page = sequences.long() * block_tables.shape[1]
-    pages = block_tables.flatten()[first_page.view(-1, *(1,) * (positions.dim() - 1)) + at // page_size]
-    return torch.where(known, pages * page_size + at % page_size, -1).int()
-
-
-@triton.jit(do_not_specialize=["count"])
-def slots_of_kernel(
-    positions, tables, sequences, slots, count, per_row, table_stride,
-    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of ``positions [count, per_row]`` a program."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    table = tables + tl.load(sequences + row, mask=row < count, other=0).to(tl.int64) * table_stride
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < count)[:, None] & (column < per_row)
-    at = row[:, None] * per_row + column
-    position = tl.load(positions + at, mask=inside, other=-1)
-    known = position >= 0
-    page = tl.load(table[:, None] + position // PAGE_SIZE, mask=known, other=0)
-    slot = tl.where(known, page * PAGE_SIZE + position % PAGE_SIZE, -1)
-    tl.store(slots + at, slot.to(tl.int32), mask=inside)
-
-
-def _slots_of_native(
-    positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    """By ``native/rows.cpp``; all are int32."""
-    positions, tables, sequences = positions.contiguous(), block_tables.contiguous(), sequences.contiguous()
-    slots = torch.empty_like(positions)
-    rows, columns = positions.shape[0], math.prod(positions.shape[1:])
-    outside = cpu.kernels().dsa_slots_of(
-        positions.data_ptr(), tables.data_ptr(), sequences.data_ptr(), slots.data_ptr(), rows, columns,
-        *tables.shape, tables.stride(0), page_size, cpu.row_threads(positions.numel()),
-    )  # fmt: skip
-    if outside:
-        raise IndexError(f"positions or sequences lie outside of the block tables {list(tables.shape)}")
-    return slots
-
-
-@operation(runs=lambda positions: runs_triton(positions) or cpu.serves(positions, dtype=torch.int32))
-def slots_of(
-    positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    """Slots of positions: where each lies in the pool.
-
-    Args:
-        positions: integer ``[T, ...]``; −1 stays −1.
-        block_tables: ``[sequences, max_pages]`` int32.
-        sequences: integer ``[T]``, the block table's row of each.
-
-    Returns:
-        int32, shaped like ``positions``.
-
-    Raises:
-        IndexError: a position or sequence outside of the block tables, where the CPU's kernel runs; no other looks.
-    """
-    if positions.shape[0] != sequences.shape[0]:
-        raise ValueError(f"{positions.shape[0]} rows of positions, but {sequences.shape[0]} sequence numbers")
-    if cpu.serves(positions, block_tables, sequences, dtype=torch.int32):
-        return _slots_of_native(positions, block_tables, sequences, page_size)
-    if not runs_triton(positions):
-        return slots_of_reference(positions, block_tables, sequences, page_size)
-    slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
-    if slots.numel():
-        count, per_row = positions.shape[0], math.prod(positions.shape[1:])
-        columns = min(next_power_of_2(per_row), _LOOKED_UP)
-        rows = _LOOKED_UP // columns
-        slots_of_kernel[(cdiv(count, rows), cdiv(per_row, columns))](
-            positions.contiguous(), block_tables.contiguous(), sequences.contiguous(), slots,
-            count, per_row, block_tables.shape[1],
-            PAGE_SIZE=page_size, ROWS=rows, COLUMNS=columns, num_warps=_WARPS,
-        )  # fmt: skip
-    return slots

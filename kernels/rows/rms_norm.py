@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition that stands before it in a decoder layer.
+"""RMSNorm; the kernel also adds the residual before it (`add_rms_norm.py`).
 
 y = weight * x / sqrt(mean(x²) + eps)        statistics in float32 over the last dimension
 """
@@ -42,7 +42,7 @@ def rms_norm_kernel(
     tl.store(normed + row * width + columns, result.to(normed.dtype.element_ty), mask=inside)
 
 
-def _run(
+def run_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -82,30 +82,4 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not native and not runs_triton(x):
         return rms_norm_reference(x, weight, eps)
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    return _run(rows, None, weight.contiguous(), eps, native=native)[0].view(x.shape)
-
-
-@operation(runs=cpu.runs_kernel)
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    also: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual + x``, and its RMSNorm: returns ``(normed, summed)``, both ``[T, width]``.
-
-    ``also [T, width]`` is added to x first, with a rounding of its own.
-    """
-    if x.shape != residual.shape or x.shape[-1] != weight.shape[0] or (also is not None and also.shape != x.shape):
-        second = "" if also is None else f" + {tuple(also.shape)}"
-        raise ValueError(
-            f"x {tuple(x.shape)}{second}, residual {tuple(residual.shape)} and weight {tuple(weight.shape)} do not fit "
-            "together"
-        )
-    native = cpu.serves(x, residual, weight) and (also is None or cpu.serves(also))
-    if not native and not runs_triton(x):
-        summed = residual + (x if also is None else x + also)
-        return rms_norm_reference(summed, weight, eps), summed
-    also = None if also is None else also.contiguous()
-    return _run(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, also, native=native)
+    return run_rms_norm(rows, None, weight.contiguous(), eps, native=native)[0].view(x.shape)

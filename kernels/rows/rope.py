@@ -133,6 +133,32 @@ def _run_native(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torc
     )  # fmt: skip
 
 
+def rotate_first_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """RoPE on the first ``2 · cos.shape[-1]`` dimensions of ``x [T, ..., dim]``."""
+    rotated = 2 * cos.shape[-1]
+    return torch.cat((apply_rope_reference(x[..., :rotated], cos, sin, interleaved), x[..., rotated:]), dim=-1)
+
+
+@triton.jit
+def load_rest(row, keep, HALF: tl.constexpr, DIM: tl.constexpr, REST_PADDED: tl.constexpr):
+    """What lies behind the pairs of rows of DIM numbers, and the mask of what is there."""
+    column = tl.arange(0, REST_PADDED)[None, :]
+    inside = keep & (column < DIM - 2 * HALF)
+    return tl.load(row + 2 * HALF + column, mask=inside, other=0.0), inside
+
+
+def row_parts(dim: int, rotated: int, least: int) -> dict[str, int]:
+    """The constexprs of a row of ``dim`` numbers, ``rotated`` of them in pairs, with tiles of ``least`` columns or
+    more."""
+    rest = dim - rotated
+    return {
+        "DIM": dim,
+        "HALF": rotated // 2,
+        "PADDED": max(least, next_power_of_2(rotated // 2)),
+        "REST_PADDED": max(least, next_power_of_2(rest)) if rest else 0,
+    }
+
+
 @operation(writes=("out",), runs=cpu.runs_kernel)
 def apply_rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, out: torch.Tensor | None = None

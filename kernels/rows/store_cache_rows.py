@@ -22,9 +22,13 @@ _WARPS = 4
 
 
 def store_cache_rows_reference(
-    latent_pool: torch.Tensor, key_pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
+    latent_pool: torch.Tensor,
+    key_pool: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    key_format: IndexKeyFormat,
 ) -> None:
-    key_format, border = IndexKeyFormat.of_pool(key_pool), latent_pool.shape[2]
+    border = latent_pool.shape[2]
     store_rows_reference(latent_pool, rows[:, :border], slots)
     values, scales = key_format.views(key_pool)
     store_rows_reference(values.view(rows.dtype), rows[:, border : border + key_format.dim], slots)
@@ -53,16 +57,21 @@ def store_cache_rows_kernel(
 
 @operation(writes=("latent_pool", "key_pool"))
 def store_cache_rows(
-    latent_pool: torch.Tensor, key_pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
+    latent_pool: torch.Tensor,
+    key_pool: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    key_format: IndexKeyFormat,
 ) -> None:
     """Writes both parts of ``rows`` to ``slots`` of their pools; rows with slot −1 are dropped.
 
     Args:
-        latent_pool: ``[pages, page_size, latent]``, plain or FP8 (:mod:`.formats.cache_format`).
-        key_pool: ``[pages, page_size, index_key]``, of the same dtype and pages.
+        latent_pool: ``[pages, page_size, latent]``.
+        key_pool: ``[pages, page_size, index_key]`` in ``key_format``, of the same dtype and pages.
         rows: ``[R, width]`` of the pools' dtype, any row stride; columns behind ``latent + index_key`` are padding
             (:meth:`.CacheFormat.packed_width`).
         slots: ``[R]`` int32 or int64, in any order, none named twice.
+        key_format: the index keys'; latent rows are copied whole.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
@@ -77,14 +86,14 @@ def store_cache_rows(
         raise ValueError(
             f"rows and pools must have one dtype, not {rows.dtype}, {latent_pool.dtype} and {key_pool.dtype}"
         )
-    key_format = IndexKeyFormat.of_pool(key_pool)
+    key_format.check_pool(key_pool)
     fp8 = key_format.fp8
     latent_pool = as_pool(latent_pool, slots, count, latent)
     key_pool = as_pool(key_pool, slots, count, index_key)
     if fp8 and any(n % 4 for n in (rows.data_ptr(), rows.stride(0), latent, index_key, key_pool.stride(0))):
         raise ValueError(f"FP8 rows and their parts must begin at multiples of 4 bytes; the stride is {rows.stride(0)}")
     if not runs_triton(rows):
-        store_cache_rows_reference(latent_pool, key_pool, rows, slots)
+        store_cache_rows_reference(latent_pool, key_pool, rows, slots, key_format)
     elif count:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         key = key_format.dim

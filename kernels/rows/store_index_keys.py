@@ -10,20 +10,31 @@ DeepSeek-V3.2-Exp, section 2.1, rounded in bfloat16 as its released code does; t
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.formats.fp8_cache import index_key_views
 from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
 from dsa_engine.kernels.formats.quantize import quantize_rows_reference
-from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_rows_reference
-from dsa_engine.kernels.rows.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
+from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_native, store_rows_reference
+from dsa_engine.kernels.rows.rope import (
+    check_angles,
+    load_angles,
+    load_pairs,
+    load_rest,
+    rotate_first_reference,
+    row_parts,
+    store_pairs,
+    turn,
+)
 from dsa_engine.kernels.runtime import cpu
-from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
@@ -40,17 +51,11 @@ def index_keys_reference(
     return rotate_first_reference(normed, cos, sin, interleaved)
 
 
-def rotate_first_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """RoPE on the first ``2 · cos.shape[-1]`` dimensions of ``x [T, ..., dim]``."""
-    rotated = 2 * cos.shape[-1]
-    return torch.cat((apply_rope_reference(x[..., :rotated], cos, sin, interleaved), x[..., rotated:]), dim=-1)
-
-
 def store_keys_reference(
-    pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, fp8: bool, power_of_two: bool
+    pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, key_format: IndexKeyFormat, power_of_two: bool
 ) -> None:
     """Stores ``keys [T, dim]`` in the pool's dtype; in FP8 they are transformed and quantised first."""
-    if not fp8:
+    if not key_format.fp8:
         store_rows_reference(pool, keys, slots)
         return
     dim = keys.shape[-1]
@@ -58,14 +63,6 @@ def store_keys_reference(
     pool_codes, pool_scales = index_key_views(pool)
     store_rows_reference(pool_codes.view(torch.uint8), codes.view(torch.uint8), slots)
     store_rows_reference(pool_scales.unsqueeze(-1), scales, slots)
-
-
-@triton.jit
-def load_rest(row, keep, HALF: tl.constexpr, DIM: tl.constexpr, REST_PADDED: tl.constexpr):
-    """What lies behind the pairs of rows of DIM numbers, and the mask of what is there."""
-    column = tl.arange(0, REST_PADDED)[None, :]
-    inside = keep & (column < DIM - 2 * HALF)
-    return tl.load(row + 2 * HALF + column, mask=inside, other=0.0), inside
 
 
 @triton.jit
@@ -80,13 +77,13 @@ def layer_norm_parts(
     if REST_PADDED > 0:
         z = rest.to(tl.float32)
         column = tl.arange(0, REST_PADDED)[None, :]
-        behind = column < DIM - 2 * HALF
+        in_rest = column < DIM - 2 * HALF
         total += tl.sum(z, axis=1, keep_dims=True)
     mean = total / DIM
     x, y = tl.where(pair, x - mean, 0.0), tl.where(pair, y - mean, 0.0)
     squares = tl.sum(x * x + y * y, axis=1, keep_dims=True)
     if REST_PADDED > 0:
-        z = tl.where(behind, z - mean, 0.0)
+        z = tl.where(in_rest, z - mean, 0.0)
         squares += tl.sum(z * z, axis=1, keep_dims=True)
     scale = tl.rsqrt(squares / DIM + eps)
     always = tl.full((1, 1), 1, tl.int1)
@@ -95,8 +92,8 @@ def layer_norm_parts(
     a = (x * scale * weight_a + bias_a).to(a.dtype)
     b = (y * scale * weight_b + bias_b).to(b.dtype)
     if REST_PADDED > 0:
-        weight_rest = tl.load(weight + 2 * HALF + column, mask=behind, other=0.0)
-        bias_rest = tl.load(bias + 2 * HALF + column, mask=behind, other=0.0)
+        weight_rest = tl.load(weight + 2 * HALF + column, mask=in_rest, other=0.0)
+        bias_rest = tl.load(bias + 2 * HALF + column, mask=in_rest, other=0.0)
         rest = (z * scale * weight_rest + bias_rest).to(rest.dtype)
     return a, b, rest
 
@@ -118,7 +115,7 @@ def store_index_keys_kernel(
     a, b = load_pairs(source, keep, HALF, PADDED, INTERLEAVED)
     rest = a
     if REST_PADDED > 0:
-        rest, behind = load_rest(source, keep, HALF, DIM, REST_PADDED)
+        rest, in_rest = load_rest(source, keep, HALF, DIM, REST_PADDED)
     c = load_angles(cos, first, count, cos_stride, ROWS, 1, HALF, PADDED)
     s = load_angles(sin, first, count, sin_stride, ROWS, 1, HALF, PADDED)
     a, b, rest = layer_norm_parts(a, b, rest, weight, bias, eps, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
@@ -134,24 +131,12 @@ def store_index_keys_kernel(
         store_pairs(target, a.to(element), b.to(element), keep, HALF, PADDED, INTERLEAVED)
         if REST_PADDED > 0:
             column = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
-            tl.store(target + column, rest.to(element), mask=behind)
-
-
-def parts(dim: int, rotated: int, least: int) -> dict[str, int]:
-    """The constexprs of a row of ``dim`` numbers, ``rotated`` of them in pairs, with tiles of ``least`` columns or
-    more."""
-    rest = dim - rotated
-    return {
-        "DIM": dim,
-        "HALF": rotated // 2,
-        "PADDED": max(least, next_power_of_2(rotated // 2)),
-        "REST_PADDED": max(least, next_power_of_2(rest)) if rest else 0,
-    }
+            tl.store(target + column, rest.to(element), mask=in_rest)
 
 
 def _run_native(
     projected: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float, cos: torch.Tensor,
-    sin: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor | None, interleaved: bool,
+    sin: torch.Tensor, interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """By ``native/rows.cpp``."""
     projected = projected if projected.stride(1) == 1 else projected.contiguous()
@@ -177,6 +162,7 @@ def store_index_keys(
     out: torch.Tensor,
     slots: torch.Tensor | None = None,
     *,
+    key_format: IndexKeyFormat,
     interleaved: bool,
     power_of_two: bool = False,
 ) -> None:
@@ -187,8 +173,9 @@ def store_index_keys(
         norm_weight, norm_bias: float32 ``[dim]``.
         cos, sin: float32 ``[T, rotated / 2]``.
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
-            width and dtype are those of an ``IndexKeyFormat``; plain FP8 rows are the values and the scale.
+            width and dtype are ``columns`` and ``pool_dtype`` of ``key_format``; plain FP8 rows are values and scale.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
+        key_format: the format of the keys that are written.
         interleaved: see :mod:`.rope`.
         power_of_two: scales of FP8 keys are rounded up to powers of two.
 
@@ -203,29 +190,30 @@ def store_index_keys(
     if rotated > dim:
         raise ValueError(f"{rotated} rotated columns do not fit keys of {dim}")
     check_angles(cos, sin, tokens)
-    key_format = IndexKeyFormat(dim, stored_dtype(out))
+    if (key_format.dim, key_format.pool_dtype) != (dim, out.dtype):
+        raise ValueError(f"keys of {dim} numbers in {out.dtype} do not have the format {key_format}")
     fp8 = key_format.fp8
     if fp8:
         check_size(dim)
     pool = as_pool(out, slots, tokens, key_format.columns)
     if fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4 or dim % 4):
         raise ValueError(f"FP8 keys must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
+
+    def store(keys: torch.Tensor) -> None:
+        store_keys_reference(pool, keys, slots, key_format, power_of_two)
+
     if cpu.serves(projected, norm_weight, norm_bias, cos, sin):
-        direct = pool.dtype == projected.dtype
-        into, at = (pool, slots) if direct else (projected.new_empty(tokens, 1, dim), None)
-        _run_native(projected, norm_weight, norm_bias, eps, cos, sin, into, at, interleaved)
-        if not direct:
-            store_keys_reference(pool, into[:, 0], slots, fp8, power_of_two)
+        run = partial(_run_native, projected, norm_weight, norm_bias, eps, cos, sin, interleaved)
+        store_native(run, store, pool, slots, projected, dim)
     elif not runs_triton(projected):
-        keys = index_keys_reference(projected, norm_weight, norm_bias, eps, cos, sin, interleaved)
-        store_keys_reference(pool, keys, slots, fp8, power_of_two)
+        store(index_keys_reference(projected, norm_weight, norm_bias, eps, cos, sin, interleaved))
     elif tokens:
         projected = projected if projected.stride(1) == 1 else projected.contiguous()
         rows = rows_for(projected) if fp8 else _ROWS
         store_index_keys_kernel[(cdiv(tokens, rows),)](
             projected, norm_weight, norm_bias, cos, sin, pool, slots, tokens, eps,
             projected.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
-            **parts(dim, rotated, 16 if fp8 else 1), PAGE_SIZE=0 if slots is None else pool.shape[1], ROWS=rows,
+            **row_parts(dim, rotated, 16 if fp8 else 1), PAGE_SIZE=0 if slots is None else pool.shape[1], ROWS=rows,
             INTERLEAVED=interleaved, FP8=fp8, SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=power_of_two,
             CONVERTS=converts_e4m3(projected), num_warps=_WARPS,
         )  # fmt: skip

@@ -8,14 +8,16 @@ way a row came to the cache. An FP8 pool quantises the rounded row; the formats 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.cache_format import LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import LatentFormat
 from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
 from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
-from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_rows_reference
+from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_native, store_rows_reference
 from dsa_engine.kernels.rows.rms_norm import rms_norm_reference
 from dsa_engine.kernels.rows.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
 from dsa_engine.kernels.runtime import cpu
@@ -94,7 +96,7 @@ def store_latent_kernel(
 
 def _run_native(
     compressed: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor,
-    pool: torch.Tensor, slots: torch.Tensor | None, interleaved: bool,
+    interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """By ``native/rows.cpp``."""
     compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
@@ -118,6 +120,7 @@ def store_latent(
     out: torch.Tensor,
     slots: torch.Tensor | None = None,
     *,
+    row_format: LatentFormat,
     interleaved: bool,
     power_of_two: bool = False,
 ) -> None:
@@ -128,8 +131,9 @@ def store_latent(
         norm_weight: ``[rank]``.
         cos, sin: float32 ``[T, rope / 2]``.
         out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
-            width and dtype are those of a :class:`~.formats.cache_format.LatentFormat`.
+            width and dtype are ``columns`` and ``pool_dtype`` of ``row_format``.
         slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
+        row_format: the format of the rows that are written.
         interleaved: see :mod:`.rope`.
         power_of_two: scales of FP8 rows are rounded up to powers of two.
 
@@ -144,19 +148,20 @@ def store_latent(
             "rotated columns"
         )
     check_angles(cos, sin, tokens)
-    row_format = LatentFormat(rank, rope, stored_dtype(out))
+    if (row_format.rank, row_format.rope, row_format.pool_dtype) != (rank, rope, out.dtype):
+        raise ValueError(f"rows of {rank} + {rope} numbers in {out.dtype} do not have the format {row_format}")
     pool = as_pool(out, slots, tokens, row_format.columns)
     if row_format.fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4):
         raise ValueError(f"FP8 rows must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
-    if cpu.serves(compressed, norm_weight, cos, sin):
-        direct = pool.dtype == compressed.dtype
-        into, at = (pool, slots) if direct else (compressed.new_empty(tokens, 1, rank + rope), None)
-        _run_native(compressed, norm_weight, eps, cos, sin, into, at, interleaved)
-        if not direct:
-            store_rows_reference(pool, row_format.pack(into[:, 0], power_of_two), slots)
-    elif not runs_triton(compressed):
-        rows = latent_rows_reference(compressed, norm_weight, eps, cos, sin, interleaved)
+
+    def store(rows: torch.Tensor) -> None:
         store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
+
+    if cpu.serves(compressed, norm_weight, cos, sin):
+        run = partial(_run_native, compressed, norm_weight, eps, cos, sin, interleaved)
+        store_native(run, store, pool, slots, compressed, rank + rope)
+    elif not runs_triton(compressed):
+        store(latent_rows_reference(compressed, norm_weight, eps, cos, sin, interleaved))
     elif tokens:
         compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
         padded = next_power_of_2(rank)

@@ -195,8 +195,8 @@ def _compiler() -> list[str]:
     """The command of ``$CXX``, else g++, c++ or clang++; the first that there is."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         words = shlex.split(name)
-        if words and (found := shutil.which(words[0])):
-            return [found, *words[1:]]
+        if words and (compiler := shutil.which(words[0])):
+            return [compiler, *words[1:]]
     raise RuntimeError("there is no C++ compiler; install g++, or set CXX")
 
 

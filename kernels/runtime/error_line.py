@@ -8,6 +8,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def error_line(error: BaseException, most: int = 200) -> str:
-    """Its type and the first line of what it says, of that at most ``most`` characters."""
-    return f"{type(error).__name__}: {first_line(error)[:most]}"
+def error_line(error: BaseException, max_length: int = 200) -> str:
+    """Type of an error and the first ``max_length`` characters of its first line."""
+    return f"{type(error).__name__}: {first_line(error)[:max_length]}"

@@ -25,7 +25,7 @@ R = TypeVar("R")
 # Largest relative error of a result, by its dtype: rounding differs, and products of long rows add in another order.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # Largest share of whole numbers and codes that differ: a near tie or a rounding may fall the other way.
-_MOST_DIFFERENT = 0.02
+_MAX_DIFFERENT = 0.02
 
 
 @dataclass
@@ -123,7 +123,7 @@ def difference(ours: torch.Tensor, wanted: torch.Tensor, defined: torch.Tensor |
 
 
 def _both_ways(
-    found: Comparison,
+    comparison: Comparison,
     run: Callable[P, R],
     writes: tuple[str, ...],
     defined: Callable[..., torch.Tensor] | None,
@@ -135,8 +135,8 @@ def _both_ways(
     written = {key: apart.arguments[key] for key in writes if apart.arguments.get(key) is not None}
     copies = {key: _copy(x) for key, x in written.items()}
     apart.arguments.update(copies)
-    if name not in found.errors:
-        found.before(name)
+    if name not in comparison.errors:
+        comparison.before(name)
     reason, ours = "", None
     try:
         ours = run(*apart.args, **apart.kwargs)  # operations within it are compared by themselves
@@ -149,14 +149,14 @@ def _both_ways(
         mask = None if defined is None else defined(*args, **kwargs)
         pairs = [*zip(_tensors(ours), _tensors(wanted), strict=True)]
         pairs += [(copies[key], x) for key, x in written.items()]
-        errors = [(difference(a, b, mask), _TOLERANCE.get(b.dtype, _MOST_DIFFERENT)) for a, b in pairs]
+        errors = [(difference(a, b, mask), _TOLERANCE.get(b.dtype, _MAX_DIFFERENT)) for a, b in pairs]
         error = max(e for e, _ in errors)
         worst = max(errors, key=lambda pair: pair[0] / pair[1])
         if worst[0] > worst[1]:
             reason = f"its result differs from the reference by {worst[0]:.2g}; allowed is {worst[1]:.2g}"
-    found.errors[name] = max(found.errors.get(name, 0.0), error)
+    comparison.errors[name] = max(comparison.errors.get(name, 0.0), error)
     if reason:
-        found.wrong[name] = _replaced[name] = reason
+        comparison.wrong[name] = _replaced[name] = reason
     return wanted
 
 

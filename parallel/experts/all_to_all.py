@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.moe.packed_tokens import pack_tokens
-from dsa_engine.kernels.moe.permute import Order, expert_order
-from dsa_engine.kernels.moe.permute import combine as weighted_sum
+from dsa_engine.kernels.moe.combine import combine as weighted_sum
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received, unpacked
@@ -69,14 +69,14 @@ def in_rounds(sendings: SendPlan, rows: int, rounds: int) -> Rounds:
     order, ranks, counts = sendings
     size, device = len(counts), ranks.device
     source = order.tokens[:rows]
-    rank = torch.searchsorted(order.ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
+    rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
     served = (ranks[source] == rank[:, None]).sum(dim=1)
     choices = counts[:, 1].long()
     before = served.cumsum(0) - served - (choices.cumsum(0) - choices)[rank]  # choices ahead of a row, of its rank's
     number = before * rounds // choices[rank].clamp(min=1)
     by_round = number.argsort(stable=True)
     moved = torch.empty_like(by_round).scatter_(0, by_round, torch.arange(rows, device=device)).int()
-    places = order.places
+    places = order.pair_rows
     if rows:
         places = moved[places.clamp(min=0)].masked_fill_(places < 0, -1)
     each = torch.zeros(rounds * size, 2, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/moe/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however
+row (`kernels/moe/pack_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however
 many of that rank's experts it has chosen.
 
 * "all_to_all": only what is needed travels, in rounds where much comes to one rank (`all_to_all.py`); the counts depend
@@ -18,7 +18,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.moe.packed_tokens import pack_tokens
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
@@ -111,7 +111,7 @@ class ExpertParallel:
         whole, most = self.exchange_counts(sendings.counts)
         rows, rounds = sum(whole.send), rounds_needed(most, most_pairs, group.size, k)
         if rounds == 1:
-            source, places, arrivals = sendings.order.tokens[:rows], sendings.order.places, [whole]
+            source, places, arrivals = sendings.order.tokens[:rows], sendings.order.pair_rows, [whole]
         else:
             source, places, counts = in_rounds(sendings, rows, rounds)
             arrivals = self.exchange_rounds(counts)

@@ -111,9 +111,9 @@ def test_index_keys_are_read_once_for_all_drafts(
     read: list[int] = []
     original = indexer_scores.read_index_keys
 
-    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int, *more: Any) -> torch.Tensor:
         read.append(stop - start)
-        return original(pool, table, start, stop)
+        return original(pool, table, start, stop, *more)
 
     monkeypatch.setattr(indexer_scores, "read_index_keys", counted)
     layers, rows = llm.engine.config.num_hidden_layers, {}

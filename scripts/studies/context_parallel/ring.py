@@ -102,7 +102,13 @@ class Ring(CPForm):
                 seen = _segments(start, len(q), piece, q.device)
                 table = torch.arange(piece.row, piece.row + piece.count + _QUERIES, dtype=torch.int32, device=q.device)
                 found = indexer_scores(
-                    q, weights, block[:, None], table[None], seen, workspace=self.layer.workspace // 2
+                    q,
+                    weights,
+                    block[:, None],
+                    table[None],
+                    seen,
+                    key_format=self.layer.key_format,
+                    workspace=self.layer.workspace // 2,
                 )[:, : piece.count]
                 visible = torch.arange(found.shape[1], device=q.device) < seen.visible[:, None]
                 scores[:, column : column + found.shape[1]] = found.masked_fill(~visible, float("-inf"))
@@ -124,7 +130,7 @@ class Ring(CPForm):
                     if slots.shape[1]:
                         self.count_attended(slots, mla.heads)
                         more = sparse_attention(
-                            q[part], block[:, None], slots, value_dim=mla.kv_rank, scale=mla.scale,
+                            q[part], block[:, None], slots, row_format=self.layer.latent_format, scale=mla.scale,
                             workspace=self.layer.workspace,
                         )  # fmt: skip
                         _merge(out[part], lse[part], *more)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from dsa_engine.kernels.attention import _online_softmax as online_softmax
 from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows, unpack_latent_rows
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -23,6 +25,11 @@ SEGMENTS = [
     Segment(row=19, length=1, sequence=1, start=4),
     Segment(row=20, length=10, sequence=2, start=30),
 ]
+
+
+def plain(q: torch.Tensor, rank: int) -> LatentFormat:
+    """The format of plain rows as wide as q."""
+    return LatentFormat(rank, q.shape[-1] - rank, q.dtype)
 
 
 def problem(
@@ -54,7 +61,9 @@ def test_ragged_batch(page_size: int, workspace: int, scattered_pages: Scatter, 
     q, rows = problem()
     pool, tables = (x.to(device) for x in scattered_pages(rows, page_size))
     segments = Segments.of(SEGMENTS, device)
-    out, lse = dense_mla(q.to(device), pool, tables, segments, value_dim=VALUE, scale=SCALE, workspace=workspace)
+    out, lse = dense_mla(
+        q.to(device), pool, tables, segments, row_format=plain(q, VALUE), scale=SCALE, workspace=workspace
+    )
     expected, expected_lse = naive(q, rows)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -70,7 +79,7 @@ def test_splits_change_nothing(
     part = [Segment(0, 2, 0, 94), Segment(2, 1, 1, 0), Segment(3, 1, 2, 39)]
     pool, tables = (x.to(device) for x in scattered_pages(rows, 6))
     segments = Segments.of(part, device)
-    out, lse = dense_mla(q[:4].to(device), pool, tables, segments, value_dim=VALUE, scale=SCALE)
+    out, lse = dense_mla(q[:4].to(device), pool, tables, segments, row_format=plain(q, VALUE), scale=SCALE)
     expected, expected_lse = naive(q[:4], rows, part)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -79,7 +88,9 @@ def test_splits_change_nothing(
 def test_types(dtype: torch.dtype, bound: float, scattered_pages: Scatter, device: str, relative_error: Error) -> None:
     q, rows = problem(dtype)
     pool, tables = (x.to(device) for x in scattered_pages(rows, 8))
-    out, lse = dense_mla(q.to(device), pool, tables, Segments.of(SEGMENTS, device), value_dim=VALUE, scale=SCALE)
+    out, lse = dense_mla(
+        q.to(device), pool, tables, Segments.of(SEGMENTS, device), row_format=plain(q, VALUE), scale=SCALE
+    )
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert relative_error(out, naive(q, rows)[0]) < bound
 
@@ -94,7 +105,7 @@ def test_sizes_of_the_models(
     part = [Segment(0, 2, 0, 70), Segment(2, 1, 2, 39)]
     pool, tables = (x.to(device) for x in scattered_pages(rows, 64))
     segments = Segments.of(part, device)
-    out, lse = dense_mla(q[:3].to(device), pool, tables, segments, value_dim=512, scale=scale)
+    out, lse = dense_mla(q[:3].to(device), pool, tables, segments, row_format=plain(q, 512), scale=scale)
     expected, expected_lse = naive(q[:3], rows, part, 512, scale)
     assert relative_error(out, expected) < bound
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-4, atol=1e-4)
@@ -117,7 +128,14 @@ def test_fp8_rows(
         numbers.append(unpack_latent_rows(packed, width).to(dtype))
     part = [Segment(0, 2, 0, 50), Segment(2, 1, 1, 39)]
     segments = Segments.of(part, device)
-    out, lse = dense_mla(q[:3].to(device), pool.to(device), tables.to(device), segments, value_dim=rank, scale=scale)
+    out, lse = dense_mla(
+        q[:3].to(device),
+        pool.to(device),
+        tables.to(device),
+        segments,
+        row_format=LatentFormat(rank, rope, FP8),
+        scale=scale,
+    )
     expected, expected_lse = naive(q[:3], numbers, part, rank, scale)
     assert out.dtype == dtype
     assert relative_error(out, expected) < bound
@@ -137,7 +155,7 @@ def test_pages_beyond_two_to_the_31_elements(device: str) -> None:
     pool[pages - 1], pool[pages // 2] = rows[:page_size].to(device), rows[page_size:].to(device)
     q = torch.randn(1, 4, width, generator=g).half()
     part = [Segment(0, 1, 0, count - 1)]
-    out, lse = dense_mla(q.to(device), pool, tables, Segments.of(part, device), value_dim=32, scale=SCALE)
+    out, lse = dense_mla(q.to(device), pool, tables, Segments.of(part, device), row_format=plain(q, 32), scale=SCALE)
     expected, expected_lse = naive(q, [rows], part, 32)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-2, atol=2e-3)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-3, atol=1e-3)
@@ -146,7 +164,9 @@ def test_pages_beyond_two_to_the_31_elements(device: str) -> None:
 def test_no_tokens(scattered_pages: Scatter, device: str) -> None:
     q, rows = problem()
     pool, tables = (x.to(device) for x in scattered_pages(rows, 8))
-    out, lse = dense_mla(q[:0].to(device), pool, tables, Segments.of([], device), value_dim=VALUE, scale=SCALE)
+    out, lse = dense_mla(
+        q[:0].to(device), pool, tables, Segments.of([], device), row_format=plain(q, VALUE), scale=SCALE
+    )
     assert out.shape == (0, HEADS, VALUE) and lse.shape == (0, HEADS)
 
 
@@ -159,7 +179,9 @@ def test_memory_stays_within_the_workspace(peak_memory: Callable[..., int]) -> N
     segments = [Segment(0, count, 0, start)]
 
     def run() -> object:
-        return dense_mla(q, pool, tables, Segments.of(segments), value_dim=VALUE, scale=SCALE, workspace=workspace)
+        return dense_mla(
+            q, pool, tables, Segments.of(segments), row_format=plain(q, VALUE), scale=SCALE, workspace=workspace
+        )
 
     results = count * 4 * (VALUE + 1) * 4
     rows = pool.numel() * 4
@@ -169,8 +191,8 @@ def test_memory_stays_within_the_workspace(peak_memory: Callable[..., int]) -> N
 def test_bad_arguments(scattered_pages: Scatter) -> None:
     q, rows = problem()
     pool, tables = scattered_pages(rows, 8)
-    kwargs = {"value_dim": VALUE, "scale": SCALE}
-    with pytest.raises(ValueError, match="does not fit pool"):
+    kwargs: dict[str, Any] = {"row_format": plain(q, VALUE), "scale": SCALE}
+    with pytest.raises(ValueError, match="does not fit rows of LatentFormat"):
         dense_mla(q[..., 1:], pool, tables, Segments.of(SEGMENTS), **kwargs)
     with pytest.raises(ValueError, match="torch.float16"):
         dense_mla(q.half(), pool, tables, Segments.of(SEGMENTS), **kwargs)

@@ -19,10 +19,10 @@ def naive(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     total = torch.full((tokens, heads), -math.inf, dtype=torch.float64)
     for t in range(tokens):
         for h in range(heads):
-            kept = [s for s in range(splits) if lse[s, t, h] > -math.inf]
-            if kept:
-                total[t, h] = lse[kept, t, h].double().exp().sum().log()
-                merged[t, h] = sum((lse[s, t, h].double() - total[t, h]).exp() * out[s, t, h].double() for s in kept)
+            some = [s for s in range(splits) if lse[s, t, h] > -math.inf]
+            if some:
+                total[t, h] = lse[some, t, h].double().exp().sum().log()
+                merged[t, h] = sum((lse[s, t, h].double() - total[t, h]).exp() * out[s, t, h].double() for s in some)
     return merged, total
 
 

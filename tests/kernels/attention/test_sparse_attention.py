@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import triton.language as tl
 from dsa_engine.kernels.attention import _online_softmax as online_softmax
 from dsa_engine.kernels.attention._online_softmax import load_queries, store_results
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows, unpack_latent_rows
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
@@ -20,6 +22,11 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 SCALE = 0.37
+
+
+def plain(q: torch.Tensor, rank: int) -> LatentFormat:
+    """The format of plain rows as wide as q."""
+    return LatentFormat(rank, q.shape[-1] - rank, q.dtype)
 
 
 def naive(
@@ -30,11 +37,11 @@ def naive(
     out = torch.zeros(q.shape[0], q.shape[1], value_dim, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     for t, chosen in enumerate(slots.tolist()):
-        kept = rows[[s for s in chosen if s >= 0]]
-        for h in range(q.shape[1] if len(kept) else 0):
-            scores = kept @ q[t, h] * scale
+        chosen_rows = rows[[s for s in chosen if s >= 0]]
+        for h in range(q.shape[1] if len(chosen_rows) else 0):
+            scores = chosen_rows @ q[t, h] * scale
             lse[t, h] = scores.exp().sum().log()
-            out[t, h] = (scores.exp()[:, None] * kept[:, :value_dim]).sum(0) / scores.exp().sum()
+            out[t, h] = (scores.exp()[:, None] * chosen_rows[:, :value_dim]).sum(0) / scores.exp().sum()
     return out, lse
 
 
@@ -66,7 +73,7 @@ def test_against_lists(
     tokens: int, heads: int, width: int, value_dim: int, k: int, workspace: int, device: str
 ) -> None:
     q, pool, slots = problem(tokens, heads, width, k, device=device)
-    out, lse = sparse_attention(q, pool, slots, value_dim=value_dim, scale=SCALE, workspace=workspace)
+    out, lse = sparse_attention(q, pool, slots, row_format=plain(q, value_dim), scale=SCALE, workspace=workspace)
     expected, expected_lse = naive(q, pool.view(-1, width), slots, value_dim)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
@@ -80,7 +87,7 @@ def test_sizes_of_the_models(heads: int, dtype: torch.dtype, bound: float, devic
     scale = (128 + 64) ** -0.5
     q, pool, slots = problem(2, heads, 576, 101, device=device, dtype=dtype)
     slots[1] = torch.arange(101, device=device)
-    out, lse = sparse_attention(q, pool, slots, value_dim=512, scale=scale)
+    out, lse = sparse_attention(q, pool, slots, row_format=plain(q, 512), scale=scale)
     expected, expected_lse = naive(q, pool.view(-1, 576), slots, 512, scale)
     assert out.dtype == dtype
     assert relative_error(out, expected) < bound
@@ -93,7 +100,7 @@ def test_splits_change_nothing(splits: int, device: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(online_softmax, "choose_splits", lambda *_: splits)
     q, pool, slots = problem(3, 5, 40, 90, device=device)
     slots[2, :70] = -1  # all that the first splits see
-    out, lse = sparse_attention(q, pool, slots, value_dim=32, scale=SCALE)
+    out, lse = sparse_attention(q, pool, slots, row_format=plain(q, 32), scale=SCALE)
     expected, expected_lse = naive(q, pool.view(-1, 40), slots, 32)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -114,7 +121,7 @@ def test_missing_slots(pattern: str, device: str) -> None:
     }[pattern]
     pool.view(-1, 24)[slots[0, missing].long()] = math.nan
     slots[:, missing] = -1
-    out, lse = sparse_attention(q, pool, slots, value_dim=16, scale=SCALE)
+    out, lse = sparse_attention(q, pool, slots, row_format=plain(q, 16), scale=SCALE)
     expected, expected_lse = naive(q, pool.view(-1, 24), slots, 16)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -133,7 +140,7 @@ def test_counts(splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> No
     wanted[wanted == 5] = junk[junk == 5] = -1
     junk[4, 40:] = 5
     pool.view(-1, 24)[5] = math.nan
-    out, lse = sparse_attention(q, pool, junk, value_dim=16, scale=SCALE, counts=counts)
+    out, lse = sparse_attention(q, pool, junk, row_format=plain(q, 16), scale=SCALE, counts=counts)
     expected, expected_lse = naive(q, pool.view(-1, 24), wanted, 16)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -147,25 +154,27 @@ def test_unread_rows_do_not_matter(filler: float, device: str) -> None:
     slots[slots == 0] = -1
     read = torch.zeros(9 * 13, dtype=torch.bool, device=device)
     read[slots[slots >= 0].long()] = True
-    out, lse = sparse_attention(q, pool, slots, value_dim=6, scale=SCALE)
+    out, lse = sparse_attention(q, pool, slots, row_format=plain(q, 6), scale=SCALE)
     pool.view(-1, 8)[~read] = filler
-    again, lse_again = sparse_attention(q, pool, slots, value_dim=6, scale=SCALE)
+    again, lse_again = sparse_attention(q, pool, slots, row_format=plain(q, 6), scale=SCALE)
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:
     q, pool, slots = problem(4, 2, 8, 20, device=device)
-    out, lse = sparse_attention(q * 1e3, pool, slots, value_dim=8, scale=1.0)
+    out, lse = sparse_attention(q * 1e3, pool, slots, row_format=plain(q, 8), scale=1.0)
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse[[0, 2, 3]]).all())
 
 
 def test_results_of_two_halves_merge_by_their_log_sum_exp(device: str) -> None:
     """What the log-sum-exp is for: attention over two sets of rows makes attention over both."""
     q, pool, slots = problem(6, 3, 16, 50, seed=3, device=device)
-    whole, _ = sparse_attention(q, pool, slots, value_dim=16, scale=SCALE)
-    parts = [sparse_attention(q, pool, s, value_dim=16, scale=SCALE) for s in (slots[:, :21], slots[:, 21:])]
-    share = torch.stack([lse for _, lse in parts]).softmax(dim=0).nan_to_num()  # the token without slots: −inf twice
-    merged = sum(w[..., None] * out for w, (out, _) in zip(share, parts, strict=True))
+    whole, _ = sparse_attention(q, pool, slots, row_format=plain(q, 16), scale=SCALE)
+    parts = [sparse_attention(q, pool, s, row_format=plain(q, 16), scale=SCALE) for s in (slots[:, :21], slots[:, 21:])]
+    part_weights = (
+        torch.stack([lse for _, lse in parts]).softmax(dim=0).nan_to_num()
+    )  # the token without slots: −inf twice
+    merged = sum(w[..., None] * out for w, (out, _) in zip(part_weights, parts, strict=True))
     torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5)
 
 
@@ -174,7 +183,7 @@ def test_types(
     heads: int, width: int, value_dim: int, dtype: torch.dtype, bound: float, device: str, relative_error: Error
 ) -> None:
     q, pool, slots = problem(5, heads, width, 40, device=device, dtype=dtype)
-    out, _ = sparse_attention(q, pool, slots, value_dim=value_dim, scale=SCALE)
+    out, _ = sparse_attention(q, pool, slots, row_format=plain(q, value_dim), scale=SCALE)
     assert out.dtype == dtype
     assert relative_error(out, naive(q, pool.view(-1, width), slots, value_dim)[0]) < bound
 
@@ -196,7 +205,9 @@ def test_fp8_rows(
     packed[~read] = 255
     pool = packed.view(9, 13, -1).to(device)
     scale = rank**-0.5
-    out, lse = sparse_attention(q.to(device), pool, slots.to(device), value_dim=rank, scale=scale)
+    out, lse = sparse_attention(
+        q.to(device), pool, slots.to(device), row_format=LatentFormat(rank, rope, FP8), scale=scale
+    )
     expected, expected_lse = naive(q, numbers, slots, rank, scale)
     assert out.dtype == dtype
     assert relative_error(out, expected) < bound
@@ -219,7 +230,7 @@ def test_slots_beyond_two_to_the_31_elements(device: str) -> None:
         if s >= 0:
             flat[s] = row
     q = torch.randn(1, 4, width, generator=g).to(device, torch.float16)
-    out, lse = sparse_attention(q, pool, slots, value_dim=32, scale=SCALE)
+    out, lse = sparse_attention(q, pool, slots, row_format=plain(q, 32), scale=SCALE)
     expected, expected_lse = naive(q, known, torch.tensor([[0, 1, 2, -1, 4]]), 32)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-3, atol=1e-3)
@@ -253,19 +264,19 @@ def test_tokens_beyond_two_to_the_31_elements(device: str) -> None:
 
 def test_no_tokens_and_no_slots(device: str) -> None:
     q, pool, slots = problem(4, 5, 40, 10, device=device)
-    out, lse = sparse_attention(q[:0], pool, slots[:0], value_dim=32, scale=SCALE)
+    out, lse = sparse_attention(q[:0], pool, slots[:0], row_format=plain(q, 32), scale=SCALE)
     assert out.shape == (0, 5, 32) and lse.shape == (0, 5)
-    out, lse = sparse_attention(q, pool, slots[:, :0], value_dim=32, scale=SCALE)
+    out, lse = sparse_attention(q, pool, slots[:, :0], row_format=plain(q, 32), scale=SCALE)
     assert not out.any() and bool((lse == -math.inf).all())
 
 
 @pytest.mark.parametrize(
-    "programs, steps, most, expected",
+    "programs, steps, max_splits, expected",
     [(8192, 32, 64, 1), (264, 32, 64, 1), (16, 32, 64, 8), (2, 1, 64, 1), (2, 0, 64, 1), (2, 32, 0, 1)],
 )
-def test_number_of_splits(programs: int, steps: int, most: int, expected: int) -> None:
+def test_number_of_splits(programs: int, steps: int, max_splits: int, expected: int) -> None:
     """On 132 multiprocessors: as many programs as there is room for, and no more parts than steps or than allowed."""
-    assert online_softmax.choose_splits(programs, steps, 132, most) == expected
+    assert online_softmax.choose_splits(programs, steps, 132, max_splits) == expected
 
 
 def test_one_token_is_split_over_many_programs() -> None:
@@ -275,10 +286,10 @@ def test_one_token_is_split_over_many_programs() -> None:
 
 def test_bad_arguments() -> None:
     q, pool, slots = problem(4, 2, 8, 5)
-    kwargs = {"value_dim": 8, "scale": 1.0}
-    with pytest.raises(ValueError, match="does not fit pool"):
+    kwargs: dict[str, Any] = {"row_format": plain(q, 8), "scale": 1.0}
+    with pytest.raises(ValueError, match="does not fit rows of LatentFormat"):
         sparse_attention(q[..., :7], pool, slots, **kwargs)
-    with pytest.raises(ValueError, match=r"q torch.float32 .* does not fit pool torch.float16"):
+    with pytest.raises(ValueError, match=r"is torch.float32 \[pages, page_size, 8\], not torch.float16"):
         sparse_attention(q, pool.half(), slots, **kwargs)
     with pytest.raises(ValueError, match=r"slots must be \[4, k\], not \(3, 5\)"):
         sparse_attention(q, pool, slots[:3], **kwargs)
@@ -288,12 +299,12 @@ def test_bad_arguments() -> None:
         sparse_attention(q, pool, slots.long(), **kwargs)
     with pytest.raises(ValueError, match=r"counts must be \[4\], not \(3,\)"):
         sparse_attention(q, pool, slots, counts=slots[:3, 0], **kwargs)
-    with pytest.raises(ValueError, match="value_dim must be 1 to 8, the width of q, not 9"):
-        sparse_attention(q, pool, slots, value_dim=9, scale=1.0)
+    with pytest.raises(ValueError, match=r"\(4, 2, 8\) does not fit rows of LatentFormat\(rank=0"):
+        sparse_attention(q, pool, slots, row_format=plain(q, 0), scale=1.0)
     packed = torch.zeros(2, 4, 656, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="value_dim must be 512, not 256"):
-        sparse_attention(torch.zeros(4, 2, 576), packed, slots, value_dim=256, scale=1.0)
-    with pytest.raises(ValueError, match="no FP8 latent row of 8 numbers has 656 bytes"):
+    with pytest.raises(ValueError, match=r"is torch.uint8 \[pages, page_size, 904\], not torch.uint8 \[2, 4, 656\]"):
+        sparse_attention(torch.zeros(4, 2, 576), packed, slots, row_format=LatentFormat(256, 320, FP8), scale=1.0)
+    with pytest.raises(ValueError, match=r"not torch.uint8 \[2, 4, 656\]"):
         sparse_attention(q, packed, slots, **kwargs)
 
 
@@ -302,8 +313,8 @@ def test_slots_outside_of_the_pool_and_columns_apart(relative_error: Error) -> N
     q, pool, slots = problem(4, 2, 8, 5)
     apart = pool.transpose(0, 2).contiguous().transpose(0, 2)[:, :1]
     slots = torch.where(slots < 0, slots, slots // 13)
-    wanted = sparse_attention(q, apart.contiguous(), slots, value_dim=8, scale=SCALE)[0]
-    assert relative_error(sparse_attention(q, apart, slots, value_dim=8, scale=SCALE)[0], wanted) < 1e-6
+    wanted = sparse_attention(q, apart.contiguous(), slots, row_format=plain(q, 8), scale=SCALE)[0]
+    assert relative_error(sparse_attention(q, apart, slots, row_format=plain(q, 8), scale=SCALE)[0], wanted) < 1e-6
     slots[2, 3] = 9 * 13
     with pytest.raises(IndexError):
-        sparse_attention(q, pool, slots, value_dim=8, scale=SCALE)
+        sparse_attention(q, pool, slots, row_format=plain(q, 8), scale=SCALE)

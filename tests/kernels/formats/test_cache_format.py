@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat, stored_dtype
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
 
 # rank, rope, index key; bytes of an FP8 latent row and index key
 FP8_SIZES = [(512, 64, 128, 656, 132), (384, 64, 64, 524, 68), (128, 16, 16, 164, 20)]
@@ -62,12 +62,14 @@ def test_other_sizes_that_fp8_has_no_rows_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*PLAIN, FP8])
-def test_a_pool_tells_its_format(dtype: torch.dtype) -> None:
-    latent, key = LatentFormat(256, 16, dtype), IndexKeyFormat(32, dtype)
-    pools = latent.empty_pool(3, 4, torch.device("cpu")), key.empty_pool(3, 4, torch.device("cpu"))
-    assert pools[0].shape == (3, 4, latent.columns) and pools[1].shape == (3, 4, key.columns)
-    assert stored_dtype(pools[0]) == stored_dtype(pools[1]) == dtype
-    assert IndexKeyFormat.of_pool(pools[1]) == key
+def test_a_pool_is_checked_against_its_format(dtype: torch.dtype) -> None:
+    for row_format in (LatentFormat(256, 16, dtype), IndexKeyFormat(32, dtype)):
+        pool = row_format.empty_pool(3, 4, torch.device("cpu"))
+        assert pool.shape == (3, 4, row_format.columns) and pool.dtype == row_format.pool_dtype
+        row_format.check_pool(pool)
+        for other in (pool[..., 1:], pool[0], pool.to(torch.int32)):
+            with pytest.raises(ValueError, match=rf"is {pool.dtype} \[pages, page_size, {row_format.columns}\], not"):
+                row_format.check_pool(other)
 
 
 @pytest.mark.parametrize("dtype", [*PLAIN, FP8])

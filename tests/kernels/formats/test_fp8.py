@@ -85,8 +85,8 @@ def test_power_of_two_scales_are_rounded_up() -> None:
     assert (scale_inv >= exact).all() and (scale_inv < 2 * exact).all()
     assert (dequantize_blocks(weight, scale_inv, (128, 128)) - values).abs().max() < 0.2
     # A scale that is a power of two already stays.
-    _, kept = quantize_blocks(torch.full((2, 2), E4M3_MAX / 4), (2, 2), power_of_two=True)
-    assert kept.item() == 0.25
+    _, exact_scale = quantize_blocks(torch.full((2, 2), E4M3_MAX / 4), (2, 2), power_of_two=True)
+    assert exact_scale.item() == 0.25
 
 
 def test_zeros_and_tiny_values_stay_finite() -> None:
@@ -103,12 +103,13 @@ def test_zeros_and_tiny_values_stay_finite() -> None:
 def test_a_part_equals_the_same_part_of_the_whole(start: tuple[int, int], size: tuple[int, int], device: str) -> None:
     block = (128, 64)
     weight, scale_inv = quantize_blocks(torch.randn(300, 200, device=device), block)
-    (top, left), (rows, columns) = start, size
+    (start_row, start_column), (rows, columns) = start, size
     down, across = scale_shape(size, block, start)
-    scales = scale_inv[top // block[0] :, left // block[1] :][:down, :across]
-    part = dequantize_blocks(weight[top : top + rows, left : left + columns], scales, block, start)
+    scales = scale_inv[start_row // block[0] :, start_column // block[1] :][:down, :across]
+    cut = slice(start_row, start_row + rows), slice(start_column, start_column + columns)
+    part = dequantize_blocks(weight[cut], scales, block, start)
     whole = dequantize_blocks(weight, scale_inv, block)
-    assert torch.equal(part, whole[top : top + rows, left : left + columns])
+    assert torch.equal(part, whole[cut])
 
 
 def test_bad_arguments() -> None:

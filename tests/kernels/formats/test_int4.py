@@ -223,10 +223,10 @@ def test_grouped(
     packed, scale = arranged(stored, int8_activations)
     x = torch.randn(9, 128)
     source = torch.randint(9, (30,), dtype=torch.int32)
-    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
+    row_ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
     rows = quantize_rows_int8(x.to(device)) if int8_activations else (x.to(device), None)
     out = grouped_matmul_int4_triton(
-        *rows, packed.to(device), scale.to(device), ends, torch.float32,
+        *rows, packed.to(device), scale.to(device), row_ends, torch.float32,
         source=source.to(device), gated=gated, expected=expected,
     )  # fmt: skip
     number = [g for g, count in enumerate(counts) for _ in range(count)]

@@ -18,8 +18,8 @@ Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 def naive_codes(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales in float64; the division is that of float32, as the format says."""
-    most = x.float().abs().amax(dim=-1) if largest is None else largest
-    scale = most / 127
+    maximum = x.float().abs().amax(dim=-1) if largest is None else largest
+    scale = maximum / 127
     codes = torch.where(scale[:, None] > 0, (x.float() / scale[:, None]).round(), 0).clamp(-127, 127)
     return codes.double(), scale.double()
 
@@ -106,9 +106,9 @@ def test_grouped(gated: bool, expected: float | None, device: str, relative_erro
     x = torch.randn(9, 48)
     codes, x_scale = quantize_rows_int8(x.to(device))
     source = torch.randint(9, (30,), dtype=torch.int32)
-    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
+    row_ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
     out = grouped_matmul_int8_triton(
-        codes, x_scale, weight.to(device), scale.to(device), ends, torch.float32,
+        codes, x_scale, weight.to(device), scale.to(device), row_ends, torch.float32,
         source=source.to(device), gated=gated, expected=expected,
     )  # fmt: skip
     group = [g for g, count in enumerate(counts) for _ in range(count)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.kernels.rows.store_latent import store_latent
@@ -69,9 +70,10 @@ def test_latent_rows(power_of_two: bool, device: str) -> None:
     weight = (1 + 0.3 * torch.randn(RANK, generator=g)).bfloat16().to(device)
     cos, sin = angles(device)
     rows = torch.empty(TOKENS, 656, dtype=torch.uint8, device=device)
-    store_latent(compressed, weight, EPS, cos, sin, rows, interleaved=True, power_of_two=power_of_two)
+    fp8, bf16 = (LatentFormat(RANK, ROPE, stored) for stored in (FP8, torch.bfloat16))
+    store_latent(compressed, weight, EPS, cos, sin, rows, row_format=fp8, interleaved=True, power_of_two=power_of_two)
     plain = torch.empty(TOKENS, RANK + ROPE, dtype=torch.bfloat16, device=device)
-    store_latent(compressed, weight, EPS, cos, sin, plain, interleaved=True)  # what a bfloat16 cache holds
+    store_latent(compressed, weight, EPS, cos, sin, plain, row_format=bf16, interleaved=True)  # as a bfloat16 cache
     codes, scales = released_quantization(plain[:, :RANK].reshape(-1, 128), power_of_two)
     assert torch.equal(rows[:, :RANK].reshape(-1, 128), codes)
     assert torch.equal(rows[:, RANK : RANK + 16].contiguous().view(torch.float32).flatten(), scales)
@@ -99,7 +101,8 @@ def test_index_keys(power_of_two: bool, device: str) -> None:
     cos, sin = angles(device)
     rows = torch.empty(TOKENS, DIM + 4, dtype=torch.uint8, device=device)
     arguments = projected, weight, bias, EPS, cos, sin
-    store_index_keys(*arguments, rows, interleaved=False, power_of_two=power_of_two)
+    key_format = IndexKeyFormat(DIM, FP8)
+    store_index_keys(*arguments, rows, key_format=key_format, interleaved=False, power_of_two=power_of_two)
     normed = F.layer_norm(projected.float(), (DIM,), weight, bias, EPS).bfloat16()
     keys = torch.cat((rotated(normed[:, :ROPE], cos, sin, interleaved=False), normed[:, ROPE:]), dim=-1)
     wanted, scales = released_quantization(transformed(keys), power_of_two)

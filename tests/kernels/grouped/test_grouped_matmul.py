@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.grouped import grouped_matmul as module
 from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul, grouped_matmul_triton, torch_has_it
-from dsa_engine.kernels.grouped.tiles import most_tiles
+from dsa_engine.kernels.grouped.tiles import max_tiles
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
@@ -102,18 +102,18 @@ def test_rows_beyond_the_last_end_are_left_alone(served: int, device: str, monke
     needs_kernel(device)
     monkeypatch.setattr(module.torch, "empty", lambda *size, **kwargs: torch.full(size, 7.0, **kwargs))
     x, weight = torch.ones(40, 16, device=device), torch.ones(3, 8, 16, device=device)
-    ends = torch.tensor([served, served, served], dtype=torch.int32, device=device)
-    out = grouped_matmul_triton(x, weight, ends)
+    row_ends = torch.tensor([served, served, served], dtype=torch.int32, device=device)
+    out = grouped_matmul_triton(x, weight, row_ends)
     assert bool((out[:served] == 16).all()) and bool((out[served:] == 7).all())
 
 
 def test_a_strided_view(device: str) -> None:
     needs_kernel(device)
     wide, weight = torch.randn(6, 40, device=device), torch.randn(2, 8, 24, device=device)
-    ends = ends_of([2, 4], device)
+    row_ends = ends_of([2, 4], device)
     for x in (wide[:, 8:32], wide.t()[:24].t()[:, :24]):
         torch.testing.assert_close(
-            grouped_matmul_triton(x, weight, ends), naive(x, weight, [2, 4]).float(), rtol=1e-4, atol=1e-4
+            grouped_matmul_triton(x, weight, row_ends), naive(x, weight, [2, 4]).float(), rtol=1e-4, atol=1e-4
         )
 
 
@@ -127,21 +127,21 @@ def test_offsets_beyond_2_to_the_31_elements(gated: bool) -> None:
     assert weight[:-1].numel() > 1 << 31 and x[:-1].numel() > 1 << 31
     weight[-1] = torch.randn(16, inner) / inner**0.5
     x[far] = torch.randn(inner)
-    ends = torch.zeros(groups, dtype=torch.int32)
-    ends[-1] = 1
-    out = grouped_matmul_triton(x, weight, ends, source=torch.tensor([far], dtype=torch.int32), gated=gated)
+    row_ends = torch.zeros(groups, dtype=torch.int32)
+    row_ends[-1] = 1
+    out = grouped_matmul_triton(x, weight, row_ends, source=torch.tensor([far], dtype=torch.int32), gated=gated)
     torch.testing.assert_close(out.double(), naive(x[far:], weight[-1:], [1], gated), rtol=1e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 1, 1], [16, 16, 16], [17, 0, 31], [1, 40, 2], [0, 0, 43]])
 def test_tiles_are_enough(counts: list[int]) -> None:
     for size in (16, 64):
-        assert sum(-(-count // size) for count in counts) <= most_tiles(sum(counts), len(counts), size)
+        assert sum(-(-count // size) for count in counts) <= max_tiles(sum(counts), len(counts), size)
 
 
 def test_bad_arguments() -> None:
     x, weight = torch.ones(4, 12), torch.ones(5, 6, 12)
-    ends = torch.full((5,), 4, dtype=torch.int32)
+    row_ends = torch.full((5,), 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="do not fit"):
         grouped_matmul(x, weight[:, :, :5], torch.ones(5))
     with pytest.raises(ValueError, match="do not fit"):
@@ -149,11 +149,11 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="x is torch.float32, the weight torch.float16"):
         grouped_matmul(x, weight.half(), torch.ones(5))
     with pytest.raises(ValueError, match="int32, not torch.int64"):
-        grouped_matmul_triton(x, weight, ends.long())
+        grouped_matmul_triton(x, weight, row_ends.long())
     with pytest.raises(ValueError, match="source must be int32, not torch.int32 and torch.int64"):
-        grouped_matmul_triton(x, weight, ends, source=torch.zeros(4, dtype=torch.int64))
+        grouped_matmul_triton(x, weight, row_ends, source=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"two halves of the weight, which is \(5, 5, 12\)"):
-        grouped_matmul_triton(x, weight[:, :5], ends, gated=True)
+        grouped_matmul_triton(x, weight[:, :5], row_ends, gated=True)
 
 
 def test_when_torch_is_asked() -> None:

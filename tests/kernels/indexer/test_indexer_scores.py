@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.formats.fp8_cache import index_key_views
 from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.rows.segment import Segment, Segments
@@ -18,6 +20,11 @@ Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 # Inputs of any type are multiplied and summed in float32. Hopper's FP8 products are summed with 14 bits.
 BOUND, FP8_BOUND = 1e-5, 1e-3
+
+
+def score(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """The operation, with the key format that belongs to the width and dtype of the queries."""
+    return indexer_scores(q, *arguments, key_format=IndexKeyFormat(q.shape[-1], q.dtype), **options)
 
 
 def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Tensor:
@@ -60,11 +67,11 @@ def check_batch(
     rows = runs[-1].row + runs[-1].length
     q, weights, _ = problem(rows, heads, dim, 0, dtype)
     g = torch.Generator().manual_seed(1)
-    ends = [max([1] + [s.end for s in runs if s.sequence == i]) for i in range(max(s.sequence for s in runs) + 1)]
-    keys = [torch.randn(end, dim, generator=g).to(dtype) for end in ends]
+    lengths = [max([1] + [s.end for s in runs if s.sequence == i]) for i in range(max(s.sequence for s in runs) + 1)]
+    keys = [torch.randn(end, dim, generator=g).to(dtype) for end in lengths]
     pool, tables = scatter(keys, page_size)
     segments = Segments.of(runs, device)
-    scores = indexer_scores(q.to(device), weights.to(device), pool.to(device), tables.to(device), segments)
+    scores = score(q.to(device), weights.to(device), pool.to(device), tables.to(device), segments)
     assert scores.dtype == torch.float32 and scores.shape == (rows, segments.longest)
     expected = torch.full(scores.shape, float("-inf"), dtype=torch.float64)
     for s in runs:
@@ -103,13 +110,13 @@ def test_scores(
     assert relative_error(got, expected) < BOUND
 
 
-@pytest.mark.parametrize("most, heads", [(1, 64), (2, 64), (2, 32), (3, 32), (8, 64)])
+@pytest.mark.parametrize("max_queries, heads", [(1, 64), (2, 64), (2, 32), (3, 32), (8, 64)])
 def test_ragged_decode(
-    most: int, heads: int, dtype: torch.dtype, device: str, relative_error: Error, scattered_pages: Scatter
+    max_queries: int, heads: int, dtype: torch.dtype, device: str, relative_error: Error, scattered_pages: Scatter
 ) -> None:
-    """Up to ``most`` queries of each sequence, as speculative decoding has."""
-    ends = [1, 290, 64, 129]
-    runs = batch([(i, max(0, end - most + i % 2), most - i % 2 or 1) for i, end in enumerate(ends)])
+    """Up to ``max_queries`` queries of each sequence, as speculative decoding has."""
+    lengths = [1, 290, 64, 129]
+    runs = batch([(i, max(0, end - max_queries + i % 2), max_queries - i % 2 or 1) for i, end in enumerate(lengths)])
     got, expected = check_batch(runs, heads, 128, 64, dtype, device, scattered_pages)
     assert relative_error(got, expected) < BOUND
 
@@ -132,9 +139,7 @@ def test_any_workspace(
     q, weights, keys = problem(count, heads, dim, start)
     pool, tables = scattered_pages([keys], page_size)
     segments = Segments.of([Segment(0, count, 0, start)], device)
-    scores = indexer_scores(
-        q.to(device), weights.to(device), pool.to(device), tables.to(device), segments, workspace=workspace
-    )
+    scores = score(q.to(device), weights.to(device), pool.to(device), tables.to(device), segments, workspace=workspace)
     expected = naive(q, weights, keys, start)
     torch.testing.assert_close(seen_by(scores, segments).double(), seen_by(expected, segments), rtol=1e-5, atol=1e-4)
 
@@ -189,12 +194,12 @@ def test_fp8(
         rare, sign = torch.rand(shape, generator=g) < 0.02, torch.randint(2, shape, generator=g)
         return (torch.where(rare, any_code, small) + 0x80 * sign).byte().view(torch.float8_e4m3fn)
 
-    ends = [max(s.end for s in segments if s.sequence == i) for i in range(max(run[0] for run in runs) + 1)]
-    keys = [draw(end, dim) for end in ends]
-    scales = [torch.rand(end, generator=g) + 0.1 for end in ends]
+    lengths = [max(s.end for s in segments if s.sequence == i) for i in range(max(run[0] for run in runs) + 1)]
+    keys = [draw(end, dim) for end in lengths]
+    scales = [torch.rand(end, generator=g) + 0.1 for end in lengths]
     q, weights = draw(segments.rows, heads, dim), torch.randn(segments.rows, heads, generator=g)
     pool, tables = fp8_pool(keys, scales, page_size, scattered_pages)
-    got = indexer_scores(q.to(device), weights.to(device), pool.to(device), tables.to(device), segments)
+    got = score(q.to(device), weights.to(device), pool.to(device), tables.to(device), segments)
     expected = torch.zeros(got.shape, dtype=torch.float64)
     for s in segments:
         part = slice(s.row, s.row + s.length)
@@ -217,7 +222,7 @@ def test_a_pool_beyond_2_to_the_31(length: int, device: str, relative_error: Err
         pool[page, : len(part)] = part.to(device)
     tables = torch.tensor([table], dtype=torch.int32, device=device)
     segments = Segments.of([Segment(0, length, 0, 130)], device)
-    got = seen_by(indexer_scores(q.to(device), weights.to(device), pool, tables, segments), segments)
+    got = seen_by(score(q.to(device), weights.to(device), pool, tables, segments), segments)
     assert relative_error(got, seen_by(naive(q, weights, keys, 130), segments)) < BOUND
 
 
@@ -236,7 +241,7 @@ def test_queries_beyond_2_to_the_31(length: int, relative_error: Error, scattere
     # Of all tiles only the last is computed.
     size = {1: 1, 3: 4}[length]
     segments._tiles[size] = torch.tensor([[rows - length, length]], dtype=torch.int32)
-    got = indexer_scores(q, weights, pool, tables, segments)[-length:]
+    got = score(q, weights, pool, tables, segments)[-length:]
     last = Segments.of([Segment(0, length, 0, start)])
     assert relative_error(seen_by(got, last), seen_by(naive(some, some_weights, keys, start), last)) < BOUND
 
@@ -253,7 +258,7 @@ def test_scores_beyond_2_to_the_31(
     memory, stride = torch.empty(2**31 + 100, dtype=torch.float32), 2**31 // (length - 1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *shape, **_: memory.as_strided(shape, (stride, 1)))
-        scores = indexer_scores(q, weights, pool, tables, segments)
+        scores = score(q, weights, pool, tables, segments)
     assert scores.stride(0) == stride
     assert relative_error(seen_by(scores, segments), seen_by(naive(q, weights, keys, 60), segments)) < BOUND
 
@@ -261,7 +266,7 @@ def test_scores_beyond_2_to_the_31(
 def test_negative_products_count_nothing(device: str, scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([-torch.ones(5, 4)], 2)
     q, weights = torch.ones(1, 3, 4, device=device), torch.ones(1, 3, device=device)
-    scores = indexer_scores(q, weights, pool.to(device), tables.to(device), Segments.of([Segment(0, 1, 0, 4)], device))
+    scores = score(q, weights, pool.to(device), tables.to(device), Segments.of([Segment(0, 1, 0, 4)], device))
     assert scores.tolist() == [[0.0] * 5]
 
 
@@ -271,14 +276,14 @@ def test_a_key_that_is_nan_shows(device: str, scattered_pages: Scatter) -> None:
     keys[2, 1] = float("nan")
     pool, tables = scattered_pages([keys], 2)
     q, weights = torch.ones(1, 3, 4, device=device), torch.ones(1, 3, device=device)
-    scores = indexer_scores(q, weights, pool.to(device), tables.to(device), Segments.of([Segment(0, 1, 0, 4)], device))
+    scores = score(q, weights, pool.to(device), tables.to(device), Segments.of([Segment(0, 1, 0, 4)], device))
     assert scores.isnan().tolist() == [[False, False, True, False, False]]
 
 
 def test_no_queries(device: str) -> None:
     q, weights, pool = (torch.empty(n, device=device) for n in ((0, 3, 8), (0, 3), (2, 4, 8)))
     tables = torch.zeros(1, 2, dtype=torch.int32, device=device)
-    assert indexer_scores(q, weights, pool, tables, Segments.of([], device)).shape == (0, 0)
+    assert score(q, weights, pool, tables, Segments.of([], device)).shape == (0, 0)
 
 
 def test_bad_arguments(device: str, scattered_pages: Scatter) -> None:
@@ -286,14 +291,14 @@ def test_bad_arguments(device: str, scattered_pages: Scatter) -> None:
     pool, tables = (x.to(device) for x in scattered_pages([keys.cpu()], 2))
     segments = Segments.of([Segment(0, 4, 0, 0)], device)
     with pytest.raises(ValueError, match=r"weights \(4, 2\)"):
-        indexer_scores(q, weights[:, :2], pool, tables, segments)
+        score(q, weights[:, :2], pool, tables, segments)
     with pytest.raises(ValueError, match="do not fit together"):
-        indexer_scores(q[..., :7], weights, pool, tables, segments)
-    with pytest.raises(ValueError, match="do not fit together"):
-        indexer_scores(q, weights, pool.to(torch.uint8), tables, segments)
+        score(q[..., :7], weights, pool, tables, segments)
+    with pytest.raises(TypeError, match="not torch.float32, torch.uint8 and torch.float32"):
+        score(q, weights, pool.to(torch.uint8), tables, segments)
     with pytest.raises(TypeError, match="not torch.float16, torch.float32 and torch.float32"):
-        indexer_scores(q.half(), weights, pool, tables, segments)
+        score(q.half(), weights, pool, tables, segments)
     with pytest.raises(TypeError, match="or float8_e4m3fn and uint8, and weights float32"):
-        indexer_scores(q, weights.double(), pool, tables, segments)
+        score(q, weights.double(), pool, tables, segments)
     with pytest.raises(ValueError, match="rows of a page must be contiguous"):
-        indexer_scores(q, weights, pool.mT.contiguous().mT, tables, segments)
+        score(q, weights, pool.mT.contiguous().mT, tables, segments)

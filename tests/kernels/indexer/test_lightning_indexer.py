@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.formats.fp8_cache import index_key_views
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.rows.segment import Segment, Segments
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 Scatter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 HEADS, DIM = 3, 8
+
+
+def select(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """The operation, with the key format that belongs to the width and dtype of the queries."""
+    return lightning_indexer(q, *arguments, key_format=IndexKeyFormat(q.shape[-1], q.dtype), **options)
 
 
 def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -66,7 +72,7 @@ def check(
         keys = [x * scale for x, scale in zip(keys, scales, strict=True)]
     else:
         pool, tables = scatter([x.to(dtype) for x in keys], page_size)
-    positions = lightning_indexer(
+    positions = select(
         q.to(device, dtype),
         weights.to(device),
         pool.to(device),
@@ -142,7 +148,7 @@ def test_the_best_of_long_rows(order: str, total: int, k: int, device: str) -> N
     rows = 5
     weights = torch.tensor([1.0, -1.0, -0.0, 2.0, 0.5])[:, None]
     scores = weights * torch.where(keys < 0, 0.0, keys)
-    positions = lightning_indexer(
+    positions = select(
         torch.ones(rows, 1, 1, device=device), weights.to(device), keys.view(-1, 1, 1).to(device),
         torch.arange(total, device=device).int()[None], Segments.of([Segment(0, rows, 0, total - rows)], device), k,
     ).tolist()  # fmt: skip
@@ -160,23 +166,23 @@ def test_threads_change_nothing(threads: int, device: str, monkeypatch: pytest.M
     pool, tables = torch.randn(300, 3, 16, generator=g), torch.randperm(300, generator=g).int()[None]
     given = [x.to(device) for x in (q, weights, pool, tables)]
     segments = Segments.of([Segment(0, 300, 0, 600)], device)
-    wanted = lightning_indexer(*given, segments, 64)
+    wanted = select(*given, segments, 64)
     monkeypatch.setattr(cpu, "threads_for", lambda work: threads)
-    assert torch.equal(lightning_indexer(*given, segments, 64), wanted)
+    assert torch.equal(select(*given, segments, 64), wanted)
 
 
 def test_k_beyond_what_is_visible(device: str, scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([whole_numbers(5, DIM, seed=0)], 4)
     q, weights = whole_numbers(5, HEADS, DIM, seed=1).to(device), whole_numbers(5, HEADS, seed=2).to(device)
     segments = Segments.of([Segment(0, 5, 0, 0)], device)
-    positions = lightning_indexer(q, weights, pool.to(device), tables.to(device), segments, 9)
+    positions = select(q, weights, pool.to(device), tables.to(device), segments, 9)
     assert positions.tolist() == [[*range(t + 1), *[-1] * (8 - t)] for t in range(5)]
 
 
 def test_no_queries(device: str, scattered_pages: Scatter) -> None:
     pool, tables = scattered_pages([torch.zeros(3, DIM)], 4)
     q, weights = torch.empty(0, HEADS, DIM, device=device), torch.empty(0, HEADS, device=device)
-    positions = lightning_indexer(q, weights, pool.to(device), tables.to(device), Segments.of([], device), 6)
+    positions = select(q, weights, pool.to(device), tables.to(device), Segments.of([], device), 6)
     assert positions.shape == (0, 6)
 
 
@@ -185,7 +191,7 @@ def test_a_batch_in_one_piece_makes_its_tiles_once(device: str, scattered_pages:
     pool, tables = scattered_pages([whole_numbers(9, DIM, seed=0)], 4)
     q, weights = whole_numbers(5, HEADS, DIM, seed=1).to(device), whole_numbers(5, HEADS, seed=2).to(device)
     segments = Segments.of([Segment(0, 5, 0, 4)], device)
-    lightning_indexer(q, weights, pool.to(device), tables.to(device), segments, 3)
+    select(q, weights, pool.to(device), tables.to(device), segments, 3)
     assert len(segments._tiles) == (1 if cpu.runs_kernel(q) else 0)
 
 
@@ -205,7 +211,7 @@ def test_memory_stays_within_the_workspace(
     segments = [Segment(0, length, 0, start)]
 
     def run() -> Any:
-        return lightning_indexer(q, weights, pool, tables, Segments.of(segments), k, workspace=workspace)
+        return select(q, weights, pool, tables, Segments.of(segments), k, workspace=workspace)
 
     result = length * k * 4
     peak = peak_memory(run)
@@ -223,7 +229,7 @@ def test_bad_segments(scattered_pages: Scatter) -> None:
         (Segment(0, 3, 0, 10), "ends at token 13, its block table holds 3 pages of 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            lightning_indexer(q, weights, pool, tables, Segments.of([segment]), 2)
+            select(q, weights, pool, tables, Segments.of([segment]), 2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
@@ -231,13 +237,13 @@ def test_block_tables_of_other_types_and_pages_outside_of_the_pool(scattered_pag
     pool, tables = scattered_pages([whole_numbers(30, DIM, seed=1)], 4)
     q, weights = whole_numbers(6, HEADS, DIM, seed=2), torch.rand(6, HEADS)
     segments = Segments.of([Segment(0, 6, 0, 20)])
-    wanted = lightning_indexer(q, weights, pool, tables, segments, 5)
-    assert torch.equal(lightning_indexer(q, weights, pool, tables.long(), segments, 5), wanted)
+    wanted = select(q, weights, pool, tables, segments, 5)
+    assert torch.equal(select(q, weights, pool, tables.long(), segments, 5), wanted)
     tables[0, 7] = -1  # behind all that is visible
-    assert torch.equal(lightning_indexer(q, weights, pool, tables, segments, 5), wanted)
+    assert torch.equal(select(q, weights, pool, tables, segments, 5), wanted)
     for page in (-1, len(pool)):
         tables[0, 6] = page
         with pytest.raises(IndexError):
-            lightning_indexer(q, weights, pool, tables, segments, 5)
+            select(q, weights, pool, tables, segments, 5)
     with pytest.raises(ValueError, match="k must be at least 1, not 0"):
-        lightning_indexer(q, weights, pool, tables, segments, 0)
+        select(q, weights, pool, tables, segments, 0)

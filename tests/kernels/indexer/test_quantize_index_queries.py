@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -89,8 +90,9 @@ def test_products_with_fp8_keys_are_those_of_queries_and_keys(device: str, relat
     turns, ones = (cos.to(device), sin.to(device)), torch.ones(128, device=device)
     rows = torch.empty(3, 132, dtype=torch.uint8, device=device)
     plain = torch.empty(3, 128, dtype=torch.float16, device=device)
-    for out in (rows, plain):
-        store_index_keys(projected, ones, 0 * ones, 1e-6, *turns, out, interleaved=False)
+    for out, stored in ((rows, FP8), (plain, torch.float16)):
+        key_format = IndexKeyFormat(128, stored)
+        store_index_keys(projected, ones, 0 * ones, 1e-6, *turns, out, key_format=key_format, interleaved=False)
     values, scales = quantize_index_queries(q.to(device), *turns, interleaved=False)
     keys = rows[:, :128].view(torch.float8_e4m3fn).double() * rows[:, 128:].contiguous().view(torch.float32).double()
     got = torch.einsum("thd,sd->ths", values.double() * scales.double()[..., None], keys)

@@ -210,11 +210,11 @@ def test_compiled(chip: int, rows: int, width: int) -> None:
         select_topk(torch.empty(rows, width), 2048, torch.empty(rows, dtype=torch.int32))
     assert len(launches) == (2 if rows == 1 else 1)
     for launch in launches:
-        ptx, found = launch.kernel.asm["ptx"], launch.resources(launch.sass())
-        assert found.spilled == 0 and found.shared < 48 << 10
-        assert found.loads_16 > 0
+        ptx, resources = launch.kernel.asm["ptx"], launch.resources(launch.sass())
+        assert resources.spilled == 0 and resources.shared < 48 << 10
+        assert resources.loads_16 > 0
         wide = re.findall(r"st\.global\S*\.v\d", ptx)
-        groups, sampled = (4, 8) if found.warps == 4 else (2, 2)
+        groups, sampled = (4, 8) if resources.warps == 4 else (2, 2)
         assert len(wide) == groups + sampled
 
 

@@ -65,12 +65,12 @@ def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: E
     assert relative_error(out, naive(*(a.cpu() for a in (x, experts, weights, gate_up, down)))) < bound
 
 
-@pytest.mark.parametrize("share", [1.0, 1e-3, 1000.0])
+@pytest.mark.parametrize("served_fraction", [1.0, 1e-3, 1000.0])
 @pytest.mark.parametrize("uncounted_bytes", [0, 1 << 30], ids=["counted", "uncounted"])
 @pytest.mark.parametrize("elsewhere", [0.7, 1.0])
-def test_every_way_gives_the_same(share: float, uncounted_bytes: int, elsewhere: float, device: str) -> None:
+def test_every_way_gives_the_same(served_fraction: float, uncounted_bytes: int, elsewhere: float, device: str) -> None:
     arguments = [a.to(device) for a in problem(30, 4, elsewhere)]
-    out = expert_mlp(*arguments, served_fraction=share, uncounted_bytes=uncounted_bytes)
+    out = expert_mlp(*arguments, served_fraction=served_fraction, uncounted_bytes=uncounted_bytes)
     torch.testing.assert_close(out, expert_mlp(*arguments), rtol=1e-5, atol=1e-5)
 
 

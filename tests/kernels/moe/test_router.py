@@ -79,14 +79,14 @@ def test_the_lower_of_equals_is_chosen(groups: int, top_groups: int, tokens: int
 
 
 @pytest.mark.parametrize("tokens", [1, 67])
-def test_rows_that_are_no_tokens_choose_nobody(tokens: int, device: str) -> None:
+def test_rows_that_are_no_tokens_choose_no_expert(tokens: int, device: str) -> None:
     g = torch.Generator().manual_seed(tokens)
     logits, bias = torch.randn(tokens, 24, generator=g).to(device), torch.randn(24, generator=g).to(device)
     live = (torch.arange(tokens) % 3 > 0).to(device)
     kwargs: dict[str, Any] = {"top_k": 4, "groups": 3, "top_groups": 2, "normalise": True, "factor": 2.5}
-    everybody, weights = route(logits, bias, **kwargs)
+    all_live, weights = route(logits, bias, **kwargs)
     chosen, same = route(logits, bias, **kwargs, live=live)
-    assert torch.equal(chosen, torch.where(live[:, None], everybody, -1)) and torch.equal(same, weights)
+    assert torch.equal(chosen, torch.where(live[:, None], all_live, -1)) and torch.equal(same, weights)
     with pytest.raises(ValueError, match="live must be bool"):
         route(logits, bias, **kwargs, live=live[:-1])
 

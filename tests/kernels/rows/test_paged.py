@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.kernels.rows.paged import gather_rows, read_rows, slots_of, store_rows
+from dsa_engine.kernels.rows.paged import gather_rows, read_rows
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.store_rows import store_rows
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
@@ -44,9 +46,9 @@ def test_a_part_of_the_gathered_buffer(columns: slice, device: str) -> None:
     rows = buffer[:, columns]
     pool = torch.full((16, 64, rows.shape[1]), float("nan"), device=device)
     store_rows(pool, rows, slots)
-    kept = slots >= 0
-    assert torch.equal(pool.view(1024, -1)[slots[kept]], rows[kept])
-    assert int(pool.view(1024, -1)[:, 0].isnan().sum()) == 1024 - int(kept.sum())
+    has_slot = slots >= 0
+    assert torch.equal(pool.view(1024, -1)[slots[has_slot]], rows[has_slot])
+    assert int(pool.view(1024, -1)[:, 0].isnan().sum()) == 1024 - int(has_slot.sum())
 
 
 def test_store_nothing(device: str) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsa_engine.kernels.rows.rms_norm import add_rms_norm, rms_norm
+from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.rms_norm import rms_norm
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 

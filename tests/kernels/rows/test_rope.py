@@ -86,7 +86,7 @@ def test_dimensions_that_make_no_view_of_heads(device: str) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_in_place(interleaved: bool, device: str) -> None:
+def test_written_over_the_input(interleaved: bool, device: str) -> None:
     """The index queries' first dimensions turn where they are."""
     q, angle = make((6, 12, 24)).to(device), angles(6, 4)
     before = q.clone()

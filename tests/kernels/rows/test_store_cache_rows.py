@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+
+KEYS = IndexKeyFormat(4, torch.float32)
 
 
 def scattered(rows: int, slots: int) -> list[int]:
@@ -23,7 +25,7 @@ def test_numbers(dtype: torch.dtype, latent: int, dim: int, rows: int, padding: 
     latents = torch.full((20, 7, latent), float("nan"), dtype=dtype, device=device)
     keys = torch.full((20, 7, dim), float("nan"), dtype=dtype, device=device)
     slots = scattered(rows, 140)
-    store_cache_rows(latents, keys, buffer, torch.tensor(slots, device=device))
+    store_cache_rows(latents, keys, buffer, torch.tensor(slots, device=device), IndexKeyFormat(dim, dtype))
     for part, pool in ((buffer[:, :latent], latents), (buffer[:, latent : latent + dim], keys)):
         flat = pool.view(140, -1)
         for row, slot in enumerate(slots):
@@ -39,7 +41,8 @@ def test_fp8(latent: int, rank: int, rope: int, dim: int, rows: int, device: str
     latents = torch.full((20, 5, latent), 255, dtype=torch.uint8, device=device)
     keys = torch.full((20, 5, dim + 4), 255, dtype=torch.uint8, device=device)
     slots = scattered(rows, 100)
-    store_cache_rows(latents, keys, buffer, torch.tensor(slots, dtype=torch.int32, device=device))
+    at = torch.tensor(slots, dtype=torch.int32, device=device)
+    store_cache_rows(latents, keys, buffer, at, IndexKeyFormat(dim, FP8))
     pages = keys.view(20, -1)
     values, scales = pages[:, : 5 * dim].reshape(100, dim), pages[:, 5 * dim :].reshape(100, 4)
     for row, slot in enumerate(slots):
@@ -52,8 +55,8 @@ def test_fp8(latent: int, rank: int, rope: int, dim: int, rows: int, device: str
 
 def test_nothing(device: str) -> None:
     latents, keys = torch.zeros(2, 3, 8, device=device), torch.zeros(2, 3, 4, device=device)
-    store_cache_rows(latents, keys, torch.ones(0, 12, device=device), torch.empty(0, dtype=torch.int32, device=device))
-    store_cache_rows(latents, keys, torch.ones(3, 12, device=device), torch.tensor([-1] * 3, device=device))
+    for slots in (torch.empty(0, dtype=torch.int32, device=device), torch.tensor([-1] * 3, device=device)):
+        store_cache_rows(latents, keys, torch.ones(len(slots), 12, device=device), slots, KEYS)
     assert not latents.any() and not keys.any()
 
 
@@ -66,7 +69,9 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     keys = torch.empty(pages, 64, 132, dtype=torch.uint8, device=device)
     latents[-1], keys[-1] = 0, 0
     buffer = (torch.arange(2 * 800).view(2, 800) % 251).to(torch.uint8).to(device)
-    store_cache_rows(latents, keys, buffer, torch.tensor([pages * 64 - 1, pages * 64 - 2], device=device))
+    store_cache_rows(
+        latents, keys, buffer, torch.tensor([pages * 64 - 1, pages * 64 - 2], device=device), IndexKeyFormat(128, FP8)
+    )
     assert torch.equal(latents[-1, [63, 62]], buffer[:, :656]) and not latents[-1, :62].any()
     page = keys[-1].flatten()
     assert torch.equal(page[: 64 * 128].view(64, 128)[[63, 62]], buffer[:, 656:784])
@@ -87,13 +92,13 @@ def test_bad_arguments() -> None:
     with pytest.raises(
         ValueError, match=r"rows \(5, 11\), latent pool \(2, 3, 8\) and index-key pool \(2, 3, 4\) do not"
     ):
-        store_cache_rows(latents, keys, rows[:, :11], slots)
+        store_cache_rows(latents, keys, rows[:, :11], slots, KEYS)
     with pytest.raises(ValueError, match="do not fit together"):
-        store_cache_rows(latents, torch.ones(2, 2, 4), rows, slots)
+        store_cache_rows(latents, torch.ones(2, 2, 4), rows, slots, KEYS)
     with pytest.raises(ValueError, match="must have one dtype, not torch.float16, torch.float32 and torch.float32"):
-        store_cache_rows(latents, keys, rows.half(), slots)
+        store_cache_rows(latents, keys, rows.half(), slots, KEYS)
     with pytest.raises(ValueError, match=r"5 rows need as many slots, not \[4\]"):
-        store_cache_rows(latents, keys, rows, slots[:4])
+        store_cache_rows(latents, keys, rows, slots[:4], KEYS)
     latents, keys, rows = latents.to(torch.uint8), torch.ones(2, 3, 8, dtype=torch.uint8), torch.ones(5, 17).byte()
     with pytest.raises(ValueError, match="must begin at multiples of 4 bytes; the stride is 17"):
-        store_cache_rows(latents, keys, rows[:, :16], slots)
+        store_cache_rows(latents, keys, rows[:, :16], slots, IndexKeyFormat(4, FP8))

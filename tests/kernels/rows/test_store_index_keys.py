@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat
 from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -23,6 +24,11 @@ def matrix(size: int) -> torch.Tensor:
     while len(h) < size:
         h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
     return h
+
+
+def format_of(out: torch.Tensor, dim: int) -> IndexKeyFormat:
+    """FP8 keys in bytes, plain keys else."""
+    return IndexKeyFormat(dim, FP8 if out.dtype == torch.uint8 else out.dtype)
 
 
 class Keys:
@@ -54,7 +60,10 @@ class Keys:
         tensors = (self.projected, self.weight, self.bias, self.cos, self.sin)
         projected, weight, bias, cos, sin = (t.to(out.device) for t in tensors)
         at = None if slots is None else torch.tensor(slots, dtype=torch.int32, device=out.device)
-        store_index_keys(projected, weight, bias, EPS, cos, sin, out, at, interleaved=self.interleaved, **options)
+        store_index_keys(
+            projected, weight, bias, EPS, cos, sin, out, at, key_format=format_of(out, projected.shape[1]),
+            interleaved=self.interleaved, **options,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -68,8 +77,8 @@ def test_scattered_slots(
     slots = [-1 if i % 4 == 3 else slot for i, slot in enumerate(order)]
     keys.store(pool, slots)
     flat = pool.view(35, dim)
-    kept = [i for i in range(19) if slots[i] >= 0]
-    assert relative_error(flat[[slots[i] for i in kept]], keys.wanted[kept]) < bound
+    stored_rows = [i for i in range(19) if slots[i] >= 0]
+    assert relative_error(flat[[slots[i] for i in stored_rows]], keys.wanted[stored_rows]) < bound
     assert bool(flat[[slot for slot in range(35) if slot not in slots]].isnan().all())
 
 
@@ -122,11 +131,11 @@ def test_fp8_pages(
     scales = pages[:, 4 * dim :].contiguous().view(torch.float32).view(12)
     empty = [slot for slot in range(12) if slot not in slots]
     assert bool((values[empty] == 255).all()) and bool(scales[empty].isnan().all())
-    kept = [i for i in range(6) if slots[i] >= 0]
-    at = [slots[i] for i in kept]
+    stored_rows = [i for i in range(6) if slots[i] >= 0]
+    at = [slots[i] for i in stored_rows]
     assert keys.transformed is not None
     step = torch.finfo(dtype).eps
-    check_fp8(values[at].view(torch.float8_e4m3fn), scales[at], keys.transformed[kept], power_of_two, step)
+    check_fp8(values[at].view(torch.float8_e4m3fn), scales[at], keys.transformed[stored_rows], power_of_two, step)
 
 
 def test_fp8_rows_of_a_wider_buffer(device: str) -> None:
@@ -142,7 +151,7 @@ def test_fp8_rows_of_a_wider_buffer(device: str) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_no_token_and_no_place(tokens: int, fp8: bool, device: str) -> None:
+def test_no_token_and_no_slot(tokens: int, fp8: bool, device: str) -> None:
     pool = torch.full((2, 2, 20 if fp8 else 16), 9, dtype=torch.uint8 if fp8 else torch.float32, device=device)
     Keys(tokens, 16, 8, torch.float32, True).store(pool, [-1] * tokens)
     assert bool((pool == 9).all())
@@ -179,7 +188,8 @@ def test_bad_arguments() -> None:
         at: torch.Tensor | None = slots,
         turns: torch.Tensor = cos,
     ) -> None:
-        store_index_keys(x, weight, weight, EPS, turns, turns, out, at, interleaved=True)
+        key_format = format_of(out, 24)
+        store_index_keys(x, weight, weight, EPS, turns, turns, out, at, key_format=key_format, interleaved=True)
 
     with pytest.raises(ValueError, match=r"weight \(23,\) and bias \(23,\) must be \[24\]"):
         store(weight=weight[:23])
@@ -193,3 +203,6 @@ def test_bad_arguments() -> None:
         store(at=None)
     with pytest.raises(ValueError, match="needs a power of two, at most 128, not 24"):
         store(out=torch.ones(2, 4, 28, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="keys of 24 numbers in torch.float32 do not have the format IndexKeyFormat"):
+        other = IndexKeyFormat(32, torch.float32)
+        store_index_keys(x, weight, weight, EPS, cos, cos, pool, slots, key_format=other, interleaved=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -44,10 +45,18 @@ class Rows:
         device = out.device
         compressed, weight, cos, sin = (t.to(device) for t in (self.compressed, self.weight, self.cos, self.sin))
         at = None if slots is None else torch.tensor(slots, dtype=torch.int32, device=device)
-        store_latent(compressed, weight, EPS, cos, sin, out, at, interleaved=self.interleaved, **options)
+        row_format = format_of(out, weight.shape[0], 2 * cos.shape[1])
+        store_latent(
+            compressed, weight, EPS, cos, sin, out, at, row_format=row_format, interleaved=self.interleaved, **options
+        )
 
 
-def places(tokens: int, slots: int, dropped: int = 3) -> list[int]:
+def format_of(out: torch.Tensor, rank: int, rope: int) -> LatentFormat:
+    """FP8 rows in bytes, plain rows else."""
+    return LatentFormat(rank, rope, FP8 if out.dtype == torch.uint8 else out.dtype)
+
+
+def scattered_slots(tokens: int, slots: int, dropped: int = 3) -> list[int]:
     """Distinct slots in no order, every ``dropped``-th of them −1."""
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(slots))[:tokens].tolist()
     return [-1 if i % dropped == dropped - 1 else slot for i, slot in enumerate(order)]
@@ -60,13 +69,13 @@ def test_scattered_slots(
 ) -> None:
     rows = Rows(11, rank, rope, dtype, interleaved)
     pool = torch.full((4, 5, rank + rope), float("nan"), dtype=dtype, device=device)
-    slots = places(11, 20)
+    slots = scattered_slots(11, 20)
     rows.store(pool, slots)
     flat = pool.view(20, -1)
-    kept = [i for i in range(11) if slots[i] >= 0]
-    stored = flat[[slots[i] for i in kept]]
-    assert relative_error(stored[:, :rank], rows.wanted[kept, :rank]) < bound
-    assert relative_error(stored[:, rank:], rows.wanted[kept, rank:]) < bound
+    stored_rows = [i for i in range(11) if slots[i] >= 0]
+    stored = flat[[slots[i] for i in stored_rows]]
+    assert relative_error(stored[:, :rank], rows.wanted[stored_rows, :rank]) < bound
+    assert relative_error(stored[:, rank:], rows.wanted[stored_rows, rank:]) < bound
     untouched = [slot for slot in range(20) if slot not in slots]
     assert bool(flat[untouched].isnan().all())
 
@@ -87,7 +96,10 @@ def test_a_strided_input_and_int64_slots(device: str, relative_error: Error) -> 
     pool = torch.zeros(2, 4, 40, device=device)
     slots = torch.tensor([7, 0, 3, -1, 2], device=device)
     turns = rows.cos.to(device), rows.sin.to(device)
-    store_latent(wide[:, 3:43], rows.weight.to(device), EPS, *turns, pool, slots, interleaved=True)
+    row_format = LatentFormat(32, 8, torch.float32)
+    store_latent(
+        wide[:, 3:43], rows.weight.to(device), EPS, *turns, pool, slots, row_format=row_format, interleaved=True
+    )
     assert relative_error(pool.view(8, -1)[[7, 0, 3, 2]], rows.wanted[[0, 1, 2, 4]]) < 1e-5
 
 
@@ -147,7 +159,7 @@ def test_fp8_rows_of_a_wider_buffer(device: str) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_no_token_and_no_place(tokens: int, fp8: bool, device: str) -> None:
+def test_no_token_and_no_slot(tokens: int, fp8: bool, device: str) -> None:
     pool = torch.full((2, 2, 164 if fp8 else 144), 9, dtype=torch.uint8 if fp8 else torch.float32, device=device)
     Rows(tokens, 128, 16, torch.float32, True).store(pool, [-1] * tokens)
     assert bool((pool == 9).all())
@@ -179,7 +191,8 @@ def test_bad_arguments() -> None:
     pool, slots = torch.ones(2, 4, 40), torch.zeros(3, dtype=torch.int32)
 
     def store(compressed: torch.Tensor, out: torch.Tensor, at: torch.Tensor | None, turns: torch.Tensor = cos) -> None:
-        store_latent(compressed, weight, EPS, turns, turns, out, at, interleaved=True)
+        row_format = format_of(out, 32, 8)
+        store_latent(compressed, weight, EPS, turns, turns, out, at, row_format=row_format, interleaved=True)
 
     with pytest.raises(
         ValueError, match=r"compressed \(3, 39\) must be \[T, rank \+ rope\], with 32 norm weights and 8"
@@ -201,10 +214,14 @@ def test_bad_arguments() -> None:
         store(x, torch.ones(2, 4, 80)[..., :40], slots)
     with pytest.raises(ValueError, match="needs a rank that is a multiple of 128, not 32"):
         store(x, torch.ones(2, 4, 40, dtype=torch.uint8), slots)
+    with pytest.raises(
+        ValueError, match=r"rows of 32 \+ 8 numbers in torch.float32 do not have the format LatentFormat"
+    ):
+        store_latent(x, weight, EPS, cos, cos, pool, row_format=LatentFormat(32, 8, torch.float16), interleaved=True)
     with pytest.raises(ValueError, match="FP8 rows must begin at multiples of 4 bytes; the row stride is 166"):
         store_latent(
             torch.ones(3, 144), torch.ones(128), EPS, torch.ones(3, 8), torch.ones(3, 8),
-            torch.ones(3, 166, dtype=torch.uint8)[:, :164], interleaved=True,
+            torch.ones(3, 166, dtype=torch.uint8)[:, :164], row_format=LatentFormat(128, 16, FP8), interleaved=True,
         )  # fmt: skip
 
 

@@ -28,9 +28,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(cpu, "_FUNCTIONS", {"one": ([], ctypes.c_int64)})
     monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DSA_ENGINE_NATIVE", raising=False)
-    kept = cpu.library, cpu.digest
-    monkeypatch.setattr(cpu, "library", kept[0].__wrapped__)
-    monkeypatch.setattr(cpu, "digest", kept[1].__wrapped__)
+    cached = cpu.library, cpu.digest
+    monkeypatch.setattr(cpu, "library", cached[0].__wrapped__)
+    monkeypatch.setattr(cpu, "digest", cached[1].__wrapped__)
     yield folder
 
 
@@ -121,7 +121,7 @@ def test_what_is_served() -> None:
         assert not cpu.serves(torch.empty(2))
 
 
-def test_threads_are_pytorchs_at_most() -> None:
+def test_no_more_threads_than_pytorchs() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)

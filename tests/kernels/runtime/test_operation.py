@@ -63,21 +63,23 @@ def test_every_operation_is_marked() -> None:
 
 def test_a_right_kernel_stays() -> None:
     seen: list[str] = []
-    with compared(Comparison(seen.append)) as found:
+    with compared(Comparison(seen.append)) as comparison:
         for _ in range(2):
             double(torch.ones(3))
-    assert seen == ["double"] and found.errors == {"double": 0.0} and found.wrong == {} == operation.replaced()
+    assert (
+        seen == ["double"] and comparison.errors == {"double": 0.0} and comparison.wrong == {} == operation.replaced()
+    )
 
 
 @pytest.mark.parametrize("call", [wrong, uncompilable])
 def test_a_wrong_kernel_is_replaced(call: object) -> None:
     assert callable(call)
-    with compared(Comparison()) as found:
+    with compared(Comparison()) as comparison:
         assert call(torch.ones(3)).tolist() == [2, 2, 2], "the reference's result is gone on with"
-    reason = found.wrong[call.__name__]
+    reason = comparison.wrong[call.__name__]
     assert reason in ("its result differs from the reference by 0.25; allowed is 0.002",
                       "RuntimeError: out of resource: shared memory")  # fmt: skip
-    assert operation.replaced() == found.wrong
+    assert operation.replaced() == comparison.wrong
     assert call(torch.ones(3)).tolist() == [2, 2, 2], "also later, when nobody watches"
     assert runs_triton(torch.ones(1)), "other operations keep their kernel"
     operation.replace({})
@@ -88,17 +90,17 @@ def test_a_wrong_kernel_is_replaced(call: object) -> None:
 def test_what_is_written_is_compared_apart() -> None:
     """Into rows of a buffer, with strides of its own; what stands there in the end is the reference's."""
     buffer = torch.zeros(4, 6)
-    with compared(Comparison()) as found:
+    with compared(Comparison()) as comparison:
         write(torch.ones(4, 2), buffer[:, 1:3])
-        assert found.errors == {"write": 0.0} and buffer.sum() == 16
+        assert comparison.errors == {"write": 0.0} and buffer.sum() == 16
         write(torch.ones(4, 2), out=buffer[:, 1:3], broken=True)
-    assert found.wrong["write"].endswith("by 0.5; allowed is 0.002") and buffer.sum() == 16
+    assert comparison.wrong["write"].endswith("by 0.5; allowed is 0.002") and buffer.sum() == 16
 
 
 def test_the_inner_one_is_to_blame() -> None:
-    with compared(Comparison()) as found:
+    with compared(Comparison()) as comparison:
         outer(torch.ones(3))
-    assert set(found.wrong) == {"wrong"} and set(found.errors) == {"wrong", "outer"}
+    assert set(comparison.wrong) == {"wrong"} and set(comparison.errors) == {"wrong", "outer"}
 
 
 def test_difference() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.kernels.moe.packed_tokens import pack_tokens, row_words, tokens_of, unpack_choices
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words, tokens_of
+from dsa_engine.kernels.moe.unpack_choices import unpack_choices
 
 
 def random_tokens(

@@ -1,10 +1,9 @@
-"""The way of tokens to their experts and back: the order of token-expert pairs by expert, and the weighted sum.
+"""Token-expert pairs in the order of their experts.
 
-Pair ``t · k + j`` is choice j of token t. In the order, pairs stand by expert and, within one, by token; pairs that
-nobody serves here (−1) come last.
+Pair ``t · k + j`` is choice j of token t. Pairs are sorted by expert and, within one, by token; pairs that this rank
+does not serve (−1) come last.
 
-    row = places[t, j]:  tokens[row] = t;   expert e has the rows  ends[e − 1] … ends[e] − 1
-    out[t] = Σ_j weights[t, j] · y[places[t, j]]        over the served pairs, in the order of j, in float32
+    row = pair_rows[t, j]:  tokens[row] = t;   expert e has the rows  row_ends[e − 1] … row_ends[e] − 1
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Order(NamedTuple):
     """Pairs sorted by expert. Everything is on the device, and the host does not know how many are served."""
 
     tokens: torch.Tensor  # [T · k] int32: the token of every row; beyond the served rows, of the others
-    ends: torch.Tensor  # [experts] int32: where each expert's rows end; the last is how many pairs are served
-    places: torch.Tensor  # [T, k] int32: the row of every pair, −1 where it is not served
+    row_ends: torch.Tensor  # [experts] int32: where each expert's rows end; the last is how many pairs are served
+    pair_rows: torch.Tensor  # [T, k] int32: the row of every pair, −1 where it is not served
 
 
 def expert_order_reference(experts: torch.Tensor, count: int) -> Order:
@@ -37,18 +36,18 @@ def expert_order_reference(experts: torch.Tensor, count: int) -> Order:
     # Two bytes are enough for a number, and are sorted in half the time of four.
     keys = pairs.to(torch.int16).masked_fill_(pairs < 0, count)
     keys, order = keys.sort(stable=True)
-    ends = torch.searchsorted(
+    row_ends = torch.searchsorted(
         keys, torch.arange(count, dtype=keys.dtype, device=keys.device), right=True, out_int32=True
     )
     rows = torch.arange(len(pairs), dtype=torch.int32, device=pairs.device)
-    places = torch.empty_like(rows).scatter_(0, order, rows).masked_fill_(pairs < 0, -1)
+    pair_rows = torch.empty_like(rows).scatter_(0, order, rows).masked_fill_(pairs < 0, -1)
     tokens = (order // max(1, experts.shape[1])).int()
-    return Order(tokens, ends, places.view(experts.shape))
+    return Order(tokens, row_ends, pair_rows.view(experts.shape))
 
 
 @triton.jit
 def order_kernel(
-    experts, tokens, ends, places, pairs, count, K: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr
+    experts, tokens, row_ends, pair_rows, pairs, count, K: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Ranks by counting. A pair's key is ``expert · pairs + pair``, and its row is how many keys are smaller. The rows
     of expert e end after as many keys as are under ``(e + 1) · pairs``."""
@@ -65,8 +64,8 @@ def order_kernel(
         smaller += (keys[None, :] < below).to(tl.int32)
     rank = tl.sum(smaller, axis=1)
     tl.store(tokens + rank, query // K, mask=is_pair)
-    tl.store(places + query, tl.where(expert < 0, -1, rank), mask=is_pair)
-    tl.store(ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
+    tl.store(pair_rows + query, tl.where(expert < 0, -1, rank), mask=is_pair)
+    tl.store(row_ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
 
 
 @triton.jit
@@ -89,8 +88,8 @@ def order_count_kernel(experts, counts, pairs, count, blocks, BLOCK: tl.constexp
 
 
 @triton.jit(do_not_specialize=["pairs", "count", "blocks"])
-def order_place_kernel(
-    experts, upto, tokens, ends, places, pairs, count, blocks,
+def order_row_kernel(
+    experts, upto, tokens, row_ends, pair_rows, pairs, count, blocks,
     K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """A block of pairs a program. ``upto [count + 1, blocks]`` has the counts added up, expert by expert and within one
@@ -109,24 +108,24 @@ def order_place_kernel(
         before = (others[None, :] == key[:, None]) & (column[None, :] < inside[:, None])
         row += tl.sum(before.to(tl.int32), axis=1)
     tl.store(tokens + row, (pair // K).to(tl.int32), mask=known)
-    tl.store(places + pair, tl.where(key == count, -1, row), mask=known)
+    tl.store(pair_rows + pair, tl.where(key == count, -1, row), mask=known)
     if block == 0:
         for first in range(0, count, EXPERTS):
             number = first + tl.arange(0, EXPERTS)
             end = tl.load(upto + (number.to(tl.int64) + 1) * blocks - 1, mask=number < count, other=0)
-            tl.store(ends + number, end, mask=number < count)
+            tl.store(row_ends + number, end, mask=number < count)
 
 
 def _order_by_blocks(experts: torch.Tensor, order: Order) -> None:
     """Fills ``order`` by a counting sort. Compiled for sm_90, not yet measured on a device."""
-    pairs, count, blocks = experts.numel(), len(order.ends), cdiv(experts.numel(), BLOCK_PAIRS)
+    pairs, count, blocks = experts.numel(), len(order.row_ends), cdiv(experts.numel(), BLOCK_PAIRS)
     counts = torch.empty(count + 1, blocks, dtype=torch.int32, device=experts.device)
     order_count_kernel[(blocks,)](
         experts, counts, pairs, count, blocks, BLOCK=BLOCK_PAIRS, EXPERTS=min(32, next_power_of_2(count + 1)),
         num_warps=4,
     )  # fmt: skip
     upto = counts.view(-1).cumsum(0, dtype=torch.int32)
-    order_place_kernel[(blocks,)](
+    order_row_kernel[(blocks,)](
         experts, upto, *order, pairs, count, blocks,
         K=experts.shape[1], BLOCK=BLOCK_PAIRS, COLUMNS=32, EXPERTS=256, num_warps=8,
     )  # fmt: skip
@@ -149,8 +148,8 @@ def expert_order(experts: torch.Tensor, count: int) -> Order:
         return expert_order_reference(experts, count)
     experts = experts.contiguous()
     tokens = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    ends = torch.empty(count, dtype=torch.int32, device=experts.device)
-    order = Order(tokens, ends, torch.empty_like(experts))
+    row_ends = torch.empty(count, dtype=torch.int32, device=experts.device)
+    order = Order(tokens, row_ends, torch.empty_like(experts))
     if pairs > COMPARED_PAIRS:
         _order_by_blocks(experts, order)
         return order
@@ -160,63 +159,3 @@ def expert_order(experts: torch.Tensor, count: int) -> Order:
         experts, *order, pairs, count, K=experts.shape[1], QUERIES=queries, BLOCK=block, num_warps=4
     )
     return order
-
-
-def combine_reference(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    out = torch.zeros(places.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
-    for j, place in enumerate(places.t()):
-        token = (place >= 0).nonzero().flatten()
-        rows = y[place[token]].float()
-        # No token is named twice in a choice, so nothing depends on the order in which rows are added.
-        out.index_add_(0, token, rows if weights is None else rows.mul_(weights[token, j, None]))
-    return out.to(y.dtype)
-
-
-@triton.jit
-def combine_kernel(y, places, weights, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Part of one token a program: its K rows are asked for at once."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(K):
-        place = tl.load(places + token * K + j).to(tl.int64)
-        weight = 1.0
-        if weights is not None:
-            weight = tl.load(weights + token * K + j)
-        row = tl.load(y + place * width + columns, mask=inside & (place >= 0), other=0.0).to(tl.float32)
-        # Not weight · 0: the weight of a pair that is not served here may be anything.
-        total += tl.where(place >= 0, weight * row, 0.0)
-    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
-
-
-@operation()
-def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Weighted sum of every token's rows: the same bits each time.
-
-    Args:
-        y: ``[R, width]``, the experts' results in their order.
-        places: int32 ``[T, k]``, rows of y; −1 is left out.
-        weights: float32 ``[T, k]``; 1 each where there are none.
-
-    Returns:
-        ``[T, width]`` in the dtype of y; zeros for a token whose places are all −1.
-    """
-    if places.dim() != 2 or y.dim() != 2 or (weights is not None and weights.shape != places.shape):
-        shape = None if weights is None else tuple(weights.shape)
-        raise ValueError(f"y {tuple(y.shape)}, places {tuple(places.shape)}, weights {shape} do not fit")
-    if places.dtype != torch.int32 or (weights is not None and weights.dtype != torch.float32):
-        kind = None if weights is None else weights.dtype
-        raise ValueError(f"places must be int32 and weights float32, not {places.dtype} and {kind}")
-    if not runs_triton(y):
-        return combine_reference(y, places, weights)
-    tokens, k = places.shape
-    out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
-    if out.numel():
-        # 16 bytes of each row a thread. Compiled for sm_90, not yet measured on a device.
-        block = min(1024, next_power_of_2(y.shape[1]))
-        combine_kernel[(tokens, cdiv(y.shape[1], block))](
-            y.contiguous(), places.contiguous(), None if weights is None else weights.contiguous(), out, y.shape[1],
-            K=k, BLOCK=block, num_warps=max(1, block // 256),
-        )  # fmt: skip
-    return out

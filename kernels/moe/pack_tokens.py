@@ -19,15 +19,16 @@ from dsa_engine.kernels.runtime.operation import operation
 _WORD, _ALIGNED = 4, 16  # bytes
 
 # Elements of a token that a program copies: 16 bytes of bfloat16 a thread. Compiled for sm_90, not yet measured.
-_COPIED, _CHOICES = 1024, 1024
+_COPIED = 1024
 
 
 def row_words(hidden: int, dtype: torch.dtype, k: int) -> int:
     """Words of a row with a token ``[hidden]`` of ``dtype`` and k choices."""
-    return cdiv((_token_words(hidden, dtype) + 2 * k) * _WORD, _ALIGNED) * (_ALIGNED // _WORD)
+    return cdiv((token_words(hidden, dtype) + 2 * k) * _WORD, _ALIGNED) * (_ALIGNED // _WORD)
 
 
-def _token_words(hidden: int, dtype: torch.dtype) -> int:
+def token_words(hidden: int, dtype: torch.dtype) -> int:
+    """Words of a token in a row."""
     return cdiv(hidden * dtype.itemsize, _WORD)
 
 
@@ -44,10 +45,10 @@ def pack_tokens_reference(
         tokens, experts, weights, count = tokens[source], experts[source], weights[source], rows
     packed = torch.zeros(rows, row_words(hidden, tokens.dtype, k), dtype=torch.int32, device=tokens.device)
     tokens_of(packed, hidden, tokens.dtype)[:count] = tokens
-    behind = packed[:, _token_words(hidden, tokens.dtype) :]
-    behind[:, :k] = -1
-    behind[:count, :k] = experts
-    behind[:count, k : 2 * k] = weights.view(torch.int32)
+    choices = packed[:, token_words(hidden, tokens.dtype) :]
+    choices[:, :k] = -1
+    choices[:count, :k] = experts
+    choices[:count, k : 2 * k] = weights.view(torch.int32)
     return packed
 
 
@@ -119,76 +120,16 @@ def pack_tokens(
         raise ValueError(f"{count} tokens do not fit in {rows} rows")
     if not runs_triton(tokens):
         return pack_tokens_reference(tokens, experts, weights, source, rows)
-    token_words, width = _token_words(hidden, tokens.dtype), row_words(hidden, tokens.dtype, k)
+    words, width = token_words(hidden, tokens.dtype), row_words(hidden, tokens.dtype, k)
     packed = torch.empty(rows, width, dtype=torch.int32, device=tokens.device)
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    padded = token_words * (_WORD // tokens.dtype.itemsize)
+    padded = words * (_WORD // tokens.dtype.itemsize)
     block = min(_COPIED, next_power_of_2(padded))
     if rows:
         pack_tokens_kernel[(rows, cdiv(padded, block))](
             tokens, experts.contiguous(), weights.contiguous(), source, packed.view(tokens.dtype), packed,
             count, tokens.stride(0),
-            HIDDEN=hidden, PADDED=padded, TOKEN_WORDS=token_words, WIDTH=width, K=k,
-            CHOICES=next_power_of_2(width - token_words), BLOCK=block, num_warps=max(1, block // 256),
+            HIDDEN=hidden, PADDED=padded, TOKEN_WORDS=words, WIDTH=width, K=k,
+            CHOICES=next_power_of_2(width - words), BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     return packed
-
-
-def unpack_choices_reference(
-    packed: torch.Tensor, token_words: int, k: int, first: int, held: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    choices = packed[:, token_words : token_words + 2 * k]
-    experts = choices[:, :k] - first
-    experts.masked_fill_((experts < 0) | (experts >= held), -1)
-    return experts, choices[:, k:].contiguous().view(torch.float32)
-
-
-@triton.jit(do_not_specialize=["count", "first", "held"])
-def unpack_choices_kernel(
-    packed, experts, weights, count, first, held,
-    TOKEN_WORDS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK choices a program."""
-    choice = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    known = choice < count
-    at = choice // K * WIDTH + TOKEN_WORDS + choice % K
-    expert = tl.load(packed + at, mask=known, other=-1) - first
-    tl.store(experts + choice, tl.where((expert >= 0) & (expert < held), expert, -1), mask=known)
-    weight = tl.load(packed + at + K, mask=known, other=0).to(tl.float32, bitcast=True)
-    tl.store(weights + choice, weight, mask=known)
-
-
-@operation()
-def unpack_choices(
-    packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int, first: int, held: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The choices of packed rows, as the rank sees them that holds the experts ``first … first + held - 1``.
-
-    Args:
-        packed: int32 ``[R, row_words(hidden, dtype, k)]``, contiguous, of :func:`pack_tokens`.
-        hidden, dtype: of the tokens.
-
-    Returns:
-        experts ``[R, k]`` int32, counted from ``first``, −1 for those that it does not hold; weights ``[R, k]``
-        float32.
-
-    Raises:
-        ValueError: rows of another width.
-    """
-    width = row_words(hidden, dtype, k)
-    if packed.dtype != torch.int32 or packed.dim() != 2 or packed.shape[1] != width:
-        raise ValueError(
-            f"{k} choices behind tokens of {hidden} {dtype} are rows of {width} int32, not {packed.dtype} "
-            f"{tuple(packed.shape)}"
-        )
-    token_words = _token_words(hidden, dtype)
-    if not runs_triton(packed):
-        return unpack_choices_reference(packed, token_words, k, first, held)
-    experts = torch.empty(packed.shape[0], k, dtype=torch.int32, device=packed.device)
-    weights = torch.empty(packed.shape[0], k, dtype=torch.float32, device=packed.device)
-    if experts.numel():
-        unpack_choices_kernel[(cdiv(experts.numel(), _CHOICES),)](
-            packed.contiguous(), experts, weights, experts.numel(), first, held,
-            TOKEN_WORDS=token_words, WIDTH=width, K=k, BLOCK=_CHOICES, num_warps=4,
-        )  # fmt: skip
-    return experts, weights

@@ -30,7 +30,7 @@ class MoE(Weighted):
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = runtime.mesh.config.moe_chunk_size
-        self.most_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
+        self.max_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +54,8 @@ class MoE(Weighted):
             parallel = self.runtime.mesh.config
             method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
             # In a padded step, which may be captured in a CUDA graph, nothing may be counted; it has few rows.
-            most_pairs = self.most_pairs if batch.live is None else sys.maxsize
-            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, most_pairs)
+            max_pairs = self.max_pairs if batch.live is None else sys.maxsize
+            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, max_pairs)
         for number in range(dispatch.rounds):
             self._serve(dispatch, number, counts=batch.live is None)
         with stage("MoE combine"):
@@ -65,16 +65,9 @@ class MoE(Weighted):
         """One round. ``counts``: whether the host may ask the device how many choices are served here; not in a padded
         step, which may be captured in a CUDA graph."""
         with stage("MoE dispatch"):
-            here = dispatch.arrive(number)
+            received = dispatch.receive(number)
         with stage("MoE experts"):
-            sums = self.experts(
-                here.tokens,
-                here.experts,
-                here.weights,
-                served_fraction=here.served_fraction,
-                served=here.served,
-                uncounted_bytes=UNCOUNTED_BYTES if counts else sys.maxsize,
-            )
-        del here  # room for what comes back
+            sums = self.experts(received, UNCOUNTED_BYTES if counts else sys.maxsize)
+        del received  # room for what comes back
         with stage("MoE combine"):
-            dispatch.give_back(number, sums)
+            dispatch.send_back(number, sums)

@@ -36,17 +36,18 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         experts: torch.Tensor,
         weights: torch.Tensor,
         method: MoeDispatch,
-        most_tokens: int,
-        most_pairs: int = sys.maxsize,
+        max_tokens: int,
+        max_pairs: int = sys.maxsize,
     ) -> Dispatch:
-        dispatch = super().dispatch(tokens, experts, weights, method, most_tokens, most_pairs)
+        dispatch = super().dispatch(tokens, experts, weights, method, max_tokens, max_pairs)
         if method == "all_gather":
             return dispatch
         rounds, counted = dispatch.rounds, self.assigned.step.tokens
         return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
 
-    def gathered_choices(self, experts: torch.Tensor, count: int, most_tokens: int) -> torch.Tensor:
-        return self.assigned.gathered(count, most_tokens, experts.shape[1], experts.device)
+    def gather(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int) -> Received:
+        (count, k), received = experts.shape, super().gather(tokens, experts, weights, max_tokens)
+        return received._replace(experts=self.assigned.gathered(count, max_tokens, k, experts.device))
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         (made_up, _), step = super().exchange_counts(sent), self.assigned.step
@@ -87,11 +88,11 @@ class _Assigned(Dispatch):
         self.rounds = dispatch.rounds
         self._dispatch, self._experts = dispatch, experts
 
-    def arrive(self, number: int) -> Received:
-        return self._dispatch.arrive(number)._replace(experts=self._experts[number])
+    def receive(self, number: int) -> Received:
+        return self._dispatch.receive(number)._replace(experts=self._experts[number])
 
-    def give_back(self, number: int, sums: torch.Tensor) -> None:
-        self._dispatch.give_back(number, sums)
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        self._dispatch.send_back(number, sums)
 
     def combine(self) -> torch.Tensor:
         return self._dispatch.combine()

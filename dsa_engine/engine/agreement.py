@@ -74,7 +74,7 @@ def agree_on_call(
         CallsDiffer: on all ranks, where they are in different calls; says in what they differ, and which.
         TimeoutError: a rank does not come.
     """
-    if mesh.world_size == 1:
+    if mesh.processes.size == 1:
         return False
     tokens = b" ".join(array("q", prompt).tobytes() for prompt in prompts)
     lengths = repr([len(prompt) for prompt in prompts]).encode()

@@ -10,7 +10,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
+from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
@@ -163,10 +163,11 @@ class _WatchedGeneration:
         self.first_token_steps = generation.first_token_steps
         self.decode_steps = generation.decode_steps
         self.decoded_tokens = generation.decoded_tokens
-        emulated, passes = isinstance(engine.mesh, EmulatedMesh), generation.passes
+        passes = generation.passes
         self._stages = [one.stage_seconds() for one in passes]
         self._stand_ins = [one.stand_ins for one in passes]
-        self._communication = [one.communication(links) for one in passes] if emulated else None
+        modelled = (one.communication(links) for one in passes)
+        self._communication = [one for one in modelled if one is not None] or None
 
     def stages(self, steps: slice, per: float = 1.0) -> list[dict[str, float]]:
         """Seconds in each stage for ``per`` tokens, a dictionary a rank."""

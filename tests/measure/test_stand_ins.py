@@ -65,9 +65,8 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
     captured: list[set[Any]] = []
     capture = StandIns._captured
     monkeypatch.setattr(StandIns, "_captured", lambda self, on: captured.append(self._collectives) or capture(self, on))
-    monkeypatch.setattr(
-        EmulatedMesh, "all_gather_int", lambda mesh, value: [value] * mesh.world_size
-    )  # no values there
+    # The fake device computes no values.
+    monkeypatch.setattr(EmulatedMesh, "all_gather_int", lambda mesh, value: [value] * mesh.world_size)
     layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     with FakeDevice() as device:
         parallel = EmulatedConfig(emulate_world=64)

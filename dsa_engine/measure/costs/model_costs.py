@@ -24,7 +24,7 @@ from dsa_engine.measure.costs.work import (
     feed_forward_work,
     times,
 )
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.mesh import deals_evenly
 from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.quantization import Unquantized
@@ -61,8 +61,7 @@ class ModelCosts:
         formats = formats_of(config, engine.cache.format, dtype.itemsize, config.quantization)
         if isinstance(engine.model.runtime.weights, Unquantized):
             formats = formats._replace(narrow_linear=False, narrow_experts=False)
-        dealt_out = isinstance(mesh, EmulatedMesh) and mesh.world_size > 1 and not mesh.config.expert_loads
-        return cls(config, weights, formats, balanced=dealt_out)
+        return cls(config, weights, formats, balanced=deals_evenly(mesh))
 
     def served(self, tokens: float) -> Served:
         """By the rank's experts, where all ranks together have ``tokens`` rows."""

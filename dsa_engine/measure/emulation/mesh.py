@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -31,6 +31,8 @@ class EmulatedMesh(Mesh):
     """
 
     config: EmulatedConfig
+    cp: EmulatedGroup
+    communicates = False
 
     def __init__(self, config: EmulatedConfig, device: torch.device):
         super().__init__(config, config.emulate_rank, config.emulate_world, device)
@@ -40,15 +42,13 @@ class EmulatedMesh(Mesh):
         self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
     def barrier(self, wait_s: float) -> None:
-        """An emulated rank waits for nobody."""
+        """An emulated rank is the only process."""
 
     @property
-    def is_leader(self) -> bool:
-        """An emulated rank is alone."""
-        return True
+    def processes(self) -> Group:
+        return self.host
 
     def _host_group(self) -> Group:
-        """An emulated rank has no other to talk to."""
         return Group((self.rank,), 0, None)
 
     def _group(self, size: int) -> EmulatedGroup:
@@ -91,18 +91,29 @@ def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
     return {**of_modules, **ones, bucket.rows: own}
 
 
+def emulated(mesh: Mesh) -> EmulatedMesh | None:
+    """The mesh, if its other ranks are made up."""
+    return None if mesh.communicates else cast(EmulatedMesh, mesh)
+
+
+def deals_evenly(mesh: Mesh) -> bool:
+    """Whether tokens get their experts in turn, not from a router."""
+    made_up = emulated(mesh)
+    return made_up is not None and mesh.world_size > 1 and not made_up.config.expert_loads
+
+
 def follow_steps(engine: Engine) -> None:
     """Lets an emulated rank know of every step how many tokens the other ranks have, and of which groups of experts the
     model's router chooses, and where FP8 cache rows have their scales; nothing where no rank is emulated.
 
     An engine that is not followed is one in which all ranks have as many tokens as this one.
     """
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh) or mesh.begin_step in engine.runner.observers:
+    mesh = emulated(engine.mesh)
+    if mesh is None or mesh.begin_step in engine.runner.observers:
         return
     for assigned in mesh.assigned:
         assigned.limit(engine.config.n_group, engine.config.topk_group)
     stored = engine.cache.format
-    if stored.fp8 and stored.index_key is not None and isinstance(mesh.cp, EmulatedGroup):
+    if stored.fp8 and stored.index_key is not None:
         mesh.cp.scale_at = stored.latent.columns + stored.index_key.dim
     engine.runner.observers.append(mesh.begin_step)

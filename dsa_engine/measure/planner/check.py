@@ -24,7 +24,7 @@ from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts
 from dsa_engine.measure.costs.work import Stages, Work
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
+from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.planner.devices import DEVICES
 from dsa_engine.measure.planner.efficiency import Efficiencies, Entry, stage_seconds
 from dsa_engine.measure.prefill_benchmark import measure_prefill
@@ -238,7 +238,7 @@ def _work(llm: LLM, case: Case) -> Stages:
     passes, row = steps * costs.config.mlp_layer_types.count("sparse"), costs.config.hidden_size * engine.dtype.itemsize
     tokens = Work(activations=passes / steps * rows * row, passes=passes)
     stages["MoE dispatch"], stages["MoE combine"] = tokens, tokens
-    if case.phase == "prefill" and not isinstance(mesh, EmulatedMesh):
+    if case.phase == "prefill" and mesh.communicates:
         stored = engine.cache.format
         layers = costs.config.num_hidden_layers
         gathered = rows * stored.packed_width() * stored.latent.pool_dtype.itemsize

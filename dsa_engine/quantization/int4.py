@@ -46,8 +46,8 @@ class _Packing:
             for columns in (part.columns, column, part.shape[1]):
                 check_groups(columns, self.group)
         except ValueError as error:
-            kept = "" if part.kept_columns is None else f", of which this rank keeps {list(part.kept_columns)}"
-            raise ValueError(f"{part.name!r}{kept}: {error}") from error
+            columns_here = "" if part.kept_columns is None else f", of which this rank keeps {list(part.kept_columns)}"
+            raise ValueError(f"{part.name!r}{columns_here}: {error}") from error
         name, (rows, columns) = part.name, (part.rows, part.columns)
         groups = (rows, columns // self.group)
         return [

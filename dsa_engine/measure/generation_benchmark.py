@@ -12,6 +12,7 @@ from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication
+from dsa_engine.measure.filled_requests import check_batch
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.reported_latency import Latency
@@ -84,7 +85,7 @@ def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: i
             f"{input_len} tokens and up to {most} new ones exceed max_model_len {engine.max_model_len}; measure "
             "shorter inputs or outputs, or raise max_model_len"
         )
-    engine.scheduler.check_batch(batch_size, input_len, most, fill_cache)
+    check_batch(engine.scheduler.capacity, batch_size, input_len, most, fill_cache)
     if batch_size > engine.options.max_num_seqs:
         raise ValueError(
             f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"

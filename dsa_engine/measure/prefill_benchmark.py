@@ -10,6 +10,7 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
+from dsa_engine.measure.costs.model_costs import prefill_plans_of
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, watched
@@ -85,7 +86,8 @@ def measure_prefill(
     sent += sum(group.bytes_sent for group in mesh.groups)
     seconds = [s - watch.stand_ins for s in seconds]
     stages = watch.stage_seconds()
-    pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
+    plans = prefill_plans_of(engine, len(prompt))
+    pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
     everybodys = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
     first = 3 + len(stages)
     return PrefillResult(

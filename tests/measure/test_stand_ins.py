@@ -18,6 +18,7 @@ from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.emulation.stand_ins import StandIns, stand_in
 from dsa_engine.measure.fake_cuda import FakeDevice
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 
@@ -85,7 +86,7 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
         assert isinstance(engine.mesh, EmulatedMesh)
         follow_steps(engine)
         for _ in range(64):
-            engine.add_filled(4000, SamplingParams(temperature=0.0, max_tokens=8))
+            add_filled(engine, 4000, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         with device.watched():
             engine.step()

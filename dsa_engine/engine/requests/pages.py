@@ -123,25 +123,10 @@ class Capacity:
         Raises:
             CapacityError: it cannot; says what it needs and what there is.
         """
-        self._check("this request", self.most(prompt_len, max_tokens), prompt_len, max_tokens)
+        self.require("this request", self.most(prompt_len, max_tokens), prompt_len, max_tokens)
 
-    def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
-        """Whether so many requests of this size, divided evenly over the ranks, can run at once without preemption.
-
-        Args:
-            filled: they are adopted, not prefilled.
-
-        Raises:
-            CapacityError: they cannot; says what a rank needs and what it has.
-        """
-        each = -(-requests // self.world_size)
-        need = each * self.most(prompt_len, max_tokens)
-        if requests > 1 and self.cp_size > 1 and not filled:
-            need += pages_for(prompt_len, self.page_size)  # of another rank's request, while it is prefilled
-        what = f"{requests} such requests at once on {self.world_size} rank(s), {each} on each"
-        self._check(what, need, prompt_len, max_tokens)
-
-    def _check(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+    def require(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+        """Raises ``CapacityError`` if ``what``, requests of this size, need more pages than a rank has."""
         if need > self.pages:
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "

@@ -70,7 +70,7 @@ class Scheduler:
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._credit_after = 0.0  # the same, once the step scheduled last has been launched
         self.ledger = PageLedger(rank, world_size, pages)
-        self._capacity = Capacity(world_size, cp_size, pages, page_size)
+        self.capacity = Capacity(world_size, cp_size, pages, page_size)
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []
         self.preemptions = 0
@@ -101,11 +101,7 @@ class Scheduler:
 
     def check(self, prompt_len: int, max_tokens: int) -> None:
         """Whether a request of this size can run, alone at least; see :meth:`.pages.Capacity.check`."""
-        self._capacity.check(prompt_len, max_tokens)
-
-    def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
-        """Whether so many can run at once without preemption; see :meth:`.pages.Capacity.check_batch`."""
-        self._capacity.check_batch(requests, prompt_len, max_tokens, filled)
+        self.capacity.check(prompt_len, max_tokens)
 
     def add(self, request: Request) -> None:
         """Queues a request that can run (:meth:`check`)."""
@@ -118,7 +114,7 @@ class Scheduler:
         Raises:
             CapacityError: there is no room for it now.
         """
-        free, load = self.ledger.free, Load.of(self._running, self.ledger, self._capacity)
+        free, load = self.ledger.free, Load.of(self._running, self.ledger, self.capacity)
         need = pages_for(request.num_prefill_tokens, self._page_size)
         fits = [r for r in range(len(free)) if free[r] - load.reserved_pages[r] >= need]
         if len(self._running) >= self._max_num_seqs or not fits:
@@ -127,7 +123,7 @@ class Scheduler:
                 f"{len(self._running)} run of at most {self._max_num_seqs}, free pages are {free}; raise "
                 "cache_memory or max_num_seqs"
             )
-        owner = choose_owner(request, fits, load, free, self._capacity)
+        owner = choose_owner(request, fits, load, free, self.capacity)
         self.ledger.take(request, owner, need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
         request.num_computed_tokens = request.num_prefill_tokens
@@ -242,7 +238,7 @@ class Scheduler:
     def _allocate_pages(self, request: Request) -> None:
         """Gives a request the pages for all its tokens, at the cost of the youngest on its rank: itself, perhaps."""
         ledger, owner = self.ledger, request.owner
-        while request.prefilled and ledger.held(request, owner) < self._capacity.with_drafts(request, self.num_drafts):
+        while request.prefilled and ledger.held(request, owner) < self.capacity.with_drafts(request, self.num_drafts):
             if ledger.free[owner]:
                 ledger.take(request, owner, 1)
             else:
@@ -263,8 +259,8 @@ class Scheduler:
         The work of decoding grows with the tokens that a rank's requests see, so the group and the owner are those that
         see fewest; but an owner with pages for all that its requests may still become goes before one without.
         """
-        free, load = self.ledger.free, Load.of(self._running, self.ledger, self._capacity)
-        need = self._capacity.with_drafts(request, self.num_drafts)
+        free, load = self.ledger.free, Load.of(self._running, self.ledger, self.capacity)
+        need = self.capacity.with_drafts(request, self.num_drafts)
         fits = [
             number
             for number, ranks in enumerate(self._groups)
@@ -273,7 +269,7 @@ class Scheduler:
         if not fits:
             return False
         group = min(fits, key=lambda number: sum(load.tokens[r] for r in self._groups[number]))
-        request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self._capacity)
+        request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self.capacity)
         for rank in self._groups[group]:
             self.ledger.take(request, rank, need)
         return True

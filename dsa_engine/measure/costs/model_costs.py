@@ -164,9 +164,19 @@ def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) ->
     Args:
         chunk: most tokens of a rank in a step.
     """
-    request, most = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
-    chunks = [Chunk(request, first, min(most, tokens - first), range(cp_size)) for first in range(0, tokens, most)]
-    return [StepPlan.of([one], cp_size, config, "head_tail") for one in chunks]
+    return [StepPlan.of([one], cp_size, config, "head_tail") for one in _prefill_chunks(tokens, cp_size, chunk)]
+
+
+def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
+    """The same for an engine's own ranks, of which the first context-parallel group computes the prompt."""
+    mesh, rows = engine.mesh, 1 + engine.runner.num_drafts
+    chunks = _prefill_chunks(tokens, mesh.cp_size, engine.options.max_num_batched_tokens)
+    return [StepPlan.of([one], mesh.world_size, engine.config, mesh.config.cp_layout, rows) for one in chunks]
+
+
+def _prefill_chunks(tokens: int, cp_size: int, chunk: int) -> list[Chunk]:
+    request, maximum = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
+    return [Chunk(request, first, min(maximum, tokens - first), range(cp_size)) for first in range(0, tokens, maximum)]
 
 
 def _decode_shape(config: ModelConfig, requests: int, context: int, rows: int, logits: int | None = None) -> Shape:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
 from dsa_engine.measure.costs.work import Stages, Work, times
 from dsa_engine.measure.generation_benchmark import LatencyResult
 from dsa_engine.measure.report import format_table
@@ -52,7 +52,7 @@ class Shares:
 
     def prefill(self, input_len: int, seconds: float, batch_size: int = 1, drafts: int = 0) -> dict[str, Any]:
         """Of prefills of ``batch_size`` prompts, which take ``seconds`` together."""
-        mesh, plans = self._engine.mesh, self._engine.prefill_plans(input_len)
+        mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
         ranks = mesh.cp_ranks(0) if mesh.communicates else mesh.processes.ranks
         prompts = -(-batch_size // (mesh.world_size // mesh.cp_size))
         # A rank's experts serve the prompts of all groups.

@@ -1,4 +1,4 @@
-"""Expert parallelism whose choices are assigned, not routed."""
+"""Expert parallelism with assigned choices instead of routed ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsa_engine.parallel.group import Group
 
 
 class AssignedExpertParallel(ExpertParallel):
-    """Assigned experts take the place of the router's, with its weights. The group may be a real one."""
+    """Assigned experts replace the router's, with the router's weights. The group may be a real one."""
 
     def __init__(self, group: Group, placement: ExpertPlacement, assigned: AssignedExperts):
         super().__init__(group, placement)
@@ -28,7 +28,7 @@ class AssignedExpertParallel(ExpertParallel):
 
 
 class EmulatedExpertParallel(AssignedExpertParallel):
-    """Of an emulated rank: what other ranks would have sent, counts and choices, is assigned too."""
+    """Expert parallelism of an emulated rank: the counts and choices that other ranks would send are assigned too."""
 
     def dispatch(
         self,
@@ -54,7 +54,7 @@ class EmulatedExpertParallel(AssignedExpertParallel):
 
         def make() -> tuple[RecvPlan, int]:
             choices, receive = step.arriving
-            return RecvPlan(made_up.send, receive, int((choices >= 0).sum())), step.most_served
+            return RecvPlan(made_up.send, receive, int((choices >= 0).sum())), step.max_served
 
         return stand_in(("counts", step.tokens), make)
 
@@ -71,8 +71,8 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         return stand_in(("counts of rounds", len(made_up), self.assigned.step.tokens), make)
 
     def _arriving(self, rounds: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """The choices ``[R, k]`` of the tokens that come in each round, and how many come from each rank: what comes
-        from a rank is cut evenly."""
+        """The choices ``[R, k]`` of the tokens that come in each round, and the number of tokens from each rank. The
+        tokens of a rank are cut evenly."""
         choices, receive = self.assigned.step.arriving
         if rounds == 1:
             return [choices], [receive]
@@ -82,7 +82,7 @@ class EmulatedExpertParallel(AssignedExpertParallel):
 
 
 class _Assigned(Dispatch):
-    """A dispatch whose arriving tokens have other choices, ``experts`` of each round."""
+    """A dispatch whose received tokens have other choices: ``experts`` of each round."""
 
     def __init__(self, dispatch: Dispatch, experts: list[torch.Tensor]):
         self.rounds = dispatch.rounds

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class EmulatedMesh(Mesh):
-    """Groups of the right sizes of which only this rank exists.
+    """Groups of the right sizes, of which only this rank exists.
 
     Attributes:
-        assigned: which experts the tokens of all ranks choose; empty where this rank is the only one.
-        stand_in_seconds: how long it takes to stand in for the other ranks, of every kind of pass that was watched.
-        static_step: whether the step that runs is one that an engine with CUDA graphs would replay.
+        assigned: the experts that the tokens of all ranks choose; empty in a world of one rank.
+        stand_in_seconds: the time to stand in for the other ranks, for every kind of pass that was watched.
+        static_step: whether an engine with CUDA graphs would replay the current step.
     """
 
     config: EmulatedConfig
@@ -63,16 +63,18 @@ class EmulatedMesh(Mesh):
 
     @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here
     def begin_step(self, step: StepPlan) -> None:
-        """Says how many tokens each rank has in the step that runs next."""
+        """Sets the number of tokens that each rank has in the next step."""
         self.static_step = step.decodes and self.static_decode
         for assigned in self.assigned:
             assigned.begin_step([rank.num_tokens for rank in step.ranks], _padded_rows(step))
 
 
 def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
-    """Of the passes of a padded step, which rows of every rank are tokens: of the step's own, where requests may have
-    unequal numbers of rows; of draft passes, which have one of every request; and of those of several MTP modules,
-    which have some before the step's own too (``engine/speculation/passes.py``)."""
+    """The rows of every rank that are tokens, in each pass of a padded step, by the pass's number of rows.
+
+    The step's own pass may have a different number of rows for each request. A draft pass has one row of every request.
+    With several MTP modules, a pass also has some rows before those of the step (``engine/speculation/passes.py``).
+    """
     bucket = step.bucket
     if bucket is None:
         return {}
@@ -103,10 +105,12 @@ def deals_evenly(mesh: Mesh) -> bool:
 
 
 def follow_steps(engine: Engine) -> None:
-    """Lets an emulated rank know of every step how many tokens the other ranks have, and of which groups of experts the
-    model's router chooses, and where FP8 cache rows have their scales; nothing where no rank is emulated.
+    """Lets the mesh of an emulated rank observe an engine; does nothing on a mesh that communicates.
 
-    An engine that is not followed is one in which all ranks have as many tokens as this one.
+    The mesh learns the tokens of all ranks in every step, the groups of experts of the model's router, and the position
+    of the scales in FP8 cache rows.
+
+    Without it, all ranks have as many tokens as this one.
     """
     mesh = emulated(engine.mesh)
     if mesh is None or mesh.begin_step in engine.runner.observers:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
 from dsa_engine.measure.costs.work import Stages, Work
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import follow_steps
@@ -228,7 +228,7 @@ def _work(llm: LLM, case: Case) -> Stages:
     engine = llm.engine
     costs, mesh, rows = ModelCosts.of(engine), engine.mesh, case.tokens
     if case.phase == "prefill":
-        plans = engine.prefill_plans(case.tokens)
+        plans = prefill_plans_of(engine, case.tokens)
         stages, steps = costs.prefill(plans, mesh.rank), len(plans)
     else:
         own, context = -(-case.requests // mesh.world_size), case.tokens + OUTPUT // 2

@@ -10,7 +10,11 @@ from dsa_engine.parallel.launch_environment import local_world_size
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this process, made the current one."""
+    """Makes the device of this process the current one, and returns it.
+
+    Raises:
+        ValueError: there is no such device, or not for this rank.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     known = "give 'auto', 'cpu', 'cuda' or 'cuda:N'"

@@ -62,10 +62,13 @@ class Mesh:
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
         host: all ranks, for CPU tensors on any device; messages use it, beside the other groups' collectives.
+        communicates: whether collectives carry bytes between processes; no, if the other ranks are made up.
 
     Args:
         ranks: the ranks of the run that form the mesh, ascending; default: all.
     """
+
+    communicates = True
 
     def __init__(
         self,
@@ -151,9 +154,14 @@ class Mesh:
         return self.world, self.ep, self.cp, self.tp
 
     @property
+    def processes(self) -> Group:
+        """The ranks that are processes: all of them, if the mesh communicates."""
+        return self.world
+
+    @property
     def is_leader(self) -> bool:
         """Whether this process speaks for the mesh."""
-        return self.rank == 0
+        return self.processes.index == 0
 
     def expert_parallel(self, experts: int) -> ExpertParallel:
         """The division of ``experts`` logical experts over the ranks; the same object for all layers.

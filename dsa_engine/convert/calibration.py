@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from dsa_engine.llm import LLM
 from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
+from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.quantization import Linear
 from dsa_engine.quantization.unquantized import UnquantizedExperts
 
@@ -41,15 +42,13 @@ class _WatchedExperts:
         self._inner, self._largest = inner, largest
         self._prefixes = [source.name.removesuffix(".down_proj.weight") for source in inner.sources[2::3]]
 
-    def __call__(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         for number, prefix in enumerate(self._prefixes):
-            rows = tokens[(experts == number).any(dim=1)]
+            rows = received.tokens[(received.experts == number).any(dim=1)]
             gate, up = F.linear(rows, self._inner.gate_up[number]).chunk(2, dim=-1)
             for name, x in (("gate_proj", rows), ("up_proj", rows), ("down_proj", F.silu(gate) * up)):
                 _keep(self._largest, f"{prefix}.{name}.weight", x)
-        return self._inner(tokens, experts, weights, **options)
+        return self._inner(received, uncounted_bytes)
 
 
 def _keep(largest: Largest, name: str, x: torch.Tensor) -> None:

@@ -1,8 +1,16 @@
-"""Multi-head latent attention with DeepSeek Sparse Attention (DeepSeek-V2, section 2.1; V3.2-Exp).
+"""Multi-head latent attention with DeepSeek Sparse Attention.
 
-The cache holds one latent row a token for all heads. In absorbed form (MQA) W_UK goes into the query and W_UV is
-applied after the attention, so that no key or value is ever expanded. Long segments of queries that see few tokens, or
-belong to a model without an indexer, take the MHA form, which is cheaper for them; the batch says which rows do.
+DeepSeek-V3 report, section 2.1.1, equations 1 to 11, for a token t and head i::
+
+    c_t = RMSNorm(W_DKV h_t),  k^R_t = RoPE(W_KR h_t)        the latent row, one for all heads: all that is cached
+    q_t = W_UQ RMSNorm(W_DQ h_t),  its last columns rotated
+    o_t = Σ_s softmax_s(q_t · [W_UK c_s; k^R_s] · scale) W_UV c_s
+    u_t = W_O [o_t of all heads]
+
+In absorbed form (MQA), q · W_UK c = (W_UKᵀ q) · c: W_UK goes into the query and W_UV is applied after the attention, so
+that no key or value is expanded (DeepSeek-V2 report, section 2.1.2). The sum runs over the tokens that the indexer
+selects (DeepSeek-V3.2-Exp report, equation 2). Long segments of queries that see few tokens, or belong to a
+model without an indexer, take the MHA form, which is cheaper for them; the batch says which rows do.
 """
 
 from __future__ import annotations
@@ -31,11 +39,11 @@ from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_parallel_projection, shard
 
-_FEWEST_GATHERED = 256  # latent rows at a time, for products that are worth their launch
+_MIN_GATHERED = 256  # latent rows at a time, so that a product is worth its launch
 
 
 class Attention(Weighted):
-    """Attention of one layer. Projections are whole on every rank, o_proj is sharded by heads over the tp group."""
+    """Attention of one layer. Every rank holds whole projections, but o_proj is sharded by heads over the tp group."""
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
@@ -60,8 +68,8 @@ class Attention(Weighted):
 
     def weights_loaded(self) -> None:
         nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
-        # In the run's dtype, whatever they are stored in, as the released code has them in absorbed form: W_UK is
-        # multiplied from its other side there, and both take a small part of the time.
+        # In the run's dtype, in any weight format, as in the absorbed form of the released code: W_UK is multiplied
+        # from its other side there, and both products take a small part of the time.
         up = self.take_plain_weight(self.kv_b).view(self.config.num_attention_heads, -1, rank)
         del self.kv_b
         self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
@@ -69,13 +77,13 @@ class Attention(Weighted):
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attends and caches.
+        """Writes the step's cache rows and attends.
 
         Args:
             x: ``[T, hidden]``, normed.
-            batch: what the rows are.
-            cache: this step's latent rows and index keys are written to it first.
-            topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without.
+            batch: the rows of the step.
+            cache: receives this step's latent rows and index keys first.
+            topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without one.
 
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
@@ -89,14 +97,14 @@ class Attention(Weighted):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
 
         def index() -> tuple[torch.Tensor, ...]:
-            """The indexer's prolog: what it caches, and its queries."""
+            """The indexer's prolog: stores its keys and returns its queries."""
             if indexer is None or key_pool is None:
                 return ()
             if gathering is None:
                 indexer.store_keys(x, batch, cache_format, key_pool, batch.slot_mapping)
             return indexer.queries(x, q_resid, batch, cache_format) if batch.sparse_mqa.rows else ()
 
-        # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
+        # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
             indexed = self.streams.indexer.run(index, x, q_resid)
         with stage("MLA prolog"):
@@ -109,14 +117,14 @@ class Attention(Weighted):
             with stage("communication"):
                 rows = gathering()
             with stage("MLA prolog"):
-                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping, stored)
+                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping, cache_format)
 
         if indexer and index_query and key_pool is not None:
-            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, stored)
+            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, cache_format)
         with stage("sparse flash attention"):
-            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots, stored.latent)
+            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots, cache_format.latent)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._mha(q_mha, latent_pool, batch, out, stored.latent)
+            self._mha(q_mha, latent_pool, batch, out, cache_format.latent)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
@@ -129,7 +137,7 @@ class Attention(Weighted):
         into: torch.Tensor,
         slots: torch.Tensor | None = None,
     ) -> None:
-        """Latent rows of the local tokens: to their slots of a pool, or row by row."""
+        """Stores latent rows of the local tokens: to their slots of a pool, or row by row without ``slots``."""
         store_latent(
             self.kv_a(x),
             self.kv_a_norm,
@@ -138,7 +146,7 @@ class Attention(Weighted):
             batch.sin,
             into,
             slots,
-            row_format=stored.latent,
+            row_format=cache_format.latent,
             interleaved=self.config.rope_interleaved,
             power_of_two=cache_format.power_of_two,
         )
@@ -147,7 +155,7 @@ class Attention(Weighted):
         self, x: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
     ) -> Callable[[], torch.Tensor]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
-        side; the rows behind this rank's tokens hold anything, and their slots are −1."""
+        side. The rows after this rank's tokens are undefined, and their slots are −1."""
         tokens, latent, index_key = x.shape[0], cache_format.latent.columns, cache_format.index_key
         width = cache_format.packed_width(index_key=self.indexer is not None)
         rows = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
@@ -165,17 +173,17 @@ class Attention(Weighted):
         latent_pool: torch.Tensor,
         key_pool: torch.Tensor | None,
         slots: torch.Tensor,
-        stored: CacheFormat,
+        cache_format: CacheFormat,
     ) -> None:
-        """Gathered rows straight to their causal slots."""
-        if key_pool is None or stored.index_key is None:
+        """Writes gathered rows directly to their causal slots."""
+        if key_pool is None or cache_format.index_key is None:
             store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], slots)
         else:
-            store_cache_rows(latent_pool, key_pool, rows, slots, stored.index_key)
+            store_cache_rows(latent_pool, key_pool, rows, slots, cache_format.index_key)
 
     def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the others with W_UK absorbed,
-        ``[T - mha_rows, heads, latent_dim]``."""
+        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and queries of the other rows with W_UK
+        absorbed, ``[T - mha_rows, heads, latent_dim]``."""
         config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
         q = self.q_b(q_resid).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
@@ -198,8 +206,8 @@ class Attention(Weighted):
         topk_slots: torch.Tensor | None,
         row_format: LatentFormat,
     ) -> torch.Tensor:
-        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: the dense rows over all that they see, the
-        sparse ones behind them over what is selected."""
+        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: dense rows attend to all visible tokens, the
+        sparse rows after them to the selected ones."""
         scale, workspace = self.config.softmax_scale, self.runtime.workspace
         border = batch.dense_mqa.rows
         parts = []
@@ -224,18 +232,18 @@ class Attention(Weighted):
     ) -> None:
         """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
 
-        Keys and values are expanded for as many segments, and of these as many heads, at a time as the workspace holds;
-        at least for one head of one segment.
+        Keys and values are expanded piece by piece: as many segments, and as many of their heads, as the workspace
+        holds, and at least one head of one segment.
         """
         if batch.mha is None:
             return
-        # Of the workspace, three eighths are for keys and values, one for gathered rows, half for scores and masks.
+        # Three eighths of the workspace are for keys and values, one for gathered rows, half for scores and masks.
         config, eighth = self.config, self.runtime.workspace // 8
-        # Of a token and head: its key and value, one of them as wide as the other, and a copy of either on its way.
+        # For each token and head: key and value, one of them padded to the other's width, and a copy of both.
         widths = config.qk_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
-        most = max(1, 3 * eighth // (widths * q.element_size()))
-        for rows, part in batch.mha.parts(most):
-            step = max(1, most // part.cu_seqlens_k.rows)
+        max_keys = max(1, 3 * eighth // (widths * q.element_size()))
+        for rows, part in batch.mha.parts(max_keys):
+            step = max(1, max_keys // part.cu_seqlens_k.rows)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
                 k, v = self._expand(pool, part.key_slots, heads, eighth, row_format)
@@ -253,14 +261,14 @@ class Attention(Weighted):
     def _expand(
         self, pool: torch.Tensor, slots: torch.Tensor, heads: slice, workspace: int, row_format: LatentFormat
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``, from
-        as many gathered latent rows at a time as the workspace holds."""
+        """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``. Latent
+        rows are gathered piece by piece, as many as the workspace holds."""
         config, dtype = self.config, self.runtime.dtype
         rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
         w_uk, w_uv = self.w_uk[heads], self.w_uv[heads]
         k = torch.empty(slots.shape[0], w_uk.shape[0], config.qk_head_dim, dtype=dtype, device=pool.device)
         v = k.new_empty(*k.shape[:2], config.v_head_dim)
-        block = max(_FEWEST_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
+        block = max(_MIN_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
         for first in range(0, slots.shape[0], block):
             some = slice(first, first + block)
             latent, k_rope = gather_latent(pool, slots[some], row_format, dtype)[:, None].split((rank, rope), dim=-1)

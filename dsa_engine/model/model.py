@@ -1,5 +1,7 @@
-"""The decoder: embedding, layers, LM head. One forward pass serves prefill and decode; they differ in the batch
-only."""
+"""The decoder: embedding, layers, LM head (DeepSeek-V3 report, section 2 and figure 2).
+
+One forward pass serves prefill and decode; they differ only in the batch.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from dsa_engine.parallel.tensor_parallel import shard, vocab_parallel_embedding,
 
 
 class Model(Weighted):
-    """A decoder of any of the supported model types; the weights are empty until they are loaded.
+    """A decoder of any supported model type; the weights are empty until they are loaded.
 
     Args:
-        mtp_modules: how many of its MTP modules it has.
+        mtp_modules: the number of MTP modules to build.
     """
 
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
@@ -44,13 +46,13 @@ class Model(Weighted):
         self.mtp = nn.ModuleList(MTPModule(layers + i, extended, runtime, streams) for i in range(mtp_modules))
 
     def weight_sources(self) -> Iterator[Source]:
-        """Every tensor, or part of one, that this rank loads."""
+        """All tensors, and parts of tensors, that this rank loads."""
         for module in self.modules():
             if isinstance(module, Weighted):
                 yield from module.sources
 
     def weights_loaded(self) -> None:
-        """To be called once, when all of :meth:`weight_sources` have been loaded."""
+        """Prepares the weights; called once, when all of :meth:`weight_sources` have been loaded."""
         modules = [module for module in self.modules() if isinstance(module, Weighted) and module is not self]
         for module in modules:
             module.arrange_weights()
@@ -58,9 +60,10 @@ class Model(Weighted):
             module.weights_loaded()
 
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
-        """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed.
+        """Runs the step's T local tokens and writes their cache rows; returns normed hidden states ``[T, hidden]``.
 
-        ``layers``: to run these only, of which the first selects for itself; for trying what they run.
+        Args:
+            layers: the layers to run, for trying out their kernels; the first must have an indexer. Default: all.
         """
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
@@ -90,7 +93,7 @@ class Model(Weighted):
     def logits(
         self, hidden: torch.Tensor, padded_rows: int | None = None, head: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """float32 ``[n, vocab]`` of ``hidden [n, hidden]``; all ranks of the tensor-parallel group call it.
+        """float32 logits ``[n, vocab]`` of ``hidden [n, hidden]``; all ranks of the tensor-parallel group call it.
 
         Args:
             padded_rows: the largest n of a rank of the group; None: all of its ranks hold the same rows.

@@ -1,8 +1,8 @@
-"""What weights are stored as: a class for every format, in a file of its own.
+"""Formats of weights: a class for each, in a separate file.
 
-A layer asks its ``WeightFormat`` for the linear layers and experts that it needs and calls them; it never learns what
-their weights look like. :func:`weight_format` chooses, by the checkpoint's ``quantization_config``. Norms, the router,
-the indexer's head weights, the embedding and the LM head are no format's matter: they are plain parameters of their
+A layer asks its ``WeightFormat`` for the linear layers and experts that it needs and calls them; it does not know how
+their weights are stored. :func:`weight_format` chooses the format by the checkpoint's ``quantization_config``. Norms,
+the router, the indexer's head weights, the embedding and the LM head have no format: they are plain parameters of their
 layers.
 """
 

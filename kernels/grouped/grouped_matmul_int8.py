@@ -15,6 +15,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
 from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for
 
 # Rows of x that the reference multiplies at a time: their sums take 4 bytes, and 4 more on the way to the result.

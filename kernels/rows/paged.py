@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 
 # Bytes that a program copies: 16 KiB is 8 loads of 16 bytes for each of 128 threads.
 _COPIED_BYTES = 16384

@@ -1,4 +1,4 @@
-"""What a dispatch of tokens to experts is, whatever way they take."""
+"""The interface of a dispatch: tokens travel to the ranks that hold their experts, and weighted sums travel back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MoeDispatch = Literal["all_to_all", "all_gather"]
 class Received(NamedTuple):
     """Tokens at the rank that holds their experts.
 
-    ``experts`` counts within this rank's experts, −1 for a choice that lies elsewhere. ``served_fraction`` is the part
-    of the choices that is served here where routing is balanced, and ``served`` how many are, where the host has come
-    to know it.
+    ``experts`` are counted within this rank's experts; −1 is a choice that another rank serves. ``served_fraction`` is
+    the part of the choices that this rank serves under balanced routing, and ``served`` their number, if the host knows
+    it.
     """
 
     tokens: torch.Tensor  # [R, hidden]
@@ -31,22 +31,24 @@ class Received(NamedTuple):
 
 
 class Dispatch(ABC):
-    """Tokens on their way to their experts and back, in one round or in several: :meth:`arrive`, the experts,
-    :meth:`give_back`. :meth:`combine` comes after the last. Every rank of the group takes part in all that travels.
+    """Tokens on their way to their experts and back, in one round or several.
+
+    In each round a rank calls :meth:`receive`, runs its experts, and calls :meth:`send_back`; after the last one it
+    calls :meth:`combine`. Every rank of the group takes part in each transfer.
 
     Attributes:
-        rounds: how many there are; the same on every rank where tokens travel in each.
+        rounds: their number; the same on every rank if tokens travel in each.
     """
 
     rounds: int
 
     @abstractmethod
-    def arrive(self, number: int) -> Received:
-        """The tokens that come to this rank in a round; to be called once."""
+    def receive(self, number: int) -> Received:
+        """The tokens that come to this rank in a round; called once for each."""
 
     @abstractmethod
-    def give_back(self, number: int, sums: torch.Tensor) -> None:
-        """Takes the weighted sums of this rank's experts, ``[R, hidden]``, for the tokens of a round."""
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        """Takes the weighted sums ``[R, hidden]`` of this rank's experts for the tokens of a round."""
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
@@ -54,21 +56,21 @@ class Dispatch(ABC):
 
 
 class SingleRound(Dispatch):
-    """One round: ``back`` makes the sums for this rank's own tokens of those for the tokens that arrived."""
+    """One round; ``combine`` makes the sums for this rank's own tokens from those for the received tokens."""
 
     rounds = 1
 
-    def __init__(self, arrived: Received, back: Callable[[torch.Tensor], torch.Tensor]):
-        self._arrived: Received | None = arrived
-        self._back = back
+    def __init__(self, received: Received, combine: Callable[[torch.Tensor], torch.Tensor]):
+        self._received: Received | None = received
+        self._combine = combine
 
-    def arrive(self, number: int) -> Received:
-        arrived, self._arrived = self._arrived, None  # its memory is free as soon as the experts are done with it
-        assert arrived is not None
-        return arrived
+    def receive(self, number: int) -> Received:
+        received, self._received = self._received, None  # its memory is free as soon as the experts are done with it
+        assert received is not None
+        return received
 
-    def give_back(self, number: int, sums: torch.Tensor) -> None:
-        self._own = self._back(sums)
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        self._own = self._combine(sums)
 
     def combine(self) -> torch.Tensor:
         return self._own
@@ -77,7 +79,7 @@ class SingleRound(Dispatch):
 def unpacked(
     packed: torch.Tensor, like: torch.Tensor, k: int, placement: ExpertPlacement, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of packed rows: tokens as ``like`` has them, choices counted within the experts of ``rank``, and weights."""
+    """Tokens of packed rows, as ``like`` has them, with choices counted within the experts of ``rank``, and weights."""
     hidden, dtype = like.shape[1], like.dtype
     choices = unpack_choices(packed, hidden, dtype, k, placement.first(rank), placement.count(rank))
     return tokens_of(packed, hidden, dtype), *choices

@@ -1,14 +1,14 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/moe/pack_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, however
-many of that rank's experts it has chosen.
+row (`kernels/moe/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, even if it has
+chosen several of that rank's experts.
 
-* "all_to_all": only what is needed travels, in rounds where much comes to one rank (`all_to_all.py`); the counts depend
-  on the routing, and the host waits for them; sums add in float32, in the order of a token's choices, so the same bits
-  each time.
-* "all_gather": every rank gets every token (`all_gather.py`); what travels depends on the batch only; sums add in the
-  tokens' dtype, under way.
+* "all_to_all": only what is needed travels, in rounds if much comes to one rank (`all_to_all.py`). The counts depend on
+  the routing, and the host waits for them. Sums add in float32, in the order of a token's choices: the same bits each
+  time.
+* "all_gather": every rank gets every token (`all_gather.py`). The bytes that travel depend on the batch only. Sums add
+  in the tokens' dtype, on their way back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ExpertParallel:
     """The experts of a model, divided over a group; one rank's view.
 
     Attributes:
-        group: the ranks that hold them.
-        placement: which of them each rank holds.
-        even: choices are spread over the ranks evenly, whatever they are.
+        group: the ranks that hold the experts.
+        placement: the experts of each rank.
+        even: spread choices evenly over the ranks, whatever the router says: the largest step that memory must fit.
     """
 
     def __init__(self, group: Group, placement: ExpertPlacement):
@@ -52,26 +52,27 @@ class ExpertParallel:
         experts: torch.Tensor,
         weights: torch.Tensor,
         method: MoeDispatch,
-        most_tokens: int,
-        most_pairs: int = sys.maxsize,
+        max_tokens: int,
+        max_pairs: int = sys.maxsize,
     ) -> Dispatch:
         """Brings each of ``tokens [T, hidden]`` to its ``experts [T, k]``; every rank of the group takes part.
 
         Args:
-            experts: logical experts, int32; −1 is nobody.
+            experts: logical experts, int32; −1 is no expert.
             weights: ``[T, k]`` float32.
             method: "all_to_all" or "all_gather".
-            most_tokens: the largest token count of a rank of the group.
-            most_pairs: token-expert pairs that a rank serves in a round, at most (:func:`.all_to_all.rounds_needed`,
-                :func:`.all_gather.parts_of`); more take several rounds, and where there may be more the host waits.
+            max_tokens: the largest token count of a rank of the group.
+            max_pairs: bound on the token-expert pairs that a rank serves in a round
+                (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
+                if there may be more, the host waits for their number.
         """
         experts = self.to_physical(experts)
         if self.group.size == 1:
             return SingleRound(Received(tokens, experts, weights, 1.0), lambda sums: sums)
         if method == "all_gather":
-            return self._all_gather(tokens, experts, weights, most_tokens, most_pairs)
+            return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
         if method == "all_to_all":
-            return self._all_to_all(tokens, experts, weights, most_pairs)
+            return self._all_to_all(tokens, experts, weights, max_pairs)
         raise ValueError(f"there is no dispatch {method!r}")
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
@@ -81,17 +82,17 @@ class ExpertParallel:
         return self.placement.to_physical(experts)
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
-        """Tells every rank what comes to it, and how many choices the rank serves that has most: the one thing in a
-        dispatch of one round that the host waits for.
+        """Tells every rank what comes to it, and the number of choices that the most loaded rank serves. In a dispatch
+        of one round, the host waits for nothing else.
 
         Args:
             sent: int32 ``[size, 2]``, to each rank: tokens, and choices of them that it serves.
         """
         size, index = self.group.size, self.group.index
-        everybodys = self.group.all_gather(sent).view(size, size, 2)  # from, to
-        most = everybodys[..., 1].sum(dim=0, dtype=torch.int32).amax()
-        rows = download(torch.cat((sent, everybodys[:, index], most.expand(1, 2))))()
-        return _arrivals(rows[:size], rows[size:-1]), rows[-1][0]
+        all_ranks = self.group.all_gather(sent).view(size, size, 2)  # from, to
+        largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
+        rows = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))()
+        return _recv_plan(rows[:size], rows[size:-1]), rows[-1][0]
 
     def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
         """The same for every round.
@@ -101,55 +102,52 @@ class ExpertParallel:
         """
         received = self.group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
         both = download(torch.stack((sent, received), dim=1))()
-        return [_arrivals(*one) for one in both]
+        return [_recv_plan(*one) for one in both]
 
-    def _all_to_all(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, most_pairs: int
-    ) -> Dispatch:
-        group, k = self.group, experts.shape[1]
-        sendings = SendPlan.of(experts, self.placement.rank_of, group.size)
-        whole, most = self.exchange_counts(sendings.counts)
-        rows, rounds = sum(whole.send), rounds_needed(most, most_pairs, group.size, k)
-        if rounds == 1:
-            source, places, arrivals = sendings.order.tokens[:rows], sendings.order.pair_rows, [whole]
-        else:
-            source, places, counts = in_rounds(sendings, rows, rounds)
-            arrivals = self.exchange_rounds(counts)
-        return AllToAllDispatch(group, self.placement, tokens, experts, weights, source, places, arrivals)
-
-    def gathered_choices(self, experts: torch.Tensor, count: int, most_tokens: int) -> torch.Tensor:
-        """The choices ``[size · most_tokens, k]`` of all ranks' tokens, counted within this rank's experts. This rank
-        has ``count`` tokens."""
-        return experts
+    def gather(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int) -> Received:
+        """The tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert works on it."""
+        group = self.group
+        packed = group.all_gather(pack_tokens(tokens, experts, weights, rows=max_tokens))
+        gathered = unpacked(packed, tokens, experts.shape[1], self.placement, group.index)
+        return Received(*gathered, self.placement.fraction(group.index))
 
     def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
-        """How many of the gathered choices are served here, of each ``together`` tokens; the host waits for it."""
+        """Number of gathered choices that this rank serves, of each ``together`` tokens; the host waits for it."""
         padded = F.pad(experts, (0, 0, 0, -len(experts) % together), value=-1) if len(experts) % together else experts
         return download((padded.view(-1, together * experts.shape[1]) >= 0).sum(dim=1))()
+
+    def _all_to_all(
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_pairs: int
+    ) -> Dispatch:
+        group, k = self.group, experts.shape[1]
+        plan = SendPlan.of(experts, self.placement.rank_of, group.size)
+        whole, largest = self.exchange_counts(plan.counts)
+        rows, rounds = sum(whole.send), rounds_needed(largest, max_pairs, group.size, k)
+        if rounds == 1:
+            source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
+        else:
+            source, choice_rows, counts = in_rounds(plan, rows, rounds)
+            plans = self.exchange_rounds(counts)
+        return AllToAllDispatch(group, self.placement, tokens, experts, weights, source, choice_rows, plans)
 
     def _all_gather(
         self,
         tokens: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
-        most_tokens: int,
-        most_pairs: int,
+        max_tokens: int,
+        max_pairs: int,
     ) -> Dispatch:
-        """Padding has no experts, so it takes no part in any expert's work."""
         group, (count, k) = self.group, experts.shape
-        gathered = group.all_gather(pack_tokens(tokens, experts, weights, rows=most_tokens))
-        arrived = Received(
-            *unpacked(gathered, tokens, k, self.placement, group.index), self.placement.fraction(group.index)
-        )
-        arrived = arrived._replace(experts=self.gathered_choices(arrived.experts, count, most_tokens))
-        rows, choices = len(arrived.tokens), min(k, self.placement.count(group.index))
+        received = self.gather(tokens, experts, weights, max_tokens)
+        rows, choices = len(received.tokens), min(k, self.placement.count(group.index))
         parts = [Part(0, rows, None)]
-        if rows * choices > most_pairs:
-            together = tokens_counted_together(most_pairs, choices)
-            parts = parts_of(self.count_served(arrived.experts, together), together, rows, most_pairs)
-        return AllGatherDispatch(arrived, parts, lambda sums: group.reduce_scatter(sums)[:count])
+        if rows * choices > max_pairs:
+            together = tokens_counted_together(max_pairs, choices)
+            parts = parts_of(self.count_served(received.experts, together), together, rows, max_pairs)
+        return AllGatherDispatch(received, parts, lambda sums: group.reduce_scatter(sums)[:count])
 
 
-def _arrivals(sent: list[list[int]], received: list[list[int]]) -> RecvPlan:
-    """Of rows and choices, to each rank and from each."""
+def _recv_plan(sent: list[list[int]], received: list[list[int]]) -> RecvPlan:
+    """The sizes of a round from rows and choices to each rank, and from each rank."""
     return RecvPlan([row[0] for row in sent], [row[0] for row in received], sum(row[1] for row in received))

@@ -1,7 +1,7 @@
-"""Which expert lies on which rank.
+"""The placement of experts on ranks.
 
-The model's router chooses *logical* experts. Ranks hold *physical* ones, numbered rank after rank. A dispatch sees
-physical experts only.
+The model's router chooses *logical* experts. Ranks hold *physical* experts, numbered rank after rank. A dispatch sees
+only physical experts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch
 
 
 class ExpertPlacement:
-    """Where the experts of a model lie; the same on every rank. Every logical expert has one physical one.
+    """The rank of each expert of a model; the same on every rank. Every logical expert has one physical expert.
 
     Args:
-        held: of every rank, the logical experts that it holds, in the order of its weights. Ranks may hold different
-            numbers of them.
-        device: of the tensors that choices are mapped with.
+        held: for every rank, its logical experts in the order of its weights. Ranks may hold different numbers of them.
+        device: device of the tensors that map choices.
 
     Attributes:
         rank_of: int32 ``[experts]``, the rank of each physical expert.
@@ -29,7 +28,7 @@ class ExpertPlacement:
 
     def __init__(self, held: Sequence[Sequence[int]], device: torch.device):
         self.held = tuple(tuple(experts) for experts in held)
-        logical = [expert for experts in self.held for expert in experts]  # of every physical expert
+        logical = [expert for experts in self.held for expert in experts]  # the logical expert of each physical one
         if sorted(logical) != list(range(len(logical))) or not all(self.held):
             raise ValueError(f"every expert lies on one rank, and every rank holds one; not {held!r:.200}")
         self.experts = len(logical)
@@ -39,15 +38,14 @@ class ExpertPlacement:
             physical[expert] = number
         self._physical: torch.Tensor | None = None
         if physical != list(range(self.experts)):
-            # The last entry is that of expert −1: nobody.
+            # The last entry is for expert −1, which means no expert.
             self._physical = torch.tensor([*physical, -1], dtype=torch.int32, device=device)
         ranks = [rank for rank, experts in enumerate(self.held) for _ in experts]
         self.rank_of = torch.tensor(ranks, dtype=torch.int32, device=device)
 
     @classmethod
     def contiguous(cls, experts: int, ranks: int, device: torch.device) -> ExpertPlacement:
-        """Consecutive experts on each rank, as many on all; where that does not come out even, the first ranks hold one
-        more.
+        """Consecutive experts on each rank, divided evenly; the first ranks hold one more if there is a remainder.
 
         Raises:
             ValueError: there are more ranks than experts.
@@ -66,11 +64,11 @@ class ExpertPlacement:
         return len(self.held)
 
     def count(self, rank: int) -> int:
-        """How many physical experts a rank holds."""
+        """Number of physical experts of a rank."""
         return len(self.held[rank])
 
     def fraction(self, rank: int) -> float:
-        """The part of all physical experts that a rank holds."""
+        """The fraction of all physical experts that a rank holds."""
         return self.count(rank) / self.experts
 
     def first(self, rank: int) -> int:
@@ -82,9 +80,10 @@ class ExpertPlacement:
         return experts if self._physical is None else self._physical[experts.long()]
 
     def spread(self, experts: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Physical experts in place of ``experts [T, k]``, each on the rank behind that of the one before; −1 stays.
+        """Physical experts instead of ``experts [T, k]``, each on the rank after that of the one before; −1 stays.
 
-        The first choice is number ``first`` of those of all ranks: so what they send adds up to as much for each.
+        The choices of all ranks are numbered, and this rank's begin with number ``first``: so every rank is chosen
+        equally often.
         """
         numbers = torch.arange(first, first + experts.numel(), device=experts.device).view(experts.shape)
         rank, turn = numbers % self.ranks, numbers // self.ranks
@@ -93,6 +92,6 @@ class ExpertPlacement:
         return (of_rank[rank] + turn % counts[rank]).to(experts.dtype).where(experts >= 0, experts)
 
     def local(self, physical: torch.Tensor, rank: int) -> torch.Tensor:
-        """The same experts counted within those of ``rank``, −1 for those that lie elsewhere."""
+        """The same experts counted within those of ``rank``, −1 for experts of other ranks."""
         local = physical - self._first[rank]
         return local.masked_fill((local < 0) | (local >= self.count(rank)), -1)

@@ -1,13 +1,13 @@
-"""How a run of several processes ends when one of them fails: with that one's own error, shown first.
+"""The end of a run of several processes when one of them fails: its own error is shown, and shown first.
 
-When a rank dies, its peers soon fail too, with an error of the transport that says nothing about the cause. The first
-rank to fail leaves its error in the store of the run before it ends; a rank that fails later finds it there, and says
-in one line whose error ended the run. Ranks that fail alike (a wrong path, say) show one traceback for the same reason.
+When a rank dies, its peers soon fail too, with a transport error that does not name the cause. The first rank to fail
+stores its error in the store of the run before it ends; a rank that fails later reads it there, and prints one line
+that names the rank and its error. Ranks that fail alike (a wrong path, say) show one traceback for the same reason.
 
-A rank whose peer has failed may wait where no error arises: NCCL's collectives are waited for inside CUDA. So each has
-a thread (:mod:`.watch`) that learns of the first error from the store, gives the main thread a moment to fail
-by itself, and ends the process with the first one's exit status. On another machine it shows the traceback too. Whoever
-ends waits until the others have read why, and kills those of its own machine that do not even run a thread.
+A rank whose peer has failed may wait without an error: NCCL's collectives are waited for inside CUDA. So each rank has
+a thread (:mod:`.watch`) that reads the first error from the store, gives the main thread a moment to fail by itself,
+and ends the process with the exit status of the first rank. On another machine it shows the traceback too. A rank that
+ends waits until the others have read the reason, and kills those of its machine that do not even run a thread.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ import torch.distributed as dist
 
 from dsa_engine.parallel.failure.peers import State, machine, name_of, state_of, wake
 from dsa_engine.parallel.failure.store import STORE_WAIT, connect
-from dsa_engine.parallel.failure.watch import LEFT, FailureWatch, ends, see_off
+from dsa_engine.parallel.failure.watch import LEFT, FailureWatch, end_key, see_off
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_PEERS_S = 1.0  # how long the peers of a lost rank get to fail too, before they count as lost themselves
-_OWN_S = 0.5  # how long the main thread gets to fail by itself after another rank has failed
-_AFTER_S = 0.3  # the first rank ends before the others: torchrun's report names whose end it sees first
-_LAST_S = 30.0  # an end that is held up itself (by a full pipe, say) takes no longer
-_TRACE_LENGTH = 1 << 16  # most characters of a traceback that go to other machines
+_PEERS_S = 1.0  # time for the peers of a lost rank to fail too, before they count as lost themselves
+_OWN_S = 0.5  # time for the main thread to fail by itself after another rank has failed
+_AFTER_S = 0.3  # the others end after the first rank: torchrun reports the process whose end it sees first
+_LAST_S = 30.0  # limit for an end that is itself held up (by a full pipe, say)
+_TRACE_LENGTH = 1 << 16  # the last characters of a traceback that go to other machines
 
 _reporter: _Reporter | None = None
 _before_end: list[Callable[[], None]] = []
 
 
 def report_failures(*, connect_s: float | None = None, brief: tuple[type[Exception], ...] = ()) -> None:
-    """Makes an uncaught exception of this process end it at once, the run's first one with its full traceback.
+    """Makes an uncaught exception end this process at once; the run's first one is shown with its full traceback.
 
-    Nothing happens in a run of one process. Call it again after ``init_process_group``, which puts a hook of its own
-    before this one. Errors of the types ``brief`` are a user's to mend: they end the run with one line and exit
-    status 2.
+    Does nothing in a run of one process. Call it again after ``init_process_group``, which installs another hook before
+    this one.
 
     Args:
-        connect_s: connect to the store of the run, within so many seconds.
+        connect_s: connect to the store of the run, within this many seconds.
+        brief: types of errors that the user can correct: they end the run with one line and exit status 2.
 
     Raises:
-        ValueError: the environment does not say where the store is.
-        TimeoutError: whoever listens there does not answer as a store.
+        ValueError: the environment has no address of the store.
+        TimeoutError: the process at that address does not answer as a store.
     """
     global _reporter
     if several_processes():
@@ -67,34 +67,35 @@ def report_failures(*, connect_s: float | None = None, brief: tuple[type[Excepti
 
 
 def run_store() -> dist.Store | None:
-    """The store of the run, where :func:`report_failures` has connected to it."""
+    """The store of the run, if :func:`report_failures` has connected to it."""
     return None if _reporter is None else _reporter.store
 
 
 def before_end(call: Callable[[], None]) -> Callable[[], None]:
-    """Has this called where a failure ends the process at once, without the cleaning up that an orderly exit brings.
+    """Registers a function for the end by a failure, which skips the cleaning up of an orderly exit.
 
-    Perhaps in another thread than the main one, which may be anywhere.
+    It may be called in another thread while the main thread runs.
     """
     _before_end.append(call)
     return call
 
 
 def blameless() -> bool:
-    """Whether another thread than the main one ends this process because another rank has failed, and that for a reason
-    of its own: not in communication, where it may have waited for this process in vain."""
+    """Whether the watching thread ends this process because another rank has failed by itself: not in communication,
+    where that rank may have waited for this process in vain."""
     return _reporter is not None and _reporter.blameless
 
 
 def leave_run() -> None:
-    """Leaves word that this process has come to the end of its program, before others miss it in a collective."""
+    """Tells the other ranks that this process has come to the end of its program, before they miss it in a
+    collective."""
     with suppress(Exception):
         if _reporter is not None and _reporter.store is not None:
-            _reporter.store.set(ends(launched_rank()[0]), LEFT)
+            _reporter.store.set(end_key(launched_rank()[0]), LEFT)
 
 
 class _Reporter:
-    """A ``sys.excepthook``; ``show`` is the one that was there before and prints a traceback."""
+    """A ``sys.excepthook``; ``show`` is the hook before it, which prints a traceback."""
 
     def __init__(self, show: ExceptHook):
         self.store: dist.Store | None = None
@@ -102,11 +103,11 @@ class _Reporter:
         self.blameless = False
         self._show = show
         self._rank, self._world_size = launched_rank()
-        self._ending = threading.Lock()  # whose thread has it ends the process
+        self._ending = threading.Lock()  # the thread that acquires it ends the process
         self._null = open(os.devnull, "w")  # noqa: SIM115 - for faulthandler, as long as the process lives
 
     def connect(self, patience_s: float) -> None:
-        """Connects to the store, leaves word of this process there, and watches from now on whether a peer fails."""
+        """Connects to the store, registers this process there, and watches for failures of peers from now on."""
         if self.store is None:
             self.store = connect(patience_s)
             self.store.set(f"process {self._rank}", name_of(os.getpid()))
@@ -115,25 +116,25 @@ class _Reporter:
             atexit.register(watch.stop)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with suppress(ValueError):  # another thread than the main one may not
-            # torchrun ends all ranks as soon as one has ended; this one is about to, and has something to say.
+        with suppress(ValueError):  # only the main thread may set a handler
+            # torchrun terminates all ranks as soon as one has ended; this one still has to report.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._ending.acquire()
         interrupted, lost = issubclass(kind, KeyboardInterrupt), _is_transport_error(error)
         brief = isinstance(error, self.brief) and not lost
         code = 130 if interrupted else 2 if brief else 1
         mine = _printable(f"rank {self._rank}: {kind.__name__}: {_text(error)}").splitlines()[0].removesuffix(": ")
-        seen = self._states() if lost else {}  # at once: torchrun soon ends ranks that have done nothing
+        seen = self._states() if lost else {}  # at once: torchrun soon ends the other ranks
         try:
             first = self._first(mine)
-        except Exception:  # the store has gone down with the process that held it
+        except Exception:  # the store has ended with the process that held it
             first = "its peers and the store of the run are gone" if lost else mine
             self.store = None
         if first != mine:
             with suppress(Exception):
                 assert self.store is not None
                 self.store.wait(["shown"], STORE_WAIT)
-            if not (brief and first.partition(": ")[2] == mine.partition(": ")[2]):  # all fail alike: once is enough
+            if not (brief and first.partition(": ")[2] == mine.partition(": ")[2]):  # alike: once is enough
                 _say(f"[rank {self._rank}] ends, because {first}")
             self._end(code, _AFTER_S)
         if interrupted:
@@ -155,9 +156,9 @@ class _Reporter:
         self._end(code)
 
     def _end_with(self, store: dist.Store) -> None:
-        """Ends this process, from the thread that watches, because another rank has failed."""
+        """Ends this process, from the watching thread, because another rank has failed."""
         first, code = store.get("first").decode(), 1
-        with suppress(Exception):  # the first one may have been ended before it had shown anything
+        with suppress(Exception):  # the first rank may have been killed before it had shown its error
             store.wait(["shown"], STORE_WAIT)
             code = int(store.get("shown"))
         if not self._ending.acquire(timeout=_OWN_S):
@@ -166,11 +167,11 @@ class _Reporter:
         said = f"[rank {self._rank}] ends, because {first}"
         with suppress(Exception):
             mine = str(self._rank)
-            if store.compare_set(f"told {machine()}", "", mine).decode() == mine:  # of this machine's ranks, one
+            if store.compare_set(f"told {machine()}", "", mine).decode() == mine:  # one rank of each machine
                 said = f"{said}\n{store.get('traceback').decode()}".rstrip()
         _say(said)
         self.blameless = not _names_transport(first)
-        self.store = store  # that of the main thread may be in use
+        self.store = store  # the main thread's connection may be in use
         self._end(code, _AFTER_S)
 
     def _end(self, code: int, after_s: float = 0.0) -> None:
@@ -183,26 +184,26 @@ class _Reporter:
             time.sleep(after_s)
         with suppress(Exception):
             sys.stdout.flush()
-        # An orderly exit would wait for collectives that the other ranks no longer answer.
+        # An orderly exit would wait for collectives with ranks that have ended.
         os._exit(code)
 
     def _first(self, mine: str) -> str:
-        """Leaves this rank's error in the store, and returns the run's first one."""
+        """Stores this rank's error, and returns the run's first error."""
         if self.store is None and launched_store():
-            self.connect(STORE_WAIT.total_seconds())  # torchrun's store is there from the beginning
+            self.connect(STORE_WAIT.total_seconds())  # torchrun's store exists from the beginning
         if self.store is None:
             return mine
         self.store.set(str(self._rank), mine)
         return self.store.compare_set("first", "", mine).decode()
 
     def _states(self) -> dict[int, State]:
-        """Of the process of every rank that has not failed."""
+        """The state of the process of every rank that has not failed."""
         states: dict[int, State] = {}
         with suppress(Exception):
             assert self.store is not None
             for rank in range(self._world_size):
                 if rank != self._rank and not self.store.check([str(rank)]):
-                    if self.store.check([ends(rank)]):
+                    if self.store.check([end_key(rank)]):
                         states[rank] = "left"
                         continue
                     known = self.store.check([f"process {rank}"])
@@ -210,13 +211,13 @@ class _Reporter:
         return states
 
     def _lost(self, seen: dict[int, State]) -> str:
-        """Which ranks it may have been, when the transport failed and no rank has told why.
+        """A sentence on the ranks that may have caused a transport error that no rank has explained.
 
-        Of the ranks on this machine it is known whether they live. A stopped one is woken: torchrun, which ends the
-        ranks, would wait half a minute for it.
+        For ranks of this machine it is known whether they live. A stopped one is woken: torchrun, which ends the ranks,
+        would wait half a minute for it.
 
         Args:
-            seen: the states of the ranks when the transport had failed.
+            seen: the states of the ranks when the transport failed.
         """
         assert self.store is not None
         time.sleep(_PEERS_S)
@@ -224,7 +225,7 @@ class _Reporter:
         gone = {rank: state for rank, state in seen.items() if rank in now and state != "running"}
         gone = gone or {rank: state for rank, state in now.items() if state != "running"}
         silent: dict[State, list[int]] = {}
-        for rank, state in (gone or now).items():  # where one has gone, those that run wait for it
+        for rank, state in (gone or now).items():  # if one has ended, the running ranks wait for it
             silent.setdefault(state, []).append(rank)
             if state == "stopped":
                 wake(self.store.get(f"process {rank}").decode())
@@ -235,7 +236,7 @@ class _Reporter:
 
 
 _ENDED = "ended without an error of its own (killed, perhaps for want of memory, or crashed)"
-_SILENT: dict[State, str] = {  # what may have happened to a rank of which nothing is heard, by its process's state
+_SILENT: dict[State, str] = {  # possible fate of a rank without an error, by the state of its process
     "ended": f"its process has {_ENDED}",
     "left": "its program has come to its end (by sys.exit, or as it does less than the others)",
     "stopped": "its process was stopped (SIGSTOP, or Ctrl-Z); it has been woken, to end like the others",
@@ -260,12 +261,12 @@ def _text(error: BaseException) -> str:
 
 
 def _printable(text: str, encoding: str = "utf-8") -> str:
-    """The text, with escapes for what cannot be encoded (half of a surrogate pair, from a file name)."""
+    """The text, with escapes for characters that cannot be encoded (half of a surrogate pair, from a file name)."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _say(text: str) -> None:
     with suppress(Exception):
         text = _printable(text, sys.stderr.encoding or "utf-8")
-        sys.stderr.write(text + "\n")  # in one piece: several processes share it
+        sys.stderr.write(text + "\n")  # one write: several processes share stderr
         sys.stderr.flush()

@@ -19,6 +19,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.kernels.indexer import indexer_scores
 from dsa_engine.kernels.runtime import launch
 from dsa_engine.measure.emulation.overlap_model import watched
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.stage_timer import current_stage
 
 CONTEXTS = (2048, 4096, 8192, 32768)
@@ -58,7 +59,7 @@ def references() -> Iterator[None]:
 
 def decode_step(llm: LLM, context: int) -> Work:
     """The work of one token that sees ``context`` others."""
-    request = llm.engine.add_filled(context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    request = add_filled(llm.engine, context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     llm.engine.step()  # what is made once
     with watched(llm.engine), Work() as work:
         llm.engine.step()
@@ -119,7 +120,7 @@ def test_index_keys_are_read_once_for_all_drafts(
     layers, rows = llm.engine.config.num_hidden_layers, {}
     for count in (0, drafts):
         llm.engine.draft(count)
-        request = llm.engine.add_filled(3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        request = add_filled(llm.engine, 3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
         llm.engine.step()
         visible = len(request) + count
         assert len(request.drafts) == count

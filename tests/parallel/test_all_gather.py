@@ -62,13 +62,13 @@ def test_every_token_is_served_once(rank: int, most_pairs: int) -> None:
     dispatch = parallel.dispatch(tokens, experts, weights, "all_gather", count + 2, most_pairs)
     served = []
     for number in range(dispatch.rounds):
-        here = dispatch.arrive(number)
+        here = dispatch.receive(number)
         mine = here.experts >= 0
         served.append(int(mine.sum()))
         assert here.served in (None, served[-1])
         together = tokens_counted_together(most_pairs, k)
         assert served[-1] <= max(most_pairs, together * k)
-        dispatch.give_back(number, here.tokens * (here.weights * mine).sum(dim=1, keepdim=True))
+        dispatch.send_back(number, here.tokens * (here.weights * mine).sum(dim=1, keepdim=True))
     mine = experts // 4 == rank
     assert sum(served) == size * int(mine.sum())
     assert (dispatch.rounds == 1) == (sum(served) <= most_pairs)

@@ -133,11 +133,11 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype) -> N
             )
             rounds.add(dispatch.rounds)
             for number in range(dispatch.rounds):
-                here = dispatch.arrive(number)
+                here = dispatch.receive(number)
                 largest.append(here.served)
                 assert here.served == int((here.experts >= 0).sum())
                 scale = (here.weights * (here.experts + 1)).where(here.experts >= 0, 0.0).sum(dim=1)
-                dispatch.give_back(number, (here.tokens.float() * scale[:, None]).to(dtype))
+                dispatch.send_back(number, (here.tokens.float() * scale[:, None]).to(dtype))
             return dispatch.combine()
 
         with ThreadPoolExecutor(size) as pool:

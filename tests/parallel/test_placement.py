@@ -63,9 +63,9 @@ def test_one_rank_in_any_order() -> None:
     assert parallel.held == (2, 0, 1)
     tokens, experts = torch.randn(2, 4), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
     dispatch = parallel.dispatch(tokens, experts, torch.rand(2, 2), "all_to_all", 2)
-    here = dispatch.arrive(0)
+    here = dispatch.receive(0)
     assert here.experts.tolist() == [[1, 0], [2, -1]] and here.served_fraction == 1.0
-    dispatch.give_back(0, tokens)
+    dispatch.send_back(0, tokens)
     assert dispatch.rounds == 1 and here.tokens is tokens and dispatch.combine() is tokens
 
 

@@ -21,6 +21,7 @@ from dsa_engine.engine.startup.weights import load_weights
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.model import Model
+from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, choose
 from dsa_engine.quantization.base import StoredFormat
 from dsa_engine.quantization.block_fp8 import BlockFP8, BlockFP8Experts, BlockFP8Linear, SideBySide
@@ -83,7 +84,8 @@ class NaiveExperts(GroupedExperts):
     def __init__(self, stored: BlockFP8Experts):
         self.stored, self.count, self.tensors, self.sources = stored, stored.count, stored.tensors, stored.sources
 
-    def __call__(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **how: Any) -> torch.Tensor:
+    def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
+        tokens, experts, weights = received[:3]
         gate_up, down = expanded(*self.tensors[:2]), expanded(*self.tensors[2:])
         out, x = torch.zeros(tokens.shape, dtype=torch.float64), coded(tokens)
         for t, row in enumerate(experts.tolist()):
@@ -92,6 +94,9 @@ class NaiveExperts(GroupedExperts):
                 hidden = gate / (1 + torch.exp(-gate)) * up
                 out[t] += weights[t, j] * (down[e] @ coded(hidden))
         return out.to(tokens.dtype)
+
+    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class Naive(StoredFormat):

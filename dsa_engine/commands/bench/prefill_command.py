@@ -18,7 +18,6 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
@@ -54,7 +53,7 @@ def run_prefill(args: argparse.Namespace) -> None:
     text = read_text(args.prompt_file) if args.prompt_file else None
     llm, links = measured_llm(args)
     engine = llm.engine
-    if isinstance(engine.mesh, EmulatedMesh) and args.dump_logits:
+    if not engine.mesh.communicates and args.dump_logits:
         raise ValueError(
             "--dump-logits with --emulate-world: the logits of an emulated rank mean nothing; leave it out"
         )
@@ -115,7 +114,7 @@ class _Report:
     def show(self) -> None:
         """The tables of the last length."""
         result, engine = self._results[-1], self._engine
-        if len(self._results) == 1 and isinstance(engine.mesh, EmulatedMesh):
+        if len(self._results) == 1 and not engine.mesh.communicates:
             print(heading(engine, self._links))
         print_prefill(result, engine.mesh.rank)
         print_shares([f"{result.input_len:,} tokens"], self._listed[-1:], self._shares.ceilings)

@@ -10,9 +10,8 @@ from dsa_engine.commands.bench.generation_benchmark import LatencyResult
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
 from dsa_engine.measure.costs.work import Stages, Work, times
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.report import format_table
 from dsa_engine.system.sizes import format_bytes
 
@@ -54,8 +53,8 @@ class Shares:
 
     def prefill(self, input_len: int, seconds: float, batch_size: int = 1, drafts: int = 0) -> dict[str, Any]:
         """Of prefills of ``batch_size`` prompts, which take ``seconds`` together."""
-        mesh, plans = self._engine.mesh, self._engine.prefill_plans(input_len)
-        ranks = [mesh.rank] if isinstance(mesh, EmulatedMesh) else mesh.cp_ranks(0)
+        mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
+        ranks = mesh.cp_ranks(0) if mesh.communicates else mesh.processes.ranks
         prompts = cdiv(batch_size, mesh.world_size // mesh.cp_size)
         # A rank's experts serve the prompts of all groups.
         each = [self._costs.prefill(plans, rank, drafts, batch_size / prompts) for rank in ranks]

@@ -14,7 +14,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
 from dsa_engine.model_folder import resolve_model
 
@@ -75,8 +75,8 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
 
 def heading(engine: Engine, links: Links) -> str:
     """What stands above every table of an emulated run; "" elsewhere."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return ""
     loads = "given" if mesh.config.expert_loads else "balanced"
     return (
@@ -87,16 +87,16 @@ def heading(engine: Engine, links: Links) -> str:
 
 def title(engine: Engine) -> str:
     """What stands above a plot; "" where nothing is emulated."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return ""
     return f"emulated: rank {mesh.rank} of {mesh.world_size}; computation measured, communication modelled"
 
 
 def to_json(engine: Engine, links: Links) -> dict[str, Any]:
     """The key "emulated" of a result; nothing where nothing is."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return {}
     loads = mesh.config.expert_loads
     about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": list(loads) if loads else "balanced"}

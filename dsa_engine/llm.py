@@ -59,7 +59,7 @@ class LLM:
 
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
-        report_failures()  # before anything can fail
+        report_failures()  # first, before anything can fail
         set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
@@ -266,7 +266,7 @@ class LLM:
         return SamplingParams(**self.default_sampling)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer as ``transformers`` made it."""
+        """The checkpoint's tokenizer as an object of ``transformers``."""
         return self.tokenizer.hf
 
     @property
@@ -357,7 +357,7 @@ def _outputs(asked: Seq[_Asked], replies: Seq[Reply]) -> list[RequestOutput]:
 
 
 def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
-    """Brings a progress bar over requests up to date."""
+    """Updates a progress bar over requests."""
     running = [reply.request for reply in replies if reply.request is not None]
     prompts = sum(len(reply.add.prompt_ids) for reply in replies)
     computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)

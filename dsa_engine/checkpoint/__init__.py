@@ -1,4 +1,4 @@
-"""Checkpoints in the Hugging Face layout: reading and writing them, and random weights in place of what would be read.
+"""Checkpoints in the Hugging Face layout: reading and writing them, and random weights instead of a checkpoint's.
 
 The names and shapes that a model needs are declared by its modules (`model/layout.py`), not here.
 """

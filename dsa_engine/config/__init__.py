@@ -1,4 +1,4 @@
-"""What a model is (``config.json``, the released models), and how options are declared and checked.
+"""The configuration of a model (``config.json``, the released models), and the declaration and checks of options.
 
-Everything else of the engine but the kernels builds on it: it imports no other room.
+It imports no other room; all rooms but the kernels may import it.
 """

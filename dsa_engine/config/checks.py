@@ -1,4 +1,4 @@
-"""Checks of single values, for options, sampling parameters and configuration files alike.
+"""Checks of single values, for options, sampling parameters and configuration files.
 
 A check is called with a name and a value, and raises ``ValueError`` where the value is not allowed.
 """
@@ -13,12 +13,12 @@ Check = Callable[[str, Any], None]
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer; True and False are none here."""
+    """Whether ``value`` is an integer; True and False do not count as integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold: no True or False, no nan, nothing infinite."""
+    """Whether ``value`` is a finite number that a float can hold; True and False do not count as numbers."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond every float
@@ -26,7 +26,7 @@ def is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for an error: at most 80 characters of it."""
+    """The text of a value for an error message, at most 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python does not print integers of thousands of digits
@@ -34,38 +34,40 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def integer(least: int | None = None, most: int | None = None) -> Check:
-    """Allows integers ``least … most``."""
-    wanted = "a positive integer" if (least, most) == (1, None) else f"an integer{_range(least, most)}"
+def integer(minimum: int | None = None, maximum: int | None = None) -> Check:
+    """Allows integers ``minimum … maximum``."""
+    wanted = "a positive integer" if (minimum, maximum) == (1, None) else f"an integer{_range(minimum, maximum)}"
 
     def check(name: str, value: Any) -> None:
-        if not is_integer(value) or not _within(value, least, most):
+        if not is_integer(value) or not _within(value, minimum, maximum):
             raise ValueError(f"{name} must be {wanted}, not {shown(value)}")
 
     return check
 
 
-def number(least: float | None = None, most: float | None = None, above: float | None = None, what: str = "") -> Check:
-    """Allows finite numbers from ``least``, or ``above`` a bound, up to ``most``; ``what`` says more of them."""
-    wanted = f"a finite number{_range(least, most, above)}{what}"
+def number(
+    minimum: float | None = None, maximum: float | None = None, above: float | None = None, what: str = ""
+) -> Check:
+    """Allows finite numbers from ``minimum``, or ``above`` a bound, up to ``maximum``; messages end in ``what``."""
+    wanted = f"a finite number{_range(minimum, maximum, above)}{what}"
 
     def check(name: str, value: Any) -> None:
-        if not is_number(value) or not _within(value, least, most) or (above is not None and value <= above):
+        if not is_number(value) or not _within(value, minimum, maximum) or (above is not None and value <= above):
             raise ValueError(f"{name} must be {wanted}, not {shown(value)}")
 
     return check
 
 
-def _within(value: float, least: float | None, most: float | None) -> bool:
-    return (least is None or value >= least) and (most is None or value <= most)
+def _within(value: float, minimum: float | None, maximum: float | None) -> bool:
+    return (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
 
 
-def _range(least: float | None, most: float | None, above: float | None = None) -> str:
-    """Bounds in words, behind "a number"."""
-    if least is not None:
-        return f" of at least {least:g}" if most is None else f" from {least} to {most}"
+def _range(minimum: float | None, maximum: float | None, above: float | None = None) -> str:
+    """The bounds in words, to follow "a number"."""
+    if minimum is not None:
+        return f" of at least {minimum:g}" if maximum is None else f" from {minimum} to {maximum}"
     low = "" if above is None else f" above {above:g}"
-    return low if most is None else f"{low}{' and' if low else ''} of at most {most:g}"
+    return low if maximum is None else f"{low}{' and' if low else ''} of at most {maximum:g}"
 
 
 def flag(name: str, value: Any) -> None:
@@ -75,7 +77,7 @@ def flag(name: str, value: Any) -> None:
 
 
 def or_none(check: Check) -> Check:
-    """Allows None, and what ``check`` allows."""
+    """Allows None and what ``check`` allows."""
 
     def checked(name: str, value: Any) -> None:
         if value is not None:
@@ -85,7 +87,7 @@ def or_none(check: Check) -> Check:
 
 
 def list_of(check: Check, what: str) -> Check:
-    """Allows lists and tuples of what ``check`` allows; ``what`` says what that is."""
+    """Allows lists and tuples of what ``check`` allows; ``what`` names it in messages."""
 
     def checked(name: str, value: Any) -> None:
         if not isinstance(value, (list, tuple)):

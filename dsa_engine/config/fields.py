@@ -1,7 +1,7 @@
-"""Options as dataclass fields: each one says its default, its meaning and what is allowed, in one place.
+"""Options as dataclass fields: a field declares the default, the meaning and the allowed values of one option.
 
-``ParallelConfig`` and ``EngineOptions`` consist of them. The checks, the docstrings, the signature of ``LLM`` and the
-command-line arguments are taken from the fields.
+``ParallelConfig``, ``EngineOptions`` and ``SamplingParams`` consist of such fields. Checks, docstrings, the signature
+of ``LLM`` and the command-line arguments are made from them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Kind:
     """A kind of value.
 
     Attributes:
-        check: is called with an option's name and value, and raises TypeError or ValueError where that is not allowed.
-        parse: makes the value from a word on the command line; None: it is not given there.
-        choices: all values, where they can be listed.
-        metavar: what stands for the value in ``--help``.
+        check: called with an option's name and value; raises TypeError or ValueError if the value is not allowed.
+        parse: makes the value from a word on the command line; None: the option has no command-line argument.
+        choices: all allowed values, if they can be listed.
+        metavar: the placeholder of the value in ``--help``.
     """
 
     check: Callable[[str, Any], None]
@@ -39,13 +39,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Option:
-    """What a field says of itself besides name, type and default.
+    """The metadata of an option besides name, type and default.
 
     Attributes:
-        kind: of its value. None is allowed too where it is the default.
-        doc: for the docstring.
-        help: for the command line, where a flag that turns the option off may need other words.
-        aliases: other names for the same, as other engines have them.
+        kind: kind of its value. None is allowed too if it is the default.
+        doc: its text in the docstring.
+        help: its text in ``--help``; a flag that turns the option off may need other words.
+        aliases: its names in other engines.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Option:
 
 
 def option(kind: Kind, default: Any, doc: str, *, help: str | None = None, aliases: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is an option; a ``default`` that is a class is called for every instance anew."""
+    """A dataclass field that is an option; a ``default`` that is a class is called for each instance."""
     about = Option(
         kind, f"{doc} Also called {', '.join(aliases)}." if aliases else doc, help or doc.rstrip("."), aliases
     )
@@ -71,9 +71,9 @@ def options_of(cls: type) -> list[tuple[Field[Any], Option]]:
 
 
 class Options:
-    """The base of a dataclass of options: checks their values.
+    """Base class of a dataclass of options, which checks their values.
 
-    None stands for the default of an option whose default is made anew, such as a dictionary.
+    None means the default for an option whose default is made per instance, such as a dictionary.
     """
 
     def __post_init__(self) -> None:
@@ -86,25 +86,26 @@ class Options:
 
     @classmethod
     def answer(cls, name: str, value: Any) -> str | None:
-        """What to use instead of an option that is none of this class; "": nothing, it can be left out; None: nothing
-        is known of it."""
+        """The advice for an option that this class does not have: what to use instead, or "" if it can be left out;
+        None: the option is unknown."""
         return None
 
 
 def documented(cls: type[C]) -> type[C]:
-    """Completes a dataclass of options: its docstring lists them, and an unknown name is answered with the nearest."""
+    """Completes a dataclass of options: lists them in its docstring; for an unknown name it suggests the nearest."""
     init = cls.__init__
 
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **named: Any) -> None:
-        init(self, *args, **_known(cls, [*listed.parameters][1:], named))
+        init(self, *args, **_by_own_name(cls, [*listed.parameters][1:], named))
 
-    anew = {f.name for f, _ in options_of(cls) if f.default_factory is not MISSING}
+    made_per_instance = {f.name for f, _ in options_of(cls) if f.default_factory is not MISSING}
     plain = inspect.signature(init)
     parameters = plain.parameters.values()
     listed = plain.replace(
         parameters=[
-            p.replace(default=None, annotation=f"{p.annotation} | None") if p.name in anew else p for p in parameters
+            p.replace(default=None, annotation=f"{p.annotation} | None") if p.name in made_per_instance else p
+            for p in parameters
         ]
     )
     checked_init.__signature__ = listed  # type: ignore[attr-defined]
@@ -113,20 +114,20 @@ def documented(cls: type[C]) -> type[C]:
     return cls
 
 
-def _known(cls: Any, names: list[str], named: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, by their own names.
+def _by_own_name(cls: Any, names: list[str], named: dict[str, Any]) -> dict[str, Any]:
+    """The given options, with aliases replaced by the options' own names.
 
     Raises:
-        TypeError: one is not known, with what to use instead or the nearest name; or it was given twice.
+        TypeError: an option is unknown (the text says what to use instead, or the nearest name) or given twice.
     """
     aliases = {alias: f.name for f, about in options_of(cls) for alias in about.aliases}
-    known: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for name, value in named.items():
         own = aliases.get(name, name)
-        if own in known:
+        if own in given:
             raise TypeError(f"{', '.join([own, *(a for a in aliases if aliases[a] == own)])} are the same; give one")
         if own in names:
-            known[own] = value
+            given[own] = value
             continue
         instead = cls.answer(name, value) if issubclass(cls, Options) else None
         if instead is None:
@@ -134,11 +135,11 @@ def _known(cls: Any, names: list[str], named: dict[str, Any]) -> dict[str, Any]:
             instead = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(names)}"
         if instead:
             raise TypeError(f"there is no option {name!r}; {instead}")
-    return known
+    return given
 
 
 def takes_options_of(cls: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """For an ``__init__`` that passes its arguments to ``cls``: ``help`` and mypy see the options of ``cls``."""
+    """Decorates an ``__init__`` that passes its arguments to ``cls``: ``help`` and mypy see the options of ``cls``."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         init.__signature__ = inspect.signature(cls.__init__)  # type: ignore[attr-defined]
@@ -166,8 +167,8 @@ def instance_of(kind: type) -> Callable[[str, Any], None]:
 
 BOOL = Kind(flag)
 INT = Kind(integer(), int)
-POSITIVE_INT = Kind(integer(least=1), int)
-SEED = Kind(integer(-(2**63), 2**64 - 1), int)  # what PyTorch's generators take
+POSITIVE_INT = Kind(integer(minimum=1), int)
+SEED = Kind(integer(-(2**63), 2**64 - 1), int)  # the range of PyTorch's generators
 STR = Kind(instance_of(str))
 JSON_OBJECT = Kind(instance_of(dict), metavar="JSON")
 

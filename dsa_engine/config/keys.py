@@ -1,4 +1,4 @@
-"""Typed reading of the keys of a ``config.json``: every value is checked here, and every error names its key."""
+"""Typed reading of ``config.json``: every value is checked, and every error names its key."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 from dsa_engine.config.checks import is_integer, is_number, shown
 
-# The largest sizes that are believed, far above any released model's: beyond, a file is damaged, and lists as long as
-# the number says would be made of it.
-MOST: dict[str, int] = {
+# Upper bounds of sizes, far above any released model. A larger value means a damaged file, and would make huge lists.
+MAX_SIZES: dict[str, int] = {
     "num_hidden_layers": 4096,
     "n_routed_experts": 65536,
     "vocab_size": 2**31 - 1,
     "max_position_embeddings": 2**31 - 1,
     "original_max_position_embeddings": 2**31 - 1,
 }
-_MOST_ELSEWHERE = 2**24
+_MAX_SIZE = 2**24
 
 
 class Keys:
@@ -24,37 +23,36 @@ class Keys:
 
     Args:
         raw: the object.
-        within: the key that holds it, for the errors; "" for config.json itself.
+        within: the key that holds the object, for errors; "" for config.json itself.
     """
 
     def __init__(self, raw: dict[str, Any], within: str = ""):
         self.raw = raw
-        self.asked: set[str] = set()  # keys that somebody wanted to know
+        self.asked: set[str] = set()  # keys that were read
         self._within = within
 
     def get(self, key: str) -> Any:
-        """The value as it stands; None where there is none."""
+        """The unchecked value; None if there is none."""
         self.asked.add(key)
         return self.raw.get(key)
 
-    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least ``least``; without a default the key must be there."""
-        value, most = self._value(key, default), MOST.get(key, _MOST_ELSEWHERE)
-        if not is_integer(value) or value < least:
-            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``; without a default the key must be there."""
+        value, maximum = self._value(key, default), MAX_SIZES.get(key, _MAX_SIZE)
+        if not is_integer(value) or value < minimum:
+            kind = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
             raise ValueError(f"{self.name(key)} must be {kind}, not {shown(value)}")
-        if value > most:
-            raise ValueError(f"{self.name(key)} must be at most {most}, not {shown(value)}")
+        if value > maximum:
+            raise ValueError(f"{self.name(key)} must be at most {maximum}, not {shown(value)}")
         return value
 
     def number(
-        self, key: str, default: float | None = None, *, above: float = 0.0, most: float, zero: bool = False
+        self, key: str, default: float | None = None, *, above: float = 0.0, maximum: float, zero: bool = False
     ) -> float:
-        """A number above ``above`` and up to ``most``, with ``zero`` also 0; without a default the key must be
-        there."""
+        """A number above ``above`` and up to ``maximum``, or 0 with ``zero``; without a default the key must exist."""
         value = self._value(key, default)
-        bounds = f"above {above:g} and at most {most:g}" + (", or 0" if zero else "")
-        if not is_number(value) or not (above < value <= most or (zero and value == 0)):
+        bounds = f"above {above:g} and at most {maximum:g}" + (", or 0" if zero else "")
+        if not is_number(value) or not (above < value <= maximum or (zero and value == 0)):
             raise ValueError(f"{self.name(key)} must be a number {bounds}, not {shown(value)}")
         return float(value)
 
@@ -72,14 +70,14 @@ class Keys:
         return value
 
     def part(self, key: str) -> Keys:
-        """The keys of an object inside; no keys where there is none."""
+        """The keys of a nested object; no keys if it is missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{key} must be a JSON object, not {shown(value)}")
         return Keys(value or {}, key)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id or a list of them; none where the key is missing."""
+        """A token id or a list of them; empty if the key is missing."""
         value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for i in ids:
@@ -90,8 +88,8 @@ class Keys:
         return tuple(ids)
 
     def per_layer(self, key: str, layers: int, allowed: Sequence[str]) -> tuple[str, ...]:
-        """A list with one of ``allowed`` for each layer, cut to ``layers``: an override of ``num_hidden_layers`` keeps
-        the first ones."""
+        """A list with one of ``allowed`` for each layer, cut to ``layers``, as an override of ``num_hidden_layers``
+        keeps the first layers."""
         values = self.get(key)
         if not isinstance(values, (list, str)):
             raise ValueError(
@@ -105,7 +103,7 @@ class Keys:
         return tuple(values[:layers])
 
     def name(self, key: str) -> str:
-        """How an error calls a key."""
+        """The name of a key in errors."""
         return f"config.json: {self._within}.{key}" if self._within else f"config.json: {key!r}"
 
     def _value(self, key: str, default: Any) -> Any:

@@ -1,7 +1,7 @@
 """The model's configuration, read from a Hugging Face ``config.json``.
 
-One frozen dataclass describes all three model types; what is not supported is refused here, by name, so that no other
-file has to ask. Field names are those of ``config.json``.
+One frozen dataclass describes all three model types. Unsupported features are refused here, by name, so that no other
+file has to check. Field names are those of ``config.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsa_engine.errors import CheckpointError
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The norms on the two low-rank latents, and the indexer's LayerNorm, have their own epsilon in every released model.
+# Epsilon of the norms on the two low-rank latents and of the indexer's LayerNorm, in every released model.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -71,11 +71,11 @@ class ModelConfig:
     routed_scaling_factor: float
     # checkpoint
     num_nextn_predict_layers: int
-    quantization: QuantizationConfig | None  # how its linear weights are stored; None: in plain numbers
+    quantization: QuantizationConfig | None  # storage of linear weights; None: plain numbers
 
     @property
     def weight_block_size(self) -> tuple[int, int] | None:
-        """FP8 checkpoints: rows and columns that share one scale."""
+        """Rows and columns that share one scale in FP8 checkpoints."""
         return self.quantization.weight_block_size if self.quantization else None
 
     @property
@@ -84,7 +84,7 @@ class ModelConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Width of a cached latent row: the compressed K/V and the shared RoPE key."""
+        """Width of a cached latent row: compressed K/V and shared RoPE key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -96,8 +96,8 @@ class ModelConfig:
         return self.index_topk > 0
 
     def with_mtp(self, modules: int) -> ModelConfig:
-        """The same with the layers of ``modules`` MTP modules behind the others in ``mlp_layer_types`` and
-        ``indexer_types``: each selects for itself."""
+        """A copy with the layers of ``modules`` MTP modules appended to ``mlp_layer_types`` and ``indexer_types``; each
+        of these layers has an indexer if the model has any."""
         return replace(
             self,
             mlp_layer_types=(*self.mlp_layer_types, *("sparse",) * modules),
@@ -118,9 +118,9 @@ class ModelConfig:
         """
         raw = read_config_json(folder)
         generation = Path(folder) / "generation_config.json"
-        if generation.is_file():  # it may name more tokens that end a text, as chat models do
-            ends = [*_as_list(raw.get("eos_token_id")), *_as_list(_read_object(generation).get("eos_token_id"))]
-            raw["eos_token_id"] = [token for i, token in enumerate(ends) if token not in ends[:i]]
+        if generation.is_file():  # it may name further end tokens, as for chat models
+            end_tokens = [*_as_list(raw.get("eos_token_id")), *_as_list(_read_object(generation).get("eos_token_id"))]
+            raw["eos_token_id"] = [token for i, token in enumerate(end_tokens) if token not in end_tokens[:i]]
         return cls.from_dict(raw, overrides)
 
     @classmethod
@@ -144,7 +144,7 @@ class ModelConfig:
             hidden_size=keys.size("hidden_size"),
             num_hidden_layers=layers,
             max_position_embeddings=max_positions,
-            rms_norm_eps=keys.number("rms_norm_eps", 1e-6, most=1.0),
+            rms_norm_eps=keys.number("rms_norm_eps", 1e-6, maximum=1.0),
             dtype=_dtype(keys),
             eos_token_ids=keys.token_ids("eos_token_id", vocab_size),
             tie_word_embeddings=keys.flag("tie_word_embeddings", False),
@@ -171,8 +171,8 @@ class ModelConfig:
             n_group=keys.size("n_group"),
             topk_group=keys.size("topk_group"),
             norm_topk_prob=keys.flag("norm_topk_prob", True),
-            routed_scaling_factor=keys.number("routed_scaling_factor", most=1e6),
-            num_nextn_predict_layers=keys.size("num_nextn_predict_layers", 0, least=0),
+            routed_scaling_factor=keys.number("routed_scaling_factor", maximum=1e6),
+            num_nextn_predict_layers=keys.size("num_nextn_predict_layers", 0, minimum=0),
             quantization=QuantizationConfig.from_keys(keys),
         )
         config._check()
@@ -202,14 +202,14 @@ class ModelConfig:
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """The raw keys of ``folder/config.json``; raises :class:`CheckpointError` where there is none."""
+    """The raw keys of ``folder/config.json``; raises :class:`CheckpointError` if there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"no such model folder: {folder} (give a Hugging Face folder, or 'demo')")
     path = folder / "config.json"
     if not path.is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-        raise CheckpointError(f"{folder} is no checkpoint: it has no config.json (it holds {found})")
+        content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        raise CheckpointError(f"{folder} is no checkpoint: it has no config.json (it holds {content})")
     return _read_object(path)
 
 
@@ -255,14 +255,14 @@ def _dtype(keys: Keys) -> torch.dtype:
 def _mlp_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     if keys.get("mlp_layer_types") is not None:
         return keys.per_layer("mlp_layer_types", layers, ("dense", "sparse"))
-    dense = min(keys.size("first_k_dense_replace", 0, least=0), layers)
+    dense = min(keys.size("first_k_dense_replace", 0, minimum=0), layers)
     return ("dense",) * dense + ("sparse",) * (layers - dense)
 
 
 def _indexer_types(keys: Keys, layers: int) -> tuple[str, ...]:
-    """Which layers select for themselves; GLM-5 gives a list, a pattern ("FSSF…") or a frequency with an offset."""
-    every = max(keys.size("index_topk_freq", 1, least=0), 1)
-    offset = keys.size("index_skip_topk_offset", 2, least=0)
+    """The layers that have an indexer; GLM-5 gives a list, a pattern ("FSSF…") or a frequency with an offset."""
+    every = max(keys.size("index_topk_freq", 1, minimum=0), 1)
+    offset = keys.size("index_skip_topk_offset", 2, minimum=0)
     if keys.get("indexer_types") is not None:
         return keys.per_layer("indexer_types", layers, ("full", "shared"))
     if keys.get("index_topk_pattern") is not None:

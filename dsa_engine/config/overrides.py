@@ -1,4 +1,4 @@
-"""Keys of a ``config.json`` that are replaced for a run (``hf_overrides``)."""
+"""Overrides of ``config.json`` for one run (``hf_overrides``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def merge_overrides(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with the keys of ``overrides`` in place of its own; nested dictionaries are merged."""
+    """``base`` with keys replaced by those of ``overrides``; nested dictionaries are merged."""
     merged = dict(base)
     for key, value in overrides.items():
         nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -15,34 +15,34 @@ def merge_overrides(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str
     return merged
 
 
-# The same thing under several names: an override of one drops the others, also those that would be read first.
+# Names of the same thing: an override of one drops the others, even those that would be read first.
 _ALIASES: tuple[set[str], ...] = (
     {"dtype", "torch_dtype"},
     {"mlp_layer_types", "first_k_dense_replace"},
     {"rope_parameters", "rope_scaling"},
 )
-_INDEXER_SCHEDULES = ("indexer_types", "index_topk_pattern", "index_topk_freq")  # the earlier goes before the later
+_INDEXER_SCHEDULES = ("indexer_types", "index_topk_pattern", "index_topk_freq")  # in order of precedence
 
 
 def without_aliases(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """``raw`` without what the overrides say under another name."""
-    gone = {name for names in _ALIASES if names & overrides.keys() for name in names - overrides.keys()}
+    """``raw`` without the keys that the overrides give under another name."""
+    dropped = {name for names in _ALIASES if names & overrides.keys() for name in names - overrides.keys()}
     for i, name in enumerate(_INDEXER_SCHEDULES):
         if name in overrides:
-            gone |= set(_INDEXER_SCHEDULES[:i]) - overrides.keys()
-    kept = {key: value for key, value in raw.items() if key not in gone}
+            dropped |= set(_INDEXER_SCHEDULES[:i]) - overrides.keys()
+    remaining = {key: value for key, value in raw.items() if key not in dropped}
     parameters = raw.get("rope_parameters")
     theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    if "rope_theta" in overrides and "rope_parameters" in kept:
+    if "rope_theta" in overrides and "rope_parameters" in remaining:
         if isinstance(parameters, dict):
-            kept["rope_parameters"] = {k: v for k, v in parameters.items() if k != "rope_theta"}
-    elif "rope_parameters" in gone and theta is not None:
-        kept.setdefault("rope_theta", theta)  # it is no part of rope_scaling
-    return kept
+            remaining["rope_parameters"] = {k: v for k, v in parameters.items() if k != "rope_theta"}
+    elif "rope_parameters" in dropped and theta is not None:
+        remaining.setdefault("rope_theta", theta)  # rope_scaling does not hold it
+    return remaining
 
 
 def refuse_unknown(overrides: dict[str, Any], known: set[str]) -> None:
-    """``ValueError`` for an override of a key that neither the file has nor anybody reads: it would change nothing."""
+    """Raises ``ValueError`` for an override of a key that is neither in the file nor read: it would change nothing."""
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)

@@ -1,9 +1,8 @@
-"""What a checkpoint's ``quantization_config`` says: which weights are stored in which way.
+"""A checkpoint's ``quantization_config``: which weights are stored in which way.
 
 Two spellings are read. The released one (``quant_method: "fp8"``) has one scheme for all linear weights: e4m3 in blocks
-with float32 scales. ``compressed-tensors`` has groups of targets, each with a scheme of its own, and a list of what is
-left as it was. What can be computed with is not asked here: :mod:`dsa_engine.quantization` has a class for some schemes
-and refuses the others by name.
+with float32 scales. ``compressed-tensors`` has groups of targets, each with a scheme, and a list of weights that are
+not quantised. Schemes are only read here: :mod:`dsa_engine.quantization` has a class for some and refuses the others.
 """
 
 from __future__ import annotations
@@ -18,29 +17,31 @@ from dsa_engine.config.keys import Keys
 
 METHODS = ("fp8", "compressed-tensors")
 
-# Matrices that the released FP8 checkpoints hold in their plain dtype, though nothing in config.json says so.
+# Matrices that the released FP8 checkpoints hold in a plain dtype, although config.json does not list them.
 PLAIN_IN_RELEASED = ("eh_proj", "weights_proj", "gate", "embed_tokens", "lm_head", "head")
 
-_MOST = 2**24
+_MAX_BLOCK = 2**24
 
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How some linear weights are stored, and what their inputs are rounded to."""
+    """How some linear weights are stored, and how their inputs are rounded."""
 
-    type: str  # of a code: "float" (e4m3 if it has 8 bits) or "int"
-    bits: int  # of a code
-    strategy: str  # what shares a scale: "block", "channel" (a row of the weight), "group" (of a row), "tensor"
-    block: tuple[int, int] | None = None  # rows and columns, of strategy "block"
-    group_size: int | None = None  # columns, of strategy "group"
+    type: str  # type of a code: "float" (e4m3 if it has 8 bits) or "int"
+    bits: int  # bits of a code
+    strategy: str  # elements that share a scale: "block", "channel" (a row), "group" (part of a row), "tensor"
+    block: tuple[int, int] | None = None  # rows and columns, for strategy "block"
+    group_size: int | None = None  # columns, for strategy "group"
     symmetric: bool = True  # no zero points
-    activation_bits: int | None = None  # inputs are quantised too, when they come; None: they are not
+    activation_bits: int | None = None  # bits of inputs that are quantised as they arrive; None: not quantised
     power_of_two: bool = False  # scales of activations are rounded up to powers of two (``scale_fmt: ue8m0``)
-    layout: str = ""  # compressed-tensors' word for how codes lie in the file: "int-quantized", "pack-quantized", …
+    layout: str = (
+        ""  # compressed-tensors' name for the layout of codes in the file: "int-quantized", "pack-quantized", …
+    )
 
     @property
     def name(self) -> str:
-        """For errors: "fp8 in blocks of 128 × 128 with 8-bit activations"."""
+        """The scheme in words for errors: "fp8 in blocks of 128 × 128 with 8-bit activations"."""
         kind = {"float": "fp", "int": "int"}.get(self.type, self.type) + str(self.bits)
         shared = {"block": f"in blocks of {self.block}", "group": f"in groups of {self.group_size}"}
         inputs = "plain" if self.activation_bits is None else f"{self.activation_bits}-bit"
@@ -53,7 +54,7 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """The schemes of a checkpoint, and which weights they are for.
+    """The schemes of a checkpoint and the weights they apply to.
 
     A target, and an entry of ``ignore``, is the name of a module ("model.layers.0.mlp.down_proj"), a regular
     expression for its beginning ("re:.*gate$"), or "Linear", which is every linear layer. In the released spelling an
@@ -66,16 +67,16 @@ class QuantizationConfig:
 
     @cached_property
     def schemes(self) -> tuple[WeightScheme, ...]:
-        """All of them, once each."""
+        """All schemes, each once."""
         return tuple(dict.fromkeys(scheme for _, scheme in self.groups))
 
     @property
     def weight_block_size(self) -> tuple[int, int] | None:
-        """Rows and columns that share a scale in the released format; None in others."""
+        """Rows and columns that share a scale in the released format; None in other formats."""
         return self.groups[0][1].block if self.method == "fp8" else None
 
     def scheme_of(self, weight: str) -> WeightScheme | None:
-        """How the weight of this name ("….weight") is stored; None: in plain numbers."""
+        """The scheme of the weight of this name ("….weight"); None: it is stored in plain numbers."""
         module = weight.removesuffix(".weight")
         if any(self._is(module, entry, target=False) for entry in self.ignore):
             return None
@@ -93,10 +94,10 @@ class QuantizationConfig:
 
     @classmethod
     def from_keys(cls, keys: Keys) -> QuantizationConfig | None:
-        """Reads ``quantization_config`` of a ``config.json``; None where it has none.
+        """Reads ``quantization_config`` of a ``config.json``; None if it has none.
 
         Raises:
-            ValueError: another method, or a value that is none; the text says what is allowed.
+            ValueError: the method or a value is not supported; the text says what is.
         """
         if keys.get("quantization_config") is None:
             return None
@@ -148,7 +149,7 @@ def _compressed_tensors(part: Keys) -> QuantizationConfig:
 
 
 def _scheme(group: Keys, layout: Any) -> WeightScheme:
-    """One group's scheme; ``layout`` is the checkpoint's ``format``, unless the group has its own."""
+    """The scheme of one group; ``layout`` is the checkpoint's ``format``, which a group may override."""
     own = group.get("format")
     weights = group.part("weights")
     if not weights.raw:
@@ -177,7 +178,7 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
 
 
 def _check_int_inputs(inputs: Keys) -> None:
-    """Inputs of integer weights are integers with a scale for each token, or nothing is known of how to round them."""
+    """Checks that inputs of integer weights are integers with a scale per token; other roundings are not supported."""
     for key, only in (("type", "int"), ("strategy", "token"), ("symmetric", True)):
         value = inputs.get(key)
         if value is not None and value != only:
@@ -187,13 +188,13 @@ def _check_int_inputs(inputs: Keys) -> None:
 def _pair(part: Keys, key: str) -> tuple[int, int]:
     value = part.get(key)
     whole = isinstance(value, list) and len(value) == 2
-    if not whole or not all(is_integer(n) and 0 < n < _MOST for n in value):
+    if not whole or not all(is_integer(n) and 0 < n < _MAX_BLOCK for n in value):
         raise ValueError(f"quantization_config.{key} must be [rows, columns], not {shown(value)}")
     return value[0], value[1]
 
 
 def _words(part: Keys, key: str) -> tuple[str, ...]:
-    """A list of names; none where the key is missing. Regular expressions among them must be some."""
+    """A list of names, empty if the key is missing; its regular expressions are checked."""
     value = part.get(key)
     if value is None:
         return ()

@@ -1,6 +1,6 @@
-"""The configurations of the released models, by name, for sizes and for random checkpoints of real layers.
+"""The configurations of the released models, for sizes and for random checkpoints of real layers.
 
-They are the ``config.json`` keys that the engine reads; dtype and vocabulary included, descriptive keys left out.
+They hold the ``config.json`` keys that the engine reads, dtype and vocabulary included.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def released_fp8() -> QuantizationConfig:
-    """:data:`RELEASED_QUANTIZATION`, read: the format that a model in plain numbers would be released in."""
+    """The FP8 format of releases, for a model whose checkpoint is in plain numbers."""
     read = QuantizationConfig.from_keys(Keys({"quantization_config": RELEASED_QUANTIZATION}))
     assert read is not None
     return read
@@ -127,7 +127,7 @@ def released_config(name: str) -> dict[str, Any]:
     """A copy of the raw configuration of a released model.
 
     Raises:
-        ValueError: no such name.
+        ValueError: the name is unknown.
     """
     if name not in RELEASED_CONFIGS:
         raise ValueError(f"no released configuration {name!r}; there are {', '.join(RELEASED_CONFIGS)}")

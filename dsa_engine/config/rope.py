@@ -14,7 +14,7 @@ from dsa_engine.config.keys import Keys
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What the angles depend on. ``factor == 1`` is plain RoPE, everything above is YaRN."""
+    """Parameters of the rotation angles. ``factor == 1`` is plain RoPE, a larger one is YaRN."""
 
     dim: int  # rotated dimensions
     theta: float
@@ -24,21 +24,21 @@ class RopeConfig:
     beta_slow: float = 1.0
     cos_sin_scale: float = 1.0  # multiplies cos and sin
     softmax_mscale: float = 1.0  # its square multiplies the softmax scale
-    truncate: bool = True  # round the ends of YaRN's ramp to whole dimensions
+    truncate: bool = True  # round the first and last pair of YaRN's ramp to whole dimensions
 
     @classmethod
     def from_keys(cls, keys: Keys, dim: int, max_positions: int) -> RopeConfig:
         """Reads ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
 
         Raises:
-            ValueError: a RoPE type other than "default" and "yarn", a YaRN without its original length, or a number
-                with which no angle can be computed.
+            ValueError: a RoPE type other than "default" and "yarn", a YaRN without its original length, or a value
+                from which no angle can be computed.
         """
         old, new = keys.part("rope_scaling").raw, keys.part("rope_parameters").raw
         rope = Keys(old | new, "rope_parameters" if new else "rope_scaling")
-        # At a base of 1 or below all pairs turn alike, or the fast ones slowest.
+        # With a base of 1 or less, all pairs would turn at one speed or in reverse order of speed.
         theta_of = rope if rope.get("rope_theta") is not None else keys
-        theta = theta_of.number("rope_theta", 10000.0, above=1.0, most=1e15)
+        theta = theta_of.number("rope_theta", 10000.0, above=1.0, maximum=1e15)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind == "default":
             return cls(dim=dim, theta=theta)
@@ -47,17 +47,17 @@ class RopeConfig:
         if rope.get("original_max_position_embeddings") is None:
             raise ValueError("YaRN needs original_max_position_embeddings in rope_parameters (or rope_scaling)")
         original = rope.size("original_max_position_embeddings")
-        factor = rope.number("factor", max_positions / original, above=1e-3, most=1e9)
-        mscale, all_dim = (rope.number(name, 0.0, most=1e3, zero=True) for name in ("mscale", "mscale_all_dim"))
+        factor = rope.number("factor", max_positions / original, above=1e-3, maximum=1e9)
+        mscale, all_dim = (rope.number(name, 0.0, maximum=1e3, zero=True) for name in ("mscale", "mscale_all_dim"))
         scales = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
         return cls(
             dim=dim,
             theta=theta,
             factor=factor,
             original_max_positions=original,
-            beta_fast=rope.number("beta_fast", 32.0, most=1e9),
-            beta_slow=rope.number("beta_slow", 1.0, most=1e9),
-            cos_sin_scale=rope.number("attention_factor", scales, most=1e3),
+            beta_fast=rope.number("beta_fast", 32.0, maximum=1e9),
+            beta_slow=rope.number("beta_slow", 1.0, maximum=1e9),
+            cos_sin_scale=rope.number("attention_factor", scales, maximum=1e3),
             softmax_mscale=_mscale(factor, all_dim) if all_dim else 1.0,
             truncate=rope.flag("truncate", True),
         )
@@ -65,8 +65,8 @@ class RopeConfig:
     def inverse_frequencies(self) -> torch.Tensor:
         """Radians per position of each rotated pair, float32 ``[dim / 2]``.
 
-        YaRN keeps the fast pairs, slows the slow ones by ``factor``, and blends along a linear ramp between the pairs
-        that turn ``beta_fast`` and ``beta_slow`` times over the original length.
+        YaRN leaves fast pairs unscaled, slows slow pairs by ``factor``, and blends both along a linear ramp between the
+        pairs that turn ``beta_fast`` and ``beta_slow`` times over the original length.
         """
         half = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
         powers = self.theta**half
@@ -79,16 +79,16 @@ class RopeConfig:
         low, high = max(low, 0), min(high, self.dim - 1)
         if low == high:
             high += 0.001
-        kept = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        # Written with the roundings of `transformers`: one bit of a frequency is 0.01 radians at position 100,000.
-        return 1.0 / (self.factor * powers) * (1 - kept) + plain * kept
+        unscaled = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        # Rounded as in `transformers`: one bit of a frequency is 0.01 radians at position 100,000.
+        return 1.0 / (self.factor * powers) * (1 - unscaled) + plain * unscaled
 
     @cached_property
     def _frequencies(self) -> torch.Tensor:
         return self.inverse_frequencies()
 
     def _pair_turning(self, turns: float) -> float:
-        """Which pair (fractional) turns ``turns`` times over the original length."""
+        """The index of the pair, as a fraction, that turns ``turns`` times over the original length."""
         period = self.original_max_positions / (turns * 2 * math.pi)
         return self.dim * math.log(period) / (2 * math.log(self.theta))
 
@@ -97,7 +97,7 @@ class RopeConfig:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the angles at ``positions [T]``: two float32 tensors ``[T, dim / 2]``.
 
-        ``frequencies`` are :meth:`inverse_frequencies` on the device of ``positions``, for whoever must not wait.
+        ``frequencies``: :meth:`inverse_frequencies` on the device of ``positions``, which saves a synchronising copy.
         """
         if frequencies is None:
             frequencies = self._frequencies.to(positions.device)

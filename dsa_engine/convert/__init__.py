@@ -1,4 +1,4 @@
-"""Makes one checkpoint of another: FP8 expanded, or plain weights quantised, with or without a calibration text."""
+"""Conversion of checkpoints: FP8 expanded to plain numbers, or weights quantised, with calibration on a text."""
 
 from dsa_engine.convert.dequantize import dequantize_checkpoint
 from dsa_engine.convert.quantize import quantize_checkpoint

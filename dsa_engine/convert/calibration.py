@@ -1,4 +1,4 @@
-"""How large the inputs of every linear layer become on a text: what SmoothQuant needs to know of a model."""
+"""The largest magnitudes of the inputs of every linear layer on a text, the statistics for SmoothQuant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Largest = dict[str, torch.Tensor]
 
 
 class _WatchedLinear(Linear):
-    """Calls another one and keeps the largest magnitude of each of its input channels, for each of its matrices."""
+    """Wraps a layer and records the largest magnitude of each input channel, for each of its matrices."""
 
     def __init__(self, inner: Linear, largest: Largest):
         self._inner, self._largest = inner, largest
@@ -28,7 +28,7 @@ class _WatchedLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for source in self.sources:
-            _keep(self._largest, source.name, x.flatten(0, -2))
+            _record(self._largest, source.name, x.flatten(0, -2))
         return self._inner(x)
 
     def dequantized(self) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _WatchedLinear(Linear):
 
 
 class _WatchedExperts:
-    """The same for experts: what comes in, and what goes down in each."""
+    """The same for experts: the inputs of the gate, up and down projections of each."""
 
     def __init__(self, inner: UnquantizedExperts, largest: Largest):
         self._inner, self._largest = inner, largest
@@ -47,23 +47,23 @@ class _WatchedExperts:
             rows = received.tokens[(received.experts == number).any(dim=1)]
             gate, up = F.linear(rows, self._inner.gate_up[number]).chunk(2, dim=-1)
             for name, x in (("gate_proj", rows), ("up_proj", rows), ("down_proj", F.silu(gate) * up)):
-                _keep(self._largest, f"{prefix}.{name}.weight", x)
+                _record(self._largest, f"{prefix}.{name}.weight", x)
         return self._inner(received, uncounted_bytes)
 
 
-def _keep(largest: Largest, name: str, x: torch.Tensor) -> None:
+def _record(largest: Largest, name: str, x: torch.Tensor) -> None:
     if x.shape[0]:
-        found = x.abs().amax(dim=0).float().cpu()
-        largest[name] = torch.maximum(largest[name], found) if name in largest else found
+        maximum = x.abs().amax(dim=0).float().cpu()
+        largest[name] = torch.maximum(largest[name], maximum) if name in largest else maximum
 
 
 @contextmanager
 def watched(model: Model) -> Iterator[Largest]:
-    """Within, every product of the model's linear layers and experts is watched.
+    """Records the inputs of the model's linear layers and experts inside the block.
 
     Yields:
-        the largest magnitude of each input channel so far, float32 ``[in]``, by the weight's name in the checkpoint. An
-        expert that no token went to is not in it.
+        the largest magnitude of each input channel so far, float32 ``[in]``, by the weight's name in the checkpoint.
+        Experts without tokens have no entry.
     """
     largest: Largest = {}
     before: list[tuple[torch.nn.Module, str, Any]] = []
@@ -86,13 +86,13 @@ def calibrate(llm: LLM, text: str, tokens: int, window: int = 2048) -> Largest:
     """Runs a model over the beginning of a text, ``window`` tokens at a time.
 
     Args:
-        llm: in one process, its weights in plain numbers, or expanded (``quantization="dequantize"``).
-        text: like what the model will be used on.
-        tokens: of the text that are run at most.
-        window: tokens of a prompt.
+        llm: a model in one process, with weights in plain numbers or expanded (``quantization="dequantize"``).
+        text: a text similar to those of the model's use.
+        tokens: maximum tokens of the text to run.
+        window: tokens per prompt.
 
     Returns:
-        see :func:`watched`.
+        the statistics that :func:`watched` yields.
 
     Raises:
         ValueError: an empty text, more than one rank, or weights that are not in plain numbers.

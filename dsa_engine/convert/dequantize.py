@@ -1,4 +1,4 @@
-"""Rewrites an FP8 checkpoint without FP8, for programs that cannot read the block format."""
+"""Expands an FP8 checkpoint to plain numbers, for programs that cannot read the block format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dequantize_checkpoint(
 
     Args:
         source_folder: an FP8 checkpoint.
-        target_folder: must not exist, or be empty; appears only when it is whole.
+        target_folder: must not exist, or be empty; appears when it is complete.
         dtype: bfloat16, float32 or float16.
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.
@@ -73,7 +73,7 @@ def dequantize_checkpoint(
 
 
 def plain_tensors(reader: CheckpointReader, dtype: torch.dtype) -> tuple[list[TensorSpec], int]:
-    """All tensors in plain numbers, in the order of the source's index, and how many of them are FP8 in the source."""
+    """All tensors in plain numbers, in the order of the source's index, and the number of FP8 ones in the source."""
     specs: list[TensorSpec] = []
     dequantized = 0
     for name in reader.names():
@@ -88,7 +88,7 @@ def plain_tensors(reader: CheckpointReader, dtype: torch.dtype) -> tuple[list[Te
 def _load(reader: CheckpointReader, spec: TensorSpec) -> torch.Tensor:
     tensor = torch.empty(spec.shape, dtype=spec.dtype)
     reader.load(Source(spec.name, into=tensor, shape=spec.shape))
-    # Only float16 has a smaller range than what is stored; infinities must not go unnoticed into a checkpoint.
+    # Only float16 has a smaller range than the stored dtypes.
     if spec.dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(
             f"{spec.name!r} holds values beyond the range of float16 (65504); use bfloat16 or float32"
@@ -97,13 +97,13 @@ def _load(reader: CheckpointReader, spec: TensorSpec) -> torch.Tensor:
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint that a conversion does not write anew: tokenizer, generation_config.json, …."""
-    written_anew = ("config.json", INDEX_NAME)
+    """The files that a conversion copies: tokenizer, generation_config.json, …."""
+    rewritten = ("config.json", INDEX_NAME)
     return [
         path
         for path in sorted(folder.iterdir())
         if path.is_file()
         and path.suffix not in WEIGHT_SUFFIXES
-        and path.name not in written_anew
+        and path.name not in rewritten
         and not path.name.startswith(".")
     ]

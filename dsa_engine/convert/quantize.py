@@ -1,7 +1,6 @@
-"""Quantises a checkpoint, streaming: a model of any size in the memory of its largest tensor and some rows.
+"""Quantises a checkpoint of any size in the memory of its largest tensor and some rows.
 
-A run that was interrupted goes on where it was: shards that it had finished are kept beside the target, and the target
-appears when it is whole.
+An interrupted run can be continued: its finished shards stay beside the target, which appears when it is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dsa_engine.convert.smooth import Smoothing
 from dsa_engine.errors import CheckpointError
 from dsa_engine.system.progress import progress_bar
 
-# Rows that are quantised at a time are this many elements at most: 64 MiB in float32, of which a scheme holds a few.
+# Maximum elements quantised at a time: 64 MiB in float32, of which a scheme holds a few copies.
 _ELEMENTS = CHUNK_ELEMENTS
 
 
@@ -39,25 +38,25 @@ def quantize_checkpoint(
 ) -> WrittenCheckpoint:
     """Writes ``source_folder`` to ``target_folder`` with its projections quantised.
 
-    Tensors that are not become the configuration's dtype, but float32 stays float32. Beside the tensor that is written,
-    as it is stored, a few times 64 MiB are held. Files other than weights are copied, as by
-    :func:`.convert.dequantize_checkpoint`.
+    Other tensors become the configuration's dtype, except that float32 stays float32. Memory holds the written tensor
+    in its target format and a few times 64 MiB. Other files are copied, as by
+    :func:`.dequantize.dequantize_checkpoint`.
 
     Args:
         source_folder: a checkpoint in plain numbers or in released FP8.
-        target_folder: must not exist, or be empty; appears only when it is whole.
+        target_folder: must not exist, or be empty; appears when it is complete.
         quantize: "fp8", "int8" or "int4-experts"; see :func:`.schemes.target_scheme`.
-        int8_activations: of "int4-experts": W4A8.
+        int8_activations: W4A8, for "int4-experts" only.
         statistics: the largest magnitude of each input channel, by the name of the weight ("….weight"), from running
-            the source on a text (:mod:`dsa_engine.convert.calibration`). With them the ranges of activations are
-            migrated into weights first (:class:`.smooth.Smoothing`).
+            the source on a text (:mod:`dsa_engine.convert.calibration`). They serve to move ranges of activations into
+            weights first (:class:`.smooth.Smoothing`).
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.
 
     Raises:
-        CheckpointError: the source is damaged, or quantised in another way or so already, the target exists, the disk
-            has too little room, or another process is writing the same.
-        ValueError: no such scheme, sizes that it cannot store, NaN or infinity in a weight; the text names it.
+        CheckpointError: the source is damaged or already quantised, the target exists, the disk has too little room, or
+            another process writes the same checkpoint.
+        ValueError: an unknown scheme, sizes that it cannot store, NaN or infinity in a weight; the text names it.
     """
     source_folder = Path(source_folder)
     raw = read_config_json(source_folder)
@@ -74,8 +73,8 @@ def quantize_checkpoint(
         # A checkpoint may come without its MTP module.
         mtp = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
         optional = tuple(f"model.layers.{i}." for i in mtp)
-        there = {spec.name for spec, _ in plan}
-        missing = [name for name in scheme.quantized if name not in there and not name.startswith(optional)]
+        present = {spec.name for spec, _ in plan}
+        missing = [name for name in scheme.quantized if name not in present and not name.startswith(optional)]
         if missing:
             raise CheckpointError(f"{source_folder} has no tensor {min(missing)!r}, which config.json implies")
         smoothing = Smoothing.of(config, scheme.quantized, statistics or {}, reader)
@@ -95,13 +94,13 @@ def quantize_checkpoint(
             writer.add_file("config.json", json.dumps(written_config, indent=2, ensure_ascii=False) + "\n")
             for path in copied_files(source_folder):
                 writer.add_file(path.name, path)
-    return replace(writer.written, dequantized=dequantized, quantized=len(there & scheme.quantized))
+    return replace(writer.written, dequantized=dequantized, quantized=len(present & scheme.quantized))
 
 
 def _values(
     spec: TensorSpec, reader: CheckpointReader, scheme: TargetScheme, smoothing: Smoothing
 ) -> list[torch.Tensor]:
-    """What the target holds for one tensor of the source, made some rows at a time."""
+    """The target's tensors for one tensor of the source, made some rows at a time."""
     quantized = spec.name in scheme.quantized
     targets = scheme.specs(spec) if quantized else [spec]
     values = [torch.empty(target.shape, dtype=target.dtype) for target in targets]
@@ -119,6 +118,6 @@ def _values(
         for into, part in zip(values, made, strict=False):
             start = first if into.shape[0] == spec.shape[0] else first // scheme.block_rows
             into[start : start + part.shape[0]].copy_(part)
-    if len(values) == 3:  # packed: the shape that it had
+    if len(values) == 3:  # packed: the shape before packing
         values[2].copy_(torch.tensor(spec.shape))
     return values

@@ -1,4 +1,4 @@
-"""What ``--quantize`` writes: which weights, as which tensors, and the ``quantization_config`` that says so."""
+"""The target schemes of ``--quantize``: quantised weights, their tensors, and the ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dsa_engine.model.layout import released_tensors
 GROUP_SIZE = 128
 QUANTIZE = ("fp8", "int8", "int4-experts")
 
-# What compressed-tensors is told to leave as it is: besides what never is quantised, kv_b_proj, which is never
-# multiplied by INT8 inputs: absorbed into queries and values, it is needed in plain numbers.
+# The ``ignore`` list for compressed-tensors: weights that are never quantised, and kv_b_proj, which is absorbed into
+# queries and values and so needed in plain numbers.
 _PLAIN = ["lm_head", "re:.*mlp[.]gate$", "re:.*weights_proj$", "re:.*kv_b_proj$", "re:.*eh_proj$", "re:.*[.]head$"]
 
 
@@ -32,8 +32,8 @@ class TargetScheme:
     """How a conversion stores a model."""
 
     quantized: frozenset[str]  # names of the weights, "….weight", that become codes
-    block_rows: int  # rows that must be quantised together: a part of a matrix is as many times this
-    specs: Callable[[TensorSpec], list[TensorSpec]]  # the tensors that take the place of a quantised weight
+    block_rows: int  # rows that are quantised together; parts of a matrix have a multiple of this many rows
+    specs: Callable[[TensorSpec], list[TensorSpec]]  # the tensors that replace a quantised weight
     encode: Callable[[torch.Tensor], list[torch.Tensor]]  # their values for some rows, float32
     config: dict[str, Any]  # quantization_config
 
@@ -43,11 +43,11 @@ def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = F
 
     Args:
         quantize: "fp8", the released block format; "int8", W8A8; or "int4-experts", in groups of 128.
-        config: of the source.
-        int8_activations: of "int4-experts": W4A8 instead of W4A16.
+        config: the source's configuration.
+        int8_activations: W4A8 instead of W4A16, for "int4-experts" only.
 
     Raises:
-        ValueError: no such scheme, or one that the model's sizes do not allow; the text names the weight.
+        ValueError: an unknown scheme, or one that the model's sizes do not allow; the text names the weight.
     """
     names = {spec.name: spec for spec in released_tensors(config, fp8=True) if spec.quantized}
     if int8_activations and quantize != "int4-experts":
@@ -55,8 +55,8 @@ def target_scheme(quantize: str, config: ModelConfig, int8_activations: bool = F
     if quantize == "fp8":
         return TargetScheme(frozenset(names), RELEASED_BLOCK_SIZE[0], _fp8_specs, _fp8_encode, RELEASED_QUANTIZATION)
     if quantize == "int8":
-        kept = frozenset(name for name in names if not name.endswith(".kv_b_proj.weight"))
-        return TargetScheme(kept, 1, _int8_specs, _int8_encode, _int8_config())
+        quantized_names = frozenset(name for name in names if not name.endswith(".kv_b_proj.weight"))
+        return TargetScheme(quantized_names, 1, _int8_specs, _int8_encode, _int8_config())
     if quantize == "int4-experts":
         experts = frozenset(name for name in names if ".mlp.experts." in name)
         for name in experts:
@@ -149,11 +149,11 @@ def _compressed_tensors(
 
 
 def target_specs(scheme: TargetScheme, plain: list[TensorSpec]) -> Iterator[tuple[TensorSpec, list[TensorSpec]]]:
-    """Each tensor of the source, as it would be in plain numbers, with those that the target has in its place."""
+    """Each tensor of the source in plain numbers, with the tensors of the target that replace it."""
     for spec in plain:
         yield spec, scheme.specs(spec) if spec.name in scheme.quantized else [spec]
 
 
 def stored_as(quantize: str, config: ModelConfig) -> QuantizationConfig | None:
-    """What a checkpoint that :func:`target_scheme` has made says of its weights."""
+    """The configuration that a checkpoint made by :func:`target_scheme` would have."""
     return QuantizationConfig.from_keys(Keys({"quantization_config": target_scheme(quantize, config).config}))

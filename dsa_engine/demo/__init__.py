@@ -1,4 +1,4 @@
-"""The built-in models: ``"demo"``, small and trained, and ``"demo-random"``, of the same architecture and untrained."""
+"""The built-in models: ``"demo"``, small and trained, and ``"demo-random"``, untrained; and random checkpoints."""
 
 from dsa_engine.demo.random_model import demo_config, demo_files, demo_folder, trained_folder
 

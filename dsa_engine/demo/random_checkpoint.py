@@ -1,7 +1,8 @@
-"""Random checkpoints in the released layout, of any size: for tests, for benchmarks, for the demo model.
+"""Random checkpoints in the released layout, of any size, for tests, benchmarks and the demo model.
 
-The weights are scaled so that the untrained model behaves: every projection keeps the variance of its input, attention
-logits spread by about one and more, and index scores differ from token to token, so that what is selected matters.
+The weights are scaled so that the untrained model behaves: every projection preserves the variance of its input,
+attention logits have a standard deviation of about one or more, and index scores differ between tokens, so that the
+selection matters.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.layout import released_tensors
 from dsa_engine.system.progress import progress_bar
 
-# What a layer adds to the residual is small beside it, as in a trained model (and in GPT-2's initialisation). Then a
-# near tie in the selection that rounding breaks the other way stays a matter of its row and does not grow by layers.
+# Layers add little to the residual, as in a trained model (and in GPT-2's initialisation). A near tie in the selection
+# that rounding breaks differently then affects its row only and does not grow over layers.
 RESIDUAL_GAIN = 0.15
 
 
@@ -44,16 +45,16 @@ def write_random_checkpoint(
     Args:
         folder: the folder to make; it must not exist, or be empty.
         raw_config: the keys of a ``config.json``, written with the checkpoint.
-        seed: of the weights.
+        seed: seed of the weights.
         fp8: projections in FP8 blocks, with the ``quantization_config`` of ``raw_config`` or else the released one;
             otherwise everything in the configuration's dtype, and no ``quantization_config``.
         max_shard_size: bytes, or text such as "5GB".
         progress: show a progress bar on stderr.
         extra_files: further small files (name to content), for example of a tokenizer.
-        checksums: the name of a further file, with the SHA-256 of every other one.
+        checksums: name of a further file, with the SHA-256 of every other file.
 
     Raises:
-        CheckpointError: the folder exists already, or the disk has too little room.
+        CheckpointError: the folder exists and is not empty, or the disk has too little room.
         ValueError: the configuration is not supported.
     """
     raw = dict(raw_config)
@@ -87,7 +88,7 @@ def write_random_checkpoint(
 
 
 def _random_values(spec: TensorSpec, config: ModelConfig, seed: int) -> torch.Tensor:
-    """The float32 values of a tensor, which depend on the seed and the tensor's name only."""
+    """The float32 values of a tensor, which depend only on the seed and the tensor's name."""
     values = torch.empty(spec.shape)
     name, mean = spec.name, 0.0
     if name.endswith("norm.weight"):

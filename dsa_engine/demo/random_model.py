@@ -1,8 +1,8 @@
-"""The built-in models: ``"demo"``, small and trained, and ``"demo-random"``, of the same architecture and untrained.
+"""The random demo model, and the folder of the trained one.
 
-The trained one is part of the package: `scripts/train_demo.py` made it, docs/TRAINING.md describes it. The random one
-has other shapes (more heads, more experts, small index keys, FP8 blocks with partial edges) and serves where only
-shapes and arithmetic matter; it is written on first use to the user's cache folder.
+The trained model is part of the package: `scripts/train_demo.py` made it, docs/TRAINING.md describes it. The random
+model has other shapes (more heads, more experts, small index keys, FP8 blocks with partial edges), for uses in which
+only shapes and arithmetic matter; it is written to the user's cache folder on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.runtime.cpu import user_cache
 
 CHECKSUMS = "checksums.json"  # in the folder: the SHA-256 of every other file
-VERSION = 2  # raise it when the weights or the tokenizer change but the configuration does not
+VERSION = 2  # to be raised when weights or tokenizer change but the configuration does not
 SEED = 0
 BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 SPECIAL_TOKENS = (BOS, EOS, "<|User|>", "<|Assistant|>")
@@ -55,7 +55,7 @@ def trained_folder() -> Path:
 
 
 def demo_config() -> dict[str, Any]:
-    """The random model's ``config.json``, with the keys of a released one; a new dictionary every time."""
+    """The random model's ``config.json``, with the keys of a released one, as a new dictionary."""
     released = released_config("deepseek_v32")
     return {
         "description": "untrained random weights, for trying out dsa_engine without a download",
@@ -105,7 +105,7 @@ def demo_config() -> dict[str, Any]:
 
 
 def demo_folder() -> Path:
-    """The folder of the random model, written on first use (10 MB, well under a second), and anew where it is damaged.
+    """The folder of the random model, written on first use (10 MB, under a second) and again if it is damaged.
 
     It lies in ``$DSA_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``. Any number of
     processes may call this at once: each writes its own temporary folder, the first to finish gives it its name, and
@@ -125,7 +125,7 @@ def demo_folder() -> Path:
         return folder
     try:
         remove_leftovers(folder)
-        _put_away(folder)
+        _remove_damaged(folder)
         write_random_checkpoint(folder, config, seed=SEED, fp8=True, extra_files=demo_files(), checksums=CHECKSUMS)
     except CheckpointError:
         if not is_as_written(folder, CHECKSUMS):  # otherwise another process was first, with the same content
@@ -136,8 +136,8 @@ def demo_folder() -> Path:
     return folder
 
 
-def _put_away(folder: Path) -> None:
-    """Removes a damaged folder. It is renamed first: what another process has just made anew is not torn apart."""
+def _remove_damaged(folder: Path) -> None:
+    """Removes a damaged folder. It is renamed first, so that a folder just rewritten by another process stays whole."""
     if not folder.exists():
         return
     logger.warning("%s is damaged; it is made again", folder)
@@ -150,7 +150,7 @@ def _put_away(folder: Path) -> None:
 
 
 def demo_files() -> dict[str, str]:
-    """The files beside the weights: tokenizer, chat template, generation defaults and a README."""
+    """The files beside the weights: tokenizer, chat template, generation defaults and README."""
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -172,13 +172,13 @@ def demo_files() -> dict[str, str]:
 
 
 def _tokenizer_json() -> str:
-    """A tokenizer whose tokens are the 256 bytes: ids 0 to 3 are special tokens, ids 4 to 259 stand for one byte each.
+    """A tokenizer of bytes: ids 0 to 3 are special tokens, ids 4 to 259 are one byte each.
 
-    Like a released tokenizer it puts the begin-of-sentence token first, and knows fewer ids than the model has rows.
+    Like a released tokenizer it puts the begin-of-sentence token first, and has fewer ids than the model has rows.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the printable symbols that stand for the 256 bytes
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the printable symbols of the 256 bytes
     vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

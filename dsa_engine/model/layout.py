@@ -1,7 +1,7 @@
 """The released layout: every tensor of a checkpoint, by name, shape and dtype, as the model's modules declare them.
 
-A :class:`Model` is built on no device and asked for the sources of its weights. From them follow the sizes that a user
-asks about before loading anything: parameters, bytes, cache per token.
+A :class:`Model` is built on the meta device, without memory, and its sources are collected. They also give the sizes of
+a model before anything is loaded: parameters and bytes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Sizes of a model. Parameters are counted without the FP8 scales, bytes with them and without the MTP module."""
+    """Sizes of a model. Parameters exclude FP8 scales; bytes include them, without MTP modules."""
 
-    total: int  # without the MTP module
-    active: int  # that one token passes through: everything but the experts it is not routed to
-    mtp: int  # the MTP module, with its copies of the embedding and the head
+    total: int  # parameters without the MTP modules
+    active: int  # parameters that one token passes through: all but the experts it is not routed to
+    mtp: int  # parameters of the MTP modules, with their copies of the embedding and the head
     bytes_fp8: int
     bytes_bfloat16: int
     bytes_float32: int
@@ -84,7 +84,7 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 
 def _in_fp8(plain: Sequence[TensorSpec], config: ModelConfig) -> list[TensorSpec]:
-    """The tensors with FP8 codes and scales in place of each quantised weight."""
+    """The same tensors with each quantised weight replaced by FP8 codes and scales."""
     block_rows, block_columns = config.weight_block_size or RELEASED_BLOCK_SIZE
     specs = []
     for spec in plain:
@@ -126,7 +126,7 @@ def _layer(name: str) -> int | None:
 
 
 def _position(name: str, layers: int) -> tuple[int, int]:
-    """Where a tensor stands in a released checkpoint: its layer, and its number there."""
+    """The sort key of a tensor in a released checkpoint: its layer, and its position in the layer."""
     layer = _layer(name)
     if layer is None:
         return {"model.embed_tokens.weight": (-1, 0), "model.norm.weight": (layers, 0)}.get(name, (layers, 1))
@@ -150,7 +150,7 @@ class _Declared(Linear, GroupedExperts):
 
 
 class _Declaring(WeightFormat):
-    """Makes layers that only declare what a release quantises."""
+    """Makes layers that only declare the weights that a release quantises."""
 
     def linear(self, *parts: Matrix) -> Linear:
         return _Declared(*parts)

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when it does no harm."""
+"""Deferral of Ctrl-C to a harmless moment."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def uninterrupted() -> AbstractContextManager[None]:
-    """Puts Ctrl-C (SIGINT) off until the end of the block, for what must be done wholly or not at all.
+    """Defers Ctrl-C (SIGINT) to the end of the block, for work that must be done completely or not at all.
 
-    The handler that was there before then gets the signal: ``KeyboardInterrupt`` is raised where the block ends. Blocks
-    may be nested. Only the main thread is ever interrupted; elsewhere nothing has to be done.
+    The previous handler then gets the signal, so that ``KeyboardInterrupt`` is raised at the end of the block. Blocks
+    may be nested. Only the main thread is ever interrupted; in other threads the block does nothing.
     """
     return _Uninterrupted()
 
 
 class _Deferral:
-    """A handler of SIGINT that keeps the signal for the one before it."""
+    """A handler of SIGINT that stores the signal for the previous handler."""
 
     def __init__(self, before: Handler):
         self.before = before
-        self.came: tuple[int, FrameType | None] | None = None
+        self.received: tuple[int, FrameType | None] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = (number, frame)
+        self.received = (number, frame)
 
 
 class _Uninterrupted:
@@ -46,5 +46,5 @@ class _Uninterrupted:
     def __exit__(self, *_: object) -> None:
         if self._deferral is not None:
             signal.signal(signal.SIGINT, self._deferral.before)
-            if self._deferral.came is not None:
-                self._deferral.before(*self._deferral.came)
+            if self._deferral.received is not None:
+                self._deferral.before(*self._deferral.received)

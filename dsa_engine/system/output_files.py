@@ -1,4 +1,4 @@
-"""Files that results are written to: each appears whole or not at all, and "-" is standard output."""
+"""Result files: each appears complete or not at all, and "-" is standard output."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any, TextIO
 from dsa_engine.parallel.failure.reporter import before_end
 
 _unfinished: set[Path] = set()  # files that are being written
-_stdout: TextIO | None = None  # the real one, while it is kept for a result
+_stdout: TextIO | None = None  # the real standard output, while it is reserved for a result
 
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Gives a name to write a file to; at the end of the block it takes its place at ``path``.
+    """Yields a temporary path to write to; at the end of the block that file replaces ``path``.
 
-    After an error or an interrupt nothing of it is left, and what was at ``path`` is as it was. A device or a pipe is
-    written to as it is.
+    After an error or an interrupt the temporary file is removed and ``path`` is unchanged. A device or a pipe is
+    written directly.
 
     Raises:
-        OSError: it cannot be written (a full disk, say); the text names ``path``.
+        OSError: writing failed, for instance on a full disk; the text names ``path``.
     """
-    target = Path(os.path.realpath(path))  # a link stays, what it points to is replaced
+    target = Path(os.path.realpath(path))  # a link stays and its target is replaced
     special = target.exists() and not target.is_file()
     written = target if special else target.with_name(f"{target.stem}.{os.getpid()}.partial{target.suffix}")
     try:
@@ -34,7 +34,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         yield written
         if not special:
             with written.open("rb+") as file:
-                os.fsync(file.fileno())  # some file systems say only now that there is no room
+                os.fsync(file.fileno())  # some file systems report a full disk only now
             written.replace(target)
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
@@ -47,14 +47,14 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 @before_end
 def _remove_unfinished() -> None:
-    """Where another rank's failure ends this process in the middle of a file."""
+    """Removes files that are being written when another rank's failure ends this process."""
     for path in tuple(_unfinished):
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text to a file, or to standard output where ``path`` is "-"; errors as :func:`whole_file`."""
+    """Writes a text to a file, or to standard output if ``path`` is "-"; errors as :func:`whole_file`."""
     if str(path) == "-":
         stream = _stdout or sys.stdout
         stream.write(text)
@@ -65,10 +65,10 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_outputs(*paths: str | None) -> None:
-    """Says before anything is measured, not after, that an output path is a folder or has none.
+    """Checks output paths before anything is measured.
 
     Raises:
-        ValueError: what is wrong.
+        ValueError: a path is a folder, or its folder does not exist.
     """
     for path in paths:
         if path is None or path == "-":
@@ -80,21 +80,21 @@ def check_outputs(*paths: str | None) -> None:
 
 
 def keep_stdout() -> None:
-    """From here on standard output is for the result alone; whatever else is printed goes to stderr."""
+    """Reserves standard output for the result; other prints go to stderr from now on."""
     global _stdout
     if _stdout is None:
         _stdout, sys.stdout = sys.stdout, sys.stderr
 
 
 def restore_stdout() -> None:
-    """The end of :func:`keep_stdout`."""
+    """Ends :func:`keep_stdout`."""
     global _stdout
     if _stdout is not None:
         _stdout, sys.stdout = None, _stdout
 
 
 class UntilClosed:
-    """Standard output of a rank: where its reader has gone (``| head``), the run goes on and says nothing more."""
+    """Standard output of a rank: after its reader has closed it (``| head``), the run continues without printing."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -120,7 +120,7 @@ class UntilClosed:
 
 
 def drop_stdout(stream: TextIO | None = None) -> None:
-    """Lets what is still buffered for a closed pipe go nowhere, or Python complains when it ends."""
+    """Discards what is still buffered for a closed pipe; Python would report it at exit."""
     with suppress(Exception):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, (stream or sys.stdout).fileno())

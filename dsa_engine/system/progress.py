@@ -1,4 +1,4 @@
-"""How far something has got: a bar on a terminal or in a notebook, elsewhere a line in the log every ten seconds."""
+"""Progress: a bar on a terminal or in a notebook, otherwise a line in the log every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 class LoggedProgress:
-    """Stands in for a ``tqdm`` bar where nobody watches one: the part of its interface that the engine uses."""
+    """Replaces a ``tqdm`` bar if there is no terminal: the part of its interface that the engine uses."""
 
     def __init__(self, total: int, unit: str, title: str):
         self.n = 0
         self._total, self._unit, self._title = total, unit, title
         self._postfix = ""
-        self._begin = self._said = time.monotonic()
+        self._begin = self._last_line = time.monotonic()
 
     def update(self, n: int = 1) -> None:
         self.n += n
         now = time.monotonic()
-        if now - self._said >= _EVERY_S:
-            self._said = now
+        if now - self._last_line >= _EVERY_S:
+            self._last_line = now
             detail = f", {self._postfix}" if self._postfix else ""
             counted = f"{self.n:,} of {self._total:,} {self._unit}"
             logger.info("%s: %s in %.0f s%s", self._title, counted, now - self._begin, detail)
@@ -46,10 +46,10 @@ def progress_bar(total: int, unit: str, title: str, shown: bool = True) -> Any:
     """A context manager with ``update(n)``, ``set_postfix_str(text)`` and ``n``, as those of ``tqdm``.
 
     Args:
-        total: how many there are.
-        unit: of what.
-        title: what is done with them.
-        shown: False says nothing anywhere.
+        total: the number of units.
+        unit: their name, in the plural.
+        title: what is being done.
+        shown: False shows nothing.
     """
     if not shown or sys.stderr is None:
         return tqdm(total=total, disable=True)
@@ -59,6 +59,6 @@ def progress_bar(total: int, unit: str, title: str, shown: bool = True) -> Any:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a Jupyter kernel, whose stderr is no terminal but shows bars."""
+    """Whether this is a Jupyter kernel, whose stderr is not a terminal but shows bars."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and "IPKernelApp" in (getattr(ipython.get_ipython(), "config", None) or {})

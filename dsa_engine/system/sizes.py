@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes as text, such as "4GiB"."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ _UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", start=1)}
 
 
 def parse_bytes(value: int | str, what: str) -> int:
-    """Bytes from a number or a size such as "5GB" (10^9), "512 MiB" (2^20) or "0.5GB"; ``what`` names it in the error.
+    """Bytes from a number or a size such as "5GB" (10^9), "512 MiB" (2^20) or "0.5GB"; ``what`` names it in errors.
 
     Raises:
         ValueError: not a positive size.
     """
-    parsed = 0 if isinstance(value, str) or not is_integer(value) else value  # a float is no size: 1.5 would be a byte
+    parsed = (
+        0 if isinstance(value, str) or not is_integer(value) else value
+    )  # a float is refused: 1.5 would be one byte
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
         parsed = int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
     if not 1 <= parsed < 2**63:
@@ -27,7 +29,7 @@ def parse_bytes(value: int | str, what: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """``count`` bytes for people: "1.50 GiB"."""
+    """The text of ``count`` bytes: "1.50 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"

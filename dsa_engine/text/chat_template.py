@@ -1,7 +1,7 @@
-"""Conversations: what they may look like, and a checkpoint's chat template, which makes a prompt of one.
+"""Conversations, and the checkpoint's chat template, which makes a prompt of one.
 
-A template is a program that came with a folder, and nobody has read it: ``jinja2`` runs it in a sandbox, here under a
-time limit, and whatever goes wrong in it is one error that names it.
+A template is an untrusted program in the model folder: ``jinja2`` runs it in a sandbox, here under a time limit, and
+every failure in it becomes one error that names the template.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _FORM = "a conversation is a list of {'role': …, 'content': …}"
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception, so that nothing in between takes it for one of its own."""
+    """Not an Exception, so that no handler in between catches it."""
 
 
 def conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation, or a list of them, as a list; the content of each message is a text.
+    """One conversation, or several, as a list of conversations in which the content of each message is a text.
 
     Args:
-        messages: ``[{"role": "user", "content": "…"}, …]`` or a list of such. A content may be a list of parts
-            ``{"type": "text", "text": "…"}``, whose texts become lines; it may be missing beside ``tool_calls``.
+        messages: ``[{"role": "user", "content": "…"}, …]`` or a list of such lists. A content may be a list of
+            parts ``{"type": "text", "text": "…"}``, whose texts become lines; beside ``tool_calls`` it may be missing.
 
     Raises:
-        TypeError, ValueError: it is none, or has parts that are not text.
+        TypeError, ValueError: not a conversation, or parts that are not text.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"{_FORM}, not {shown(messages)}")
@@ -87,17 +87,17 @@ def render(
     """The text of a conversation.
 
     Args:
-        tokenizer: of ``transformers``.
-        messages: as :func:`conversations` gives them.
-        folder: that the tokenizer comes from, for errors.
-        chat_template: in place of the folder's own.
-        chat_template_kwargs: more variables of the template.
-        add_generation_prompt: end where the assistant's answer begins.
-        continue_final_message: leave the last message open, to be gone on with.
+        tokenizer: a tokenizer of ``transformers``.
+        messages: one of the results of :func:`conversations`.
+        folder: where the tokenizer comes from, for errors.
+        chat_template: a template to use instead of the folder's.
+        chat_template_kwargs: further variables of the template.
+        add_generation_prompt: end the text where the assistant's answer begins.
+        continue_final_message: leave the last message open, to be continued.
         tools: JSON schemas of functions that the model may call.
 
     Raises:
-        ValueError: the folder has no template, or it fails.
+        ValueError: the folder has no template, or the template fails.
     """
     given, variables = chat_template is not None, dict(chat_template_kwargs or {})
     if not given and not tokenizer.chat_template:
@@ -140,7 +140,7 @@ def _one_error(template: str) -> Iterator[None]:
 
 
 def _refuse_powers(source: str) -> None:
-    """A power of large numbers is a single operation, which no time limit can end. No template needs one."""
+    """Refuses ``**``: a power of large numbers is one operation, which no time limit can end. No template needs it."""
     from jinja2 import Environment
 
     for line, kind, text in Environment().lex(source):
@@ -149,9 +149,9 @@ def _refuse_powers(source: str) -> None:
 
 
 def _in_time(run: Callable[[], Any]) -> Any:
-    """What ``run`` returns; raises :class:`_OutOfTime` in it at the first line of Python after :data:`TIME_LIMIT`.
+    """Calls ``run``; raises :class:`_OutOfTime` in it at the first line of Python after :data:`TIME_LIMIT`.
 
-    By tracing, not by a signal or a thread: it works outside of the main thread too, and ends what has no end.
+    It traces, instead of using a signal or a thread, so that it works in any thread and ends endless loops.
     """
     deadline = time.monotonic() + TIME_LIMIT
 

@@ -13,20 +13,20 @@ from dsa_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# What is taken of the file, as by vLLM, and what SamplingParams call it. ``do_sample`` is none of it.
+# Keys that are read from the file, as in vLLM, and their names in SamplingParams. ``do_sample`` is ignored.
 _NAMES = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _NAMES["max_new_tokens"] = "max_tokens"
 
 
 def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
-    """Parameters that apply where a user gives none; a log line says which the file has set.
+    """Parameters that apply if a call gives none; a log line lists those that the file sets.
 
     Args:
-        folder: of the model.
-        generation_config: "auto" reads the file, if there is one; "vllm" checks it only.
+        folder: the model's folder.
+        generation_config: "auto" reads the file, if there is one; "vllm" only checks it.
 
     Raises:
-        CheckpointError: the file is damaged or has values that are not possible.
+        CheckpointError: the file is damaged or holds impossible values.
     """
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -37,18 +37,19 @@ def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(keys, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {shown(keys)}")
-    ends = keys.get("eos_token_id")
-    if ends is not None and not all(is_integer(i) and i >= 0 for i in (ends if isinstance(ends, list) else [ends])):
-        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {shown(ends)}")
-    found = {ours: keys[theirs] for theirs, ours in _NAMES.items() if keys.get(theirs) is not None}
+    end_tokens = keys.get("eos_token_id")
+    ids: list[Any] = [] if end_tokens is None else end_tokens if isinstance(end_tokens, list) else [end_tokens]
+    if not all(is_integer(i) and i >= 0 for i in ids):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {shown(end_tokens)}")
+    sampling = {ours: keys[theirs] for theirs, ours in _NAMES.items() if keys.get(theirs) is not None}
     if generation_config == "vllm":
         return {}
     try:
-        SamplingParams(**found)
+        SamplingParams(**sampling)
     except (TypeError, ValueError) as error:
         advice = "mend it, or give generation_config='vllm' to do without its sampling parameters"
         raise CheckpointError(f"{path}: {error}; {advice}") from error
-    if found:
-        values = ", ".join(f"{name}={value}" for name, value in found.items())
+    if sampling:
+        values = ", ".join(f"{name}={value}" for name, value in sampling.items())
         logger.info("%s sets the default sampling: %s (generation_config='vllm' does without)", path, values)
-    return found
+    return sampling

@@ -1,4 +1,4 @@
-"""What may be given as a prompt: a text, token ids, or a dictionary with one of them, alone or in a list."""
+"""The forms of a prompt: a text, token ids, or a dictionary with one of them, alone or in a list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt's text or its token ids; where both are there, the text is for reading only."""
+    """A prompt's text or its token ids; beside token ids, the text is only reported."""
 
     text: str | None
     token_ids: list[int] | None
@@ -27,10 +27,10 @@ _FORMS = (
 
 
 def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
-    """All prompts; a single one is taken as a list of one.
+    """All prompts; a single prompt becomes a list of one.
 
     Raises:
-        TypeError: there is something among them that is no prompt; in a list the error says which.
+        TypeError: an element is not a prompt; for a list, the error says which.
     """
     if isinstance(prompts, (str, Mapping)):
         return [_parsed(prompts)]
@@ -46,7 +46,7 @@ def parse_prompts(prompts: Any) -> list[ParsedPrompt]:
 
 @contextmanager
 def of_many(number: int, count: int) -> Iterator[None]:
-    """Says in an error which prompt of several it is about."""
+    """Adds to an error the number of the prompt, if there are several."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -80,12 +80,12 @@ def _token_ids(given: Any) -> list[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Lists in place of an array of NumPy or PyTorch."""
+    """The list of an array of NumPy or PyTorch; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "__array__") else value
 
 
 def _is_id(value: Any) -> bool:
-    """An integer, also one of NumPy's or a PyTorch scalar."""
+    """Whether ``value`` is an integer, of NumPy and PyTorch too."""
     if is_integer(value):
         return True
     scalar = _plain(value)

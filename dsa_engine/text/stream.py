@@ -1,18 +1,18 @@
-"""Text that grows token by token, and ends at a stop string."""
+"""Text that grows token by token and ends at a stop string."""
 
 from __future__ import annotations
 
 from dsa_engine.outputs import Logprob, Logprobs
 from dsa_engine.text.tokenizer import Tokenizer
 
-# Tokens whose text is held back because they may still become a character.
-_MOST_PENDING = 12
+# Maximum number of tokens whose text is held back because they may still become a character.
+_MAX_PENDING = 12
 
 
 class TextStream:
-    """Turns a growing list of tokens into text, ends it at a stop string, and says which text is certain.
+    """Turns a growing list of tokens into text, ends it at a stop string, and releases text once it is final.
 
-    A character may need several tokens, and a stop string may lie across several; what could still change is held back.
+    A character may need several tokens, and a stop string may span several; text that could still change is held back.
     """
 
     def __init__(
@@ -25,17 +25,17 @@ class TextStream:
     ):
         self._tokenizer = tokenizer
         self._stop = stop
-        self._min_tokens = min_tokens  # no stop string is seen in their text
-        self._include_stop = include_stop  # the text ends behind the stop string, not before
+        self._min_tokens = min_tokens  # their text is not searched for stop strings
+        self._include_stop = include_stop  # the text ends after the stop string, not before it
         self._skip_special_tokens = skip_special_tokens
         self._searched = 0  # text before this is not searched
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text can no longer change
-        self._window = 0  # decoding starts here, a little before, for the sake of spaces between words
+        self._window = 0  # decoding starts here, before the settled tokens, to keep spaces between words
         self._text = ""
         self._given = 0
         self._finished = False
-        self.stop_string: str | None = None  # that the text has reached
+        self.stop_string: str | None = None  # the one that the text has reached
 
     @property
     def stopped(self) -> bool:
@@ -43,8 +43,10 @@ class TextStream:
         return self.stop_string is not None
 
     def decoded(self, logprobs: Logprobs) -> Logprobs:
-        """With the text of each token."""
-        return {token: Logprob(of, of.rank, self._tokenizer.token_text(token)) for token, of in logprobs.items()}
+        """``logprobs`` with the text of each token."""
+        return {
+            token: Logprob(value, value.rank, self._tokenizer.token_text(token)) for token, value in logprobs.items()
+        }
 
     def _decode(self, tokens: list[int]) -> str:
         if self._skip_special_tokens:
@@ -52,13 +54,13 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def add(self, token: int) -> None:
-        """Takes a token; ``stopped`` tells whether the text has reached a stop string."""
+        """Appends a token; :attr:`stopped` tells whether the text has reached a stop string."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._window : self._settled])
         after = self._decode(self._tokens[self._window :])
         settled = len(self._tokens)
         if after.endswith("\ufffd"):  # an unfinished character
-            if settled - self._settled < _MOST_PENDING:
+            if settled - self._settled < _MAX_PENDING:
                 return
             settled, after = self._whole_characters()
         first = max(self._searched, len(self._text) - max((len(s) for s in self._stop), default=0))
@@ -67,16 +69,16 @@ class TextStream:
         if len(self._tokens) <= self._min_tokens:
             self._searched = len(self._text)
             return
-        places = [(p, s) for s in self._stop if (p := self._text.find(s, first)) >= 0]
-        if places:
-            place, self.stop_string = min(places, key=lambda found: found[0])
-            self._text = self._text[: place + (len(self.stop_string) if self._include_stop else 0)]
+        stops = [(p, s) for s in self._stop if (p := self._text.find(s, first)) >= 0]
+        if stops:
+            first, self.stop_string = min(stops, key=lambda stop: stop[0])
+            self._text = self._text[: first + (len(self.stop_string) if self._include_stop else 0)]
 
     def _whole_characters(self) -> tuple[int, str]:
-        """Up to where tokens that never complete a character can be settled, and the text up to there.
+        """How many tokens can be settled although some never complete a character, and the text of the window.
 
-        A character has at most 4 bytes, and a token at least one: what has not become a character 4 tokens later never
-        will. Without this, every further token would decode all of them again.
+        A character has at most 4 bytes and a token at least one, so bytes that are no character after 4 more tokens
+        never will be. Without this, every further token would decode all of them again.
         """
         last = len(self._tokens) - 4
         for end in range(len(self._tokens) - 1, self._settled, -1):
@@ -86,7 +88,7 @@ class TextStream:
         return last, self._decode(self._tokens[self._window : last])
 
     def finish(self) -> str:
-        """The whole text, no token being to come; an unfinished character at the end is decoded as it stands."""
+        """Ends the stream and returns the whole text; an unfinished character at the end is decoded as it is."""
         if not self.stopped and self._settled < len(self._tokens):
             before = self._decode(self._tokens[self._window : self._settled])
             self._text += self._decode(self._tokens[self._window :])[len(before) :]
@@ -95,7 +97,7 @@ class TextStream:
         return self._text
 
     def new_text(self) -> str:
-        """Text that has become certain since the last call: all of it, once the text is finished or stopped."""
+        """The text that became final since the last call; all text once it is finished or stopped."""
         end = len(self._text)
         if not self._finished and not self.stopped:
             end -= max((_overlap(self._text, s) for s in self._stop), default=0)
@@ -105,5 +107,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Text in and out: the checkpoint's tokenizer, through ``transformers``, imported when text is first used."""
+"""The checkpoint's tokenizer, through ``transformers``, which is imported when text is first used."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     Args:
-        folder: of the model.
-        trust_remote_code: let the folder run Python of its own, if its tokenizer wants to.
+        folder: the model's folder.
+        trust_remote_code: let the tokenizer run Python code of the folder.
 
     Attributes:
-        hf: the tokenizer of ``transformers``.
+        hf: the tokenizer object of ``transformers``.
 
     Raises:
-        ValueError: the folder wants to run code of its own and is not trusted, or its tokenizer cannot be read.
+        ValueError: the tokenizer needs code of the folder, which is not trusted, or it cannot be read.
     """
 
     def __init__(self, folder: Path, trust_remote_code: bool = False):
@@ -30,7 +30,7 @@ class Tokenizer:
         self._folder = folder
         self._token_texts: dict[int, str] = {}
         try:
-            # Said in every case: left out, transformers asks on stdin, where a prompt may come down a pipe.
+            # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
             self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -41,7 +41,7 @@ class Tokenizer:
 
     @staticmethod
     def lies_in(folder: Path) -> bool:
-        """Whether the folder has a tokenizer at all."""
+        """Whether the folder has a tokenizer."""
         return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -51,14 +51,13 @@ class Tokenizer:
         return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token: int) -> str:
-        """The text of a token by itself, also of a special one."""
+        """The text of a single token, special tokens included."""
         if token not in self._token_texts:
             self._token_texts[token] = self.decode([token], skip_special_tokens=False)
         return self._token_texts[token]
 
     def word_ids(self, word: str) -> list[list[int]]:
-        """The token ids of a word as it stands at the beginning of a text and, where that is a token of another kind,
-        behind a space."""
+        """The token ids of a word at the beginning of a text and, if its first token differs there, after a space."""
         start, inside = (self.hf.encode(space + word.lstrip(), add_special_tokens=False) or [] for space in ("", " "))
         differs = bool(start and inside) and inside[0] != start[0] and len(inside) == len(start)
         return [ids for ids in ([start, inside] if differs else [start]) if ids]
@@ -74,10 +73,10 @@ class Tokenizer:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Says before anything is loaded that a file of the tokenizer is damaged; a folder without any is fine.
+    """Checks the tokenizer's files before weights are loaded; a folder without a tokenizer passes.
 
     Raises:
-        CheckpointError: names the file.
+        CheckpointError: a file is damaged; the text names it.
     """
     path = folder / "tokenizer_config.json"
     if path.is_file():

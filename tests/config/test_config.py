@@ -241,7 +241,7 @@ def test_more_end_tokens_from_generation_config(tmp_path: Path) -> None:
     assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (1, 7)
 
 
-# What a damaged or hostile file may hold in place of any value.
+# Values that a damaged or hostile file may hold.
 MUTATIONS: list[Any] = [
     *(0, -1, 1, 2.5, -0.5, 1e-300, 1e300, math.inf, -math.inf, math.nan, 2**31, 2**62, -(2**62), 10**5000),
     *("", "false", "64", "yarn", True, False, [], [1], ["full"], {}, {"factor": 4}),
@@ -307,7 +307,7 @@ def test_every_value_is_checked(key: str) -> None:
         assert math.isfinite(config.softmax_scale) and config.softmax_scale > 0
 
 
-def test_an_override_that_nobody_reads_is_refused() -> None:
+def test_an_override_without_a_reader_is_refused() -> None:
     with pytest.raises(
         ValueError, match="no model configuration has a key 'num_hiden_layers'; did you mean 'num_hidden"
     ):

@@ -1,4 +1,4 @@
-"""Conversion: the values, the files beside them, and what a failing or killed run leaves behind."""
+"""Conversion: the values, the other files, and the remains of a failing or killed run."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def test_a_killed_run_leaves_no_target_and_can_be_repeated(tmp_path: Path, sourc
     process.wait()
     process.stdout.close()
     assert not target.exists()
-    (left,) = tmp_path.iterdir()  # says by its name what it is, and is not taken for a checkpoint
-    assert left.name.startswith("out.incomplete-") and list(left.glob("*.safetensors"))
+    (remains,) = tmp_path.iterdir()  # named as incomplete, and not accepted as a checkpoint
+    assert remains.name.startswith("out.incomplete-") and list(remains.glob("*.safetensors"))
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        ModelConfig.from_pretrained(left)
+        ModelConfig.from_pretrained(remains)
     dequantize_checkpoint(source, target)
     assert ModelConfig.from_pretrained(target).weight_block_size is None
 

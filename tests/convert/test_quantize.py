@@ -45,7 +45,7 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
 
     config = QuantizationConfig.model_validate(read_config_json(folder)["quantization_config"])
     (scheme,) = config.config_groups.values()
-    tensors, found = tensors_of(folder), {}
+    tensors, decoded = tensors_of(folder), {}
     for module in {name.rsplit(".", 1)[0] for name in tensors}:
         state = {n.rsplit(".", 1)[1]: t for n, t in tensors.items() if n.rsplit(".", 1)[0] == module}
         ignored = any(match_name(module, entry) for entry in config.ignore)
@@ -55,18 +55,18 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
             state = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)
         elif "weight" in state and state["weight"].dim() == 2 and "norm" not in module and "embed" not in module:
             assert ignored or not targeted, module
-        found[f"{module}.weight"] = state.get("weight", torch.empty(0))
-    return found
+        decoded[f"{module}.weight"] = state.get("weight", torch.empty(0))
+    return decoded
 
 
 @pytest.mark.parametrize("quantize, int8_activations", SCHEMES[1:])
 def test_the_package_reads_what_is_written(quantize: str, int8_activations: bool, source: Path, tmp_path: Path) -> None:
     written = quantize_checkpoint(source, tmp_path / "out", quantize, int8_activations=int8_activations)
     theirs, original = decompressed(tmp_path / "out"), tensors_of(source)
-    kept = {
+    unchanged = {
         name: t for name, t in tensors_of(tmp_path / "out").items() if t.is_floating_point() and "_scale" not in name
     }
-    assert all(torch.equal(tensor, original[name]) for name, tensor in kept.items())
+    assert all(torch.equal(tensor, original[name]) for name, tensor in unchanged.items())
     llm = LLM(tmp_path / "out", **OPTIONS)
     experts = 2 * 12 * 3
     assert written.quantized == (experts if quantize != "int8" else experts + 3 * 6 + 3 + 2 * 3)
@@ -248,12 +248,12 @@ def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(SafetensorsWriter, "write", counted)
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(source, target, "int8", max_shard_size="300KB")
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith("out.resumable-")
-    finished = {n for path in left.glob("*.safetensors") for n in load_file(path)}
+    (remains,) = tmp_path.iterdir()
+    assert remains.name.startswith("out.resumable-")
+    finished = {n for path in remains.glob("*.safetensors") for n in load_file(path)}
     assert finished < set(written) and len(finished) > 50
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        ModelConfig.from_pretrained(left)
+        ModelConfig.from_pretrained(remains)
     with monkeypatch.context() as patch:
         patch.setattr(SafetensorsWriter, "write", write)
         quantize_checkpoint(source, tmp_path / "whole", "int8", max_shard_size="300KB")

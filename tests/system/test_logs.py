@@ -1,4 +1,4 @@
-"""The log: what it says of a start, its level and where it goes; progress where nobody watches a bar."""
+"""The log: its lines at a start, its level and its destination; progress without a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsa_engine.system import logs, progress
 
 @pytest.fixture
 def quiet_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """A logger that nobody has set up; the test takes pytest's handlers, which come after fixtures, from the root."""
+    """A logger that is not set up; the test removes pytest's handlers, which come after fixtures, from the root."""
     logger = logging.getLogger("dsa_engine")
     monkeypatch.setattr(logger, "handlers", [])
     level = logger.level

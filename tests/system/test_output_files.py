@@ -65,7 +65,7 @@ def test_a_full_disk_leaves_what_was_there(name: str, tmp_path: Path, no_room: N
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_takes_the_place_of_the_old_one(name: str, tmp_path: Path) -> None:
+def test_a_file_replaces_the_old_one(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(b"the old one")
     WRITERS[name](path)
@@ -105,7 +105,7 @@ def test_json_on_standard_output_is_alone_there(
 
 
 def test_a_closed_pipe_ends_a_command_quietly() -> None:
-    """``dsa-engine generate --help | true``, say: more text than a pipe holds, and nobody who reads it."""
+    """``dsa-engine generate --help | true``, say: more text than a pipe holds, and no reader."""
     code = "from dsa_engine.arguments import run; run(lambda: [print('line ' * 20) for _ in range(9999)])"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -75,11 +75,11 @@ def test_spaces_between_words_survive() -> None:
     ],
 )
 def test_stop_strings_over_several_tokens(text: str, stop: tuple[str, ...], expected: str, pieces: list[str]) -> None:
-    found, whole, stopped = run(Bytes(), list(text.encode()), stop)
-    assert whole == expected and "".join(found) == expected
+    streamed, whole, stopped = run(Bytes(), list(text.encode()), stop)
+    assert whole == expected and "".join(streamed) == expected
     assert stopped == (expected != text)
     if "e " not in pieces:  # that case is there for its whole text
-        assert found == pieces
+        assert streamed == pieces
 
 
 def test_a_stop_string_within_one_token_and_over_a_border() -> None:
@@ -100,9 +100,9 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: t
     # The stop string that is complete first ends the text; where it begins, the text is cut.
     expected = text
     for end in range(len(text) + 1):
-        places = [text[:end].find(s) for s in stop if s in text[:end]]
-        if places:
-            expected = text[: min(places)]
+        starts = [text[:end].find(s) for s in stop if s in text[:end]]
+        if starts:
+            expected = text[: min(starts)]
             break
     assert whole == expected and stopped == (expected != text)
     assert "".join(pieces) == whole
@@ -110,7 +110,7 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: t
 
 @given(st.lists(st.integers(0, 255), max_size=30), STOPS)
 def test_any_bytes(tokens: list[int], stop: tuple[str, ...]) -> None:
-    """What a model that is not trained gives: bytes that are no text. Nothing given is ever taken back."""
+    """The bytes of an untrained model, which are no text: a piece that was given never changes."""
     pieces, whole, stopped = run(Bytes(), tokens, stop)
     assert "".join(pieces) == whole
     assert bytes(tokens).decode("utf-8", errors="replace").startswith(whole)
@@ -163,8 +163,8 @@ def test_where_a_tokenizer_lies(tmp_path: Path) -> None:
 
 
 def test_a_folder_may_not_run_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anybody asked: on stdin a "y" might come down a pipe with the prompt."""
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    """Nor does transformers ask on stdin: a pipe with the prompt might hold a "y"."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked on stdin"))
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')

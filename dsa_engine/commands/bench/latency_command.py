@@ -15,7 +15,7 @@ from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
 from dsa_engine.commands.bench.plots import plot_latency
 from dsa_engine.commands.bench.shares import Shares, print_shares
-from dsa_engine.config.speculative import MOST_DRAFTS
+from dsa_engine.config.speculative import MAX_DRAFTS
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
@@ -191,9 +191,9 @@ def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance 
 def draft_counts(text: str) -> list[int]:
     """ "0,1,2,3" as numbers of drafts."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) <= MOST_DRAFTS for part in parts):
+    if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
         raise argparse.ArgumentTypeError(
-            f"give numbers from 0 to {MOST_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
+            f"give numbers from 0 to {MAX_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
         )
     return [int(part) for part in parts]
 

@@ -21,8 +21,7 @@ import triton
 
 from dsa_engine.checkpoint import released_config
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.startup.dummy_steps import try_steps
-from dsa_engine.engine.startup.kernel_check import trial_tokens
+from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.engine.startup.start import start
 from dsa_engine.kernels import cpu, operation

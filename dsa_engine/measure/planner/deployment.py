@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint.schemes import stored_as
-from dsa_engine.engine.startup.dummy_steps import layers_of_each_kind
+from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.engine.startup.memory import activation_bytes
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
 from dsa_engine.measure.costs.weights import WeightBytes

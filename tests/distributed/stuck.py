@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
+from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.failure import peers, reporter, watch
 from dsa_engine.system.output_files import whole_file
@@ -42,6 +42,6 @@ findings.mark(f"the kernel of rank {mesh.rank}")
 if mesh.rank == 1:
     (FOLDER / "rank 1").touch()
     waits.pause()
-with taken_along(findings), whole_file(FOLDER / "result.json") as file:
+with marks_removed(findings), whole_file(FOLDER / "result.json") as file:
     file.write_text("half")
     waits.pause()

@@ -17,7 +17,6 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import kernel_check, kernel_findings
-from dsa_engine.engine.startup.dummy_steps import layers_of_each_kind
 from dsa_engine.engine.startup.kernel_findings import KernelFindings
 from dsa_engine.kernels.runtime import operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -185,7 +184,7 @@ def test_who_is_ended_for_another_rank_leaves_no_mark(
     monkeypatch.setattr(kernel_findings, "blameless", lambda: blameless)
     kept = tmp_path / "kept.json"
     findings = KernelFindings(kept)
-    with kernel_findings.taken_along(findings):
+    with kernel_findings.marks_removed(findings):
         findings.mark("silu_mul")
         kernel_findings._take_mark_away()
         if blameless:
@@ -201,7 +200,7 @@ def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:
         ("glm_moe_dsa", {"num_hidden_layers": 4, "index_topk_freq": 3}, None),
     ):
         config = LLM(oracle(model, **keys).folder, load_format="dummy").engine.config
-        layers = layers_of_each_kind(config)
+        layers = kernel_check.layers_of_each_kind(config)
         kinds = {(config.mlp_layer_types[i], config.indexer_types[i]) for i in layers}
         assert kinds == set(zip(config.mlp_layer_types, config.indexer_types, strict=True))
         assert wanted is None or layers == wanted
@@ -216,5 +215,5 @@ def test_a_rank_without_a_compiler_beside_one_that_has_it(tmp_path: Path, monkey
     monkeypatch.setattr(kernel_check.cpu, "library", lambda: None)
     monkeypatch.setattr(kernel_check.cpu, "digest", no_compiler)
     options, nothing = EngineOptions("demo"), cast(Any, None)
-    kept = kernel_check._kept_file(cast(Any, options), nothing, torch.device("cpu"), options)
+    kept = kernel_check._file_of(cast(Any, options), nothing, torch.device("cpu"), options)
     assert kept is not None and kept.is_relative_to(tmp_path)

@@ -95,7 +95,7 @@ def show(report: dict) -> None:
             f"{r['accuracy']:.1%}",
             f"{r['tokens_right']:.1%}",
             "-" if r["value_found"] is None else f"{r['value_found']:.1%}",
-            " ".join(f"{share:.0%}" for share in r["recall_by_layer"]) or "-",
+            " ".join(f"{recall:.0%}" for recall in r["recall_by_layer"]) or "-",
         )
         for r in report["retrieval"]
     ]

@@ -25,9 +25,9 @@ def main() -> None:
     add_engine_arguments(parser)
     args = parser.parse_args()
     check_outputs(args.json)
-    most = max(args.num_speculative_tokens)
-    config = json.loads(args.speculative_config) | {"num_speculative_tokens": most}
-    llm = llm_from(args, speculative_config=config if most else {})
+    max_drafts = max(args.num_speculative_tokens)
+    config = json.loads(args.speculative_config) | {"num_speculative_tokens": max_drafts}
+    llm = llm_from(args, speculative_config=config if max_drafts else {})
     results = measure_drafting(llm, held_out(llm), args.length, args.cases, args.num_speculative_tokens)
     if not llm.engine.mesh.reports:
         return

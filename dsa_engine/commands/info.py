@@ -63,11 +63,11 @@ def run_info(args: argparse.Namespace) -> None:
     forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
     fp8 = _fp8_cache_bytes(config)
     rows: list[dict[str, Any]] = []
-    for name, kept, dtype in forms:
-        weights = rank_weight_bytes(config, kept, dtype, args.ranks, args.tp_size)
-        per_token, left = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
+    for name, quantization, dtype in forms:
+        weights = rank_weight_bytes(config, quantization, dtype, args.ranks, args.tp_size)
+        per_token, free = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
         row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
-        row |= {"tokens_that_fit": left // per_token, "tokens_that_fit_in_fp8_caches": left // fp8 if fp8 else None}
+        row |= {"tokens_that_fit": free // per_token, "tokens_that_fit_in_fp8_caches": free // fp8 if fp8 else None}
         rows.append(row)
     module = _module_bytes(config, *forms[0][1:], args.ranks, args.tp_size, rows[0]) if counts.mtp else None
     if args.json:

@@ -41,10 +41,10 @@ class AssumedAcceptance:
         """0.85 at the first position, and the same of what is left at each further one."""
         return cls(tuple(DEFAULT_RATE ** (i + 1) for i in range(num_drafts)))
 
-    def __call__(self, keys: torch.Tensor, positions: torch.Tensor, most: int) -> torch.Tensor:
+    def __call__(self, keys: torch.Tensor, positions: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """Accepted drafts of ``most``, int64 ``[n]``, drawn by the keys of requests' seeds and the positions of their
         last tokens, int64 ``[n]`` each: the same on every rank, and on the device."""
         # Of other random numbers than the tokens, whose positions are none below 0.
         drawn = exponential_noise(keys, -1 - positions, 1)[:, 0].neg().exp()
-        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(most)]
+        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(num_drafts)]
         return torch.stack([drawn < rate for rate in rates] or [drawn < 0]).long().sum(dim=0)

@@ -130,8 +130,8 @@ def read_so_far(path: str) -> tuple[list[Any], dict[str, str]]:
     if not Path(path).exists():
         return [], {}
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        return list(found["results"]), dict(found["failed"])
+        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+        return list(loaded["results"]), dict(loaded["failed"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} has no results that could be added to; give another name, or remove it") from None
 

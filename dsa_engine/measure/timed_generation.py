@@ -97,8 +97,8 @@ def generate_batch(
 
     Nothing is left in the engine afterwards, whatever happens.
     """
-    most = most_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
-    params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+    max_tokens = max_output_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     agree_on_prompts(engine, prompts)
     generation = TimedGeneration(engine, watch)
     try:
@@ -118,7 +118,7 @@ def generate_batch(
     return generation
 
 
-def most_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> int:
+def max_output_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> int:
     """Tokens that a request of a batch may get, while all together decode ``output_len`` of them.
 
     While the last one is prefilled the others decode, at most ``1 / max_prefill_share`` steps for one of prefill.

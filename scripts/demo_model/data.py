@@ -32,19 +32,19 @@ class Library:
         lines = [line.rstrip() for text in texts.values() for line in [*text.split("\n"), ""]]
         encoded = encode(lines)
         self.lines = [np.array([*ids, newline], dtype=np.int64) for ids in encoded]
-        self.ends = np.cumsum([len(line) for line in self.lines])
+        self.line_ends = np.cumsum([len(line) for line in self.lines])
 
     def passage(self, rng: np.random.Generator, tokens: int) -> list[np.ndarray]:
         """Consecutive lines from anywhere, of about ``tokens`` tokens, at least one line."""
-        total = int(self.ends[-1])
-        line = int(np.searchsorted(self.ends, rng.integers(total)))
-        found, count = [], 0
+        total = int(self.line_ends[-1])
+        line = int(np.searchsorted(self.line_ends, rng.integers(total)))
+        lines, count = [], 0
         while count < tokens and line < len(self.lines):
             if len(self.lines[line]) <= 96:  # no tables of numbers
-                found.append(self.lines[line])
+                lines.append(self.lines[line])
                 count += len(self.lines[line])
             line += 1
-        return found or [self.lines[0]]
+        return lines or [self.lines[0]]
 
 
 @dataclass
@@ -167,8 +167,8 @@ class Documents:
         tokens = np.stack([np.array(row.tokens[:length]) for row in drawn])
         weights = np.stack([np.array(row.weights[:length], dtype=np.float32) for row in drawn])
         sources = np.stack([np.array(row.sources[:length]) for row in drawn])
-        ends = tokens == self.writer.newline
-        positions = np.stack([jump(rng, row) if jumps else np.arange(length) for row in ends])
+        newlines = tokens == self.writer.newline
+        positions = np.stack([jump(rng, row) if jumps else np.arange(length) for row in newlines])
         return Batch(tokens, positions, weights, sources, weights == ANSWER)
 
     def plain(self, rng: np.random.Generator, length: int) -> Row:
@@ -201,7 +201,7 @@ class Documents:
         passages: list[tuple[int, list[np.ndarray]]] = []
         gap = room / (len(facts) + 1)
         told: list[tuple[int, int]] = []
-        places: dict[int, int] = {}  # of the values
+        value_at: dict[int, int] = {}  # of the values
         for key, value in facts:
             if len(row) >= body:
                 break
@@ -210,7 +210,7 @@ class Documents:
                 passages.append((len(row), passage))
                 for line in passage:
                     row.add(line, TEXT)
-            places[key] = len(row) + 4
+            value_at[key] = len(row) + 4
             row.add(*writer.fact(key, value))
             told.append((key, value))
         while len(row) < body:
@@ -223,12 +223,12 @@ class Documents:
             if restates:
                 key, value = told[asked.pop()]
                 tokens, weights = writer.fact(key, value)
-                row.add(tokens, [*weights[:4], ANSWER, weights[5]], [-1, -1, -1, -1, places[key], -1])
+                row.add(tokens, [*weights[:4], ANSWER, weights[5]], [-1, -1, -1, -1, value_at[key], -1])
                 continue
             if not opened:  # the first question stands in the message that is open already
                 row.add([writer.user], UNKNOWN)
             opened = False
-            self._turn(rng, row, told, places, passages, asked)
+            self._turn(rng, row, told, value_at, passages, asked)
         return row
 
     def _turn(
@@ -236,7 +236,7 @@ class Documents:
         rng: np.random.Generator,
         row: Row,
         told: list[tuple[int, int]],
-        places: dict[int, int],
+        value_at: dict[int, int],
         passages: list[tuple[int, list[np.ndarray]]],
         asked: list[int],
     ) -> None:
@@ -259,17 +259,17 @@ class Documents:
             # "key" or ", key"; the two halves, which the question has at 3 + 4 i; "is"; the value
             weights += [COPY] * (i > 0) + [COPY, COPY, COPY, COPY, ANSWER]
             asked_at = question + 3 + 4 * i
-            sources += [-1] * (i > 0) + [-1, asked_at, asked_at + 1, -1, places[key]]
+            sources += [-1] * (i > 0) + [-1, asked_at, asked_at + 1, -1, value_at[key]]
         row.add(writer.answer(facts), [*weights, COPY], [*sources, -1])
 
 
-def jump(rng: np.random.Generator, ends: np.ndarray) -> np.ndarray:
+def jump(rng: np.random.Generator, newlines: np.ndarray) -> np.ndarray:
     """Positions ``[length]`` of a document whose lines end where ``ends``: consecutive, but for up to 6 gaps between
     lines in two documents of three (PoSE, arXiv 2309.10400)."""
-    steps = np.ones(len(ends), dtype=np.int64)
+    steps = np.ones(len(newlines), dtype=np.int64)
     steps[0] = 0
-    places = np.flatnonzero(ends[:-1]) + 1
-    if len(places) and rng.random() < 2 / 3:
-        for place in rng.choice(places, size=int(rng.integers(1, 7))):
-            steps[place] += int(np.exp(rng.uniform(0, np.log(LONGEST_JUMP / 6))))
+    starts = np.flatnonzero(newlines[:-1]) + 1
+    if len(starts) and rng.random() < 2 / 3:
+        for start in rng.choice(starts, size=int(rng.integers(1, 7))):
+            steps[start] += int(np.exp(rng.uniform(0, np.log(LONGEST_JUMP / 6))))
     return np.cumsum(steps)

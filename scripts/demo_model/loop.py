@@ -47,8 +47,8 @@ class Losses:
         mtp = None if self.mtp is None else round(self.mtp.item(), 5)
         guide = [round(loss.item(), 5) for loss in self.guide]
         figures = {"loss": round(self.main.item(), 5), "mtp_loss": mtp, "index_losses": index, "guide_losses": guide}
-        shares = {"text": self.text, "values": self.values, "mtp_right": self.mtp_right}
-        return figures | {name: None if value is None else round(value, 5) for name, value in shares.items()}
+        rates = {"text": self.text, "values": self.values, "mtp_right": self.mtp_right}
+        return figures | {name: None if value is None else round(value, 5) for name, value in rates.items()}
 
 
 def losses(model: TrainingModel, batch: Batch, mode: Mode, mtp: bool, guide: float, bfloat16: bool) -> Losses:
@@ -121,8 +121,8 @@ class Run:
     def _step(self) -> dict[str, Any]:
         start = time.monotonic()
         phase, done = self._phase()
-        share = done / max(phase.steps - 1, 1)
-        rate, index_rate, guide = (a + (b - a) * share for a, b in (phase.rate, phase.index_rate, phase.guide))
+        done_part = done / max(phase.steps - 1, 1)
+        rate, index_rate, guide = (a + (b - a) * done_part for a, b in (phase.rate, phase.index_rate, phase.guide))
         rate *= min(1.0, (self.step + 1) / recipe.WARMUP_STEPS)
         index_rate *= min(1.0, (self.optimiser.steps["index"] + 1) / recipe.WARMUP_STEPS)
         for name, parameter in self.model.named_parameters():

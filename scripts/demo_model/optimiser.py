@@ -52,17 +52,17 @@ class Optimiser:
     @torch.no_grad()
     def step(self, main: float, index: float) -> None:
         """One step; the rates are shares of the highest. A group whose rate is 0 stays as it is."""
-        for group, share in (("main", main), ("index", index)):
-            if not share:
+        for group, factor in (("main", main), ("index", index)):
+            if not factor:
                 continue
             self.steps[group] += 1
             for name, parameter in self.parameters.items():
                 if (".indexer." in name) != (group == "index") or parameter.grad is None:
                     continue
                 if "momentum" in self.state[name]:
-                    self._muon(name, parameter, share * self.muon_rate)
+                    self._muon(name, parameter, factor * self.muon_rate)
                 else:
-                    self._adam(name, parameter, share * self.adam_rate, self.steps[group])
+                    self._adam(name, parameter, factor * self.adam_rate, self.steps[group])
 
     def _muon(self, name: str, parameter: nn.Parameter, rate: float) -> None:
         assert parameter.grad is not None

@@ -60,9 +60,9 @@ def plot_retrieval(results: list[dict[str, Any]], path: str, title: str = "") ->
     figure, axes = pyplot.subplots(figsize=(1.6 + 1.1 * len(results), 5), layout="constrained")
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     for i, row in enumerate(grid):
-        for j, share in enumerate(row):
-            if share == share:
-                axes.text(j, i, f"{share:.0%}", ha="center", va="center", fontsize="small")
+        for j, rate in enumerate(row):
+            if rate == rate:
+                axes.text(j, i, f"{rate:.0%}", ha="center", va="center", fontsize="small")
     labels = [f"{r['length'] // 1024}K\n{r['accuracy']:.1%}" for r in results]
     axes.set_xticks(range(len(results)), labels)
     axes.set_yticks(range(10), [f"{10 * i} – {10 * i + 10}%" for i in range(10)])

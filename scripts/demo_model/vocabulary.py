@@ -54,11 +54,11 @@ def train_tokenizer(texts: Iterable[str], words: Iterable[str], vocab_size: int 
     vocabulary = [*SPECIAL_TOKENS, *alphabet, *pairs, *(SPACE + pair for pair in pairs)]
     for word in words:
         _add_word(word.replace(" ", SPACE), vocabulary, merges)
-    for left, right in json.loads(learned.to_str())["model"]["merges"]:
-        known = left in vocabulary and right in vocabulary and left + right not in vocabulary
+    for first, second in json.loads(learned.to_str())["model"]["merges"]:
+        known = first in vocabulary and second in vocabulary and first + second not in vocabulary
         if known and len(vocabulary) < vocab_size:
-            vocabulary.append(left + right)
-            merges.append((left, right))
+            vocabulary.append(first + second)
+            merges.append((first, second))
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges))
     tokenizer.pre_tokenizer = split()
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,7 +73,7 @@ def _add_word(word: str, vocabulary: list[str], merges: list[tuple[str, str]]) -
     """Merges from the left, ``k e`` and ``ke y``, and last the space before the word."""
     bare = word.removeprefix(SPACE)
     pairs = [(bare[:end], bare[end]) for end in range(1, len(bare))]
-    for left, right in pairs + [(SPACE, bare)] * (word != bare):
-        if left + right not in vocabulary:
-            vocabulary.append(left + right)
-            merges.append((left, right))
+    for first, second in pairs + [(SPACE, bare)] * (word != bare):
+        if first + second not in vocabulary:
+            vocabulary.append(first + second)
+            merges.append((first, second))

@@ -177,9 +177,9 @@ def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
         *((case, "torch scaled_mm") for case in fp8),
         *((case, "torch _int_mm, scaled") for case in int8),
     ]:
-        found, wanted = case.baselines[name](), case.run()
-        assert found.dtype == wanted.dtype == torch.bfloat16 and bool(found.abs().max() > 0)
-        torch.testing.assert_close(found, wanted)
+        got, wanted = case.baselines[name](), case.run()
+        assert got.dtype == wanted.dtype == torch.bfloat16 and bool(got.abs().max() > 0)
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +270,15 @@ def test_counts_of_versions_and_chips(tmp_path: Path) -> None:
     sound = {"kernel": "a", "operation": "sum", "shape": "3 rows", "spilled": 0, "bound": {"loop": True, "spills": 0}}
     spilling = sound | {"spilled": 8, "bound": {"loop": True, "spills": 2}}
     missing = ["x: needs instructions of sm_89", "y: needs instructions of sm_89", "z: 3 rows: RuntimeError: ptxas"]
-    found = counts([sound, spilling], missing)
-    assert found == {
+    counted = counts([sound, spilling], missing)
+    assert counted == {
         "kernels": 2,
         "spill": [{"kernel": "a", "first_launched_by": "sum: 3 rows", "bytes": 8, "in_loop": True}],
         "not_compiled": {"needs instructions of sm_89": 2, "RuntimeError: ptxas": 1},
     }
     path = tmp_path / "counts.json"
     for version, chip in [("3.7.1", "sm_100"), ("3.6.0", "sm_80"), ("3.7.1", "sm_90"), ("3.7.1", "sm_100")]:
-        path.write_text(json.dumps(renewed(str(path), version, {chip: found})))
+        path.write_text(json.dumps(renewed(str(path), version, {chip: counted})))
     held = json.loads(path.read_text())["triton"]
     assert list(held) == ["3.6.0", "3.7.1"] and list(held["3.7.1"]) == ["sm_90", "sm_100"]
     path.write_text('{"kernels": {}}')

@@ -16,7 +16,7 @@ from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds
-from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, most_tokens
+from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, max_output_tokens
 from dsa_engine.outputs import SpeculationMetrics
 
 
@@ -78,13 +78,13 @@ def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: i
     Raises:
         ValueError, CapacityError: the length, or the whole batch at once, is not possible.
     """
-    most = most_tokens(engine, input_len, output_len, batch_size, fill_cache)
-    if input_len + most > engine.max_model_len:
+    max_tokens = max_output_tokens(engine, input_len, output_len, batch_size, fill_cache)
+    if input_len + max_tokens > engine.max_model_len:
         raise ValueError(
-            f"{input_len} tokens and up to {most} new ones exceed max_model_len {engine.max_model_len}; measure "
+            f"{input_len} tokens and up to {max_tokens} new ones exceed max_model_len {engine.max_model_len}; measure "
             "shorter inputs or outputs, or raise max_model_len"
         )
-    engine.scheduler.check_batch(batch_size, input_len, most, fill_cache)
+    engine.scheduler.check_batch(batch_size, input_len, max_tokens, fill_cache)
     if batch_size > engine.options.max_num_seqs:
         raise ValueError(
             f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"

@@ -13,8 +13,8 @@ from dsa_engine.arguments import add_engine_arguments, json_object, lengths, rep
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_latency, measure_latency
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
+from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_latency
-from dsa_engine.commands.bench.shares import Shares, print_shares
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
@@ -107,7 +107,7 @@ class _Report:
         self._llm, self._links, self._args, self._metric = llm, links, args, metric
         self._engine = llm.engine
         self._depth = FullDepth.of(llm)
-        self._shares = Shares(llm.engine)
+        self._fractions = PeakFractions(llm.engine)
         self._results: list[LatencyResult] = []
         self._scaled: list[dict[str, float]] = []  # of each, milliseconds at full depth
         self._listed: list[dict[str, Any]] = []
@@ -115,7 +115,7 @@ class _Report:
     def add(self, result: LatencyResult) -> None:
         depth = self._depth
         scaled = _scaled(result, depth) if depth else {}
-        listed = result.to_json() | self._shares.of(result) | (depth.to_json(scaled) if depth else {})
+        listed = result.to_json() | self._fractions.of(result) | (depth.to_json(scaled) if depth else {})
         self._results.append(result)
         self._scaled.append(scaled)
         self._listed.append(listed)
@@ -124,7 +124,7 @@ class _Report:
         engine = self._engine
         if engine.mesh.reports and self._args.json:
             graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-            facts = {**self._about, **graphs, **self._shares.to_json(), **to_json(engine, self._links)}
+            facts = {**self._about, **graphs, **self._fractions.to_json(), **to_json(engine, self._links)}
             write_so_far(self._args.json, facts, self._listed, complete=complete)
 
     def plot(self) -> None:
@@ -137,7 +137,7 @@ class _Report:
             return
         sizes = [size_of(result) for result in self._results]
         print_latencies(self._metric, self._results, heading(self._engine, self._links))
-        print_shares(sizes, self._listed, self._shares.ceilings)
+        print_peak_fractions(sizes, self._listed, self._fractions.ceilings)
         if self._depth:
             for size, times in zip(sizes, self._scaled, strict=True):
                 print(self._depth.line(size, self._metric, times))

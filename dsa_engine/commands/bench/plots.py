@@ -46,20 +46,20 @@ def _plot(
     title: str,
 ) -> None:
     pyplot = load_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    figure, (curves, stacks) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     if title:
         figure.suptitle(title, fontsize="medium")
     lengths = sorted({r["input_len"] for r in results})
     if len(lengths) > 1:
-        _lines(left, results, metric, lengths)
+        _lines(curves, results, metric, lengths)
     elif results:
-        _bars(left, results, metric)
-    left.set_ylabel(f"{metric.upper()}, {_scale_axis(left)}")
-    left.grid(alpha=0.3, axis="y")
-    _stack(right, bars, pyplot.cm.tab20)
-    right.set_xlabel("tokens × requests" if any("×" in label for label, _ in bars) else "tokens")
-    right.set_title(bars_title, fontsize="medium")
-    right.set_ylabel(_scale_axis(right))
+        _bars(curves, results, metric)
+    curves.set_ylabel(f"{metric.upper()}, {_scale_axis(curves)}")
+    curves.grid(alpha=0.3, axis="y")
+    _stack(stacks, bars, pyplot.cm.tab20)
+    stacks.set_xlabel("tokens × requests" if any("×" in label for label, _ in bars) else "tokens")
+    stacks.set_title(bars_title, fontsize="medium")
+    stacks.set_ylabel(_scale_axis(stacks))
     save(figure, path)
 
 

@@ -86,18 +86,18 @@ def measure_prefill(
     seconds = [s - watch.stand_ins for s in seconds]
     stages = watch.stage_seconds()
     pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
-    everybodys = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
+    ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
     first = 3 + len(stages)
     return PrefillResult(
         input_len=len(prompt),
         world_size=mesh.world_size,
-        seconds=[max(row[first + i] for row in everybodys) for i in range(repeat)],  # the slowest rank's
-        peak_memory_bytes=[int(row[0]) for row in everybodys],
+        seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # the slowest rank's
+        peak_memory_bytes=[int(row[0]) for row in ranks],
         attention_pairs=[pairs[mesh.rank]] if isinstance(mesh, EmulatedMesh) else pairs,
         imbalance=max(pairs) * len(pairs) / sum(pairs),
-        bytes_sent=[int(row[1]) for row in everybodys],
-        stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in everybodys],
-        watched_seconds=max(row[2] for row in everybodys),
+        bytes_sent=[int(row[1]) for row in ranks],
+        stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in ranks],
+        watched_seconds=max(row[2] for row in ranks),
         logits=logits,
         communication=watch.communication(links or Links()) if isinstance(mesh, EmulatedMesh) else None,
         stand_ins=watch.stand_ins,

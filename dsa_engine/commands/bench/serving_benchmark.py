@@ -124,7 +124,7 @@ class ServingResult:
     duration: float
     ranks: int
     requests: list[dict[str, Any]]  # input_len, output_len, error, and of those without one ttft, tpot, itl, e2el
-    most_at_once: int
+    max_at_once: int
     good: int | None
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class ServingResult:
             "output_throughput": tokens_out / self.duration,
             "output_throughput_per_device": tokens_out / self.duration / self.ranks,
             "total_token_throughput": (tokens_in + tokens_out) / self.duration,
-            "max_concurrent_requests": self.most_at_once,
+            "max_concurrent_requests": self.max_at_once,
         }
         for name in METRICS:
             seconds = [s for r in done for s in (r[name] if name == "itl" else [r[name]]) if s is not None]
@@ -189,20 +189,20 @@ def measure_serving(
         _send_all(engine, [(prompts[0], load.output_len)], [0.0], None, lambda done: None)
     with engine.progress(load.num_prompts, "requests", "serving") as bar:
         work = [(prompt, length) for prompt, (_, length) in zip(prompts, lengths, strict=True)]
-        sent, duration, most = _send_all(engine, work, load.arrivals(), load.max_concurrency, bar.update)
+        sent, duration, max_at_once = _send_all(engine, work, load.arrivals(), load.max_concurrency, bar.update)
     requests = [
         {"input_len": len(one.request.prompt), "output_len": one.seen, "error": one.request.error}
         | (one.times() if one.request.error is None else {})
         for one in sent
     ]
     good = sum(_is_good(r, goals) for r in requests) if goals else None
-    return ServingResult(load, duration, engine.mesh.world_size, requests, most, good)
+    return ServingResult(load, duration, engine.mesh.world_size, requests, max_at_once, good)
 
 
 def _is_good(request: Mapping[str, Any], goals: Mapping[str, float]) -> bool:
     if request["error"] is not None:
         return False
-    return all(request[name] is None or request[name] <= most for name, most in goals.items())
+    return all(request[name] is None or request[name] <= limit for name, limit in goals.items())
 
 
 def _send_all(
@@ -215,7 +215,7 @@ def _send_all(
     """Returns the requests in order of arrival, seconds until the last one ended, and the most at once."""
     sent: list[_Sent] = []
     running: list[_Sent] = []
-    most = 0
+    max_at_once = 0
     begin = time.perf_counter()
     try:
         while running or len(sent) < len(work):
@@ -227,7 +227,7 @@ def _send_all(
                 sent.append(_Sent(engine.add(prompt, params), time.perf_counter()))
                 running.append(sent[-1])
                 room -= 1
-            most = max(most, len(running))
+            max_at_once = max(max_at_once, len(running))
             if not running:  # all that has arrived is done
                 time.sleep(min(0.01, max(0.0, arrivals[len(sent)] - now)))
                 continue
@@ -235,10 +235,10 @@ def _send_all(
             after = time.perf_counter()
             for one in running:
                 one.look(after)
-            left = [one for one in running if one.request.finish_reason is None]
-            done(len(running) - len(left))
-            running = left
-        return sent, time.perf_counter() - begin, most
+            unfinished = [one for one in running if one.request.finish_reason is None]
+            done(len(running) - len(unfinished))
+            running = unfinished
+        return sent, time.perf_counter() - begin, max_at_once
     finally:
         for one in sent:
             engine.finish(one.request, "abort")

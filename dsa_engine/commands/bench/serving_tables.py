@@ -14,13 +14,13 @@ def read_goals(texts: list[str]) -> dict[str, float]:
     for text in texts:
         name, _, value = text.partition(":")
         try:
-            most = float(value)
+            limit = float(value)
         except ValueError:
-            most = math.nan
-        if name not in GOALS or not 0 < most < math.inf:
+            limit = math.nan
+        if name not in GOALS or not 0 < limit < math.inf:
             names = ", ".join(GOALS)
             raise ValueError(f"a goal is a name of {names} and milliseconds above 0, such as tpot:50, not {text!r}")
-        goals[name] = most / 1e3
+        goals[name] = limit / 1e3
     return goals
 
 

@@ -79,28 +79,28 @@ def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None)
         try:
             if lost:
                 raise NotHere(f"not looked at: the device is in an error since the check of {lost}")
-            found = Finding(name, True, check(mesh))
+            finding = Finding(name, True, check(mesh))
         except NotHere as reason:
-            found = Finding(name, None, str(reason))
+            finding = Finding(name, None, str(reason))
         except Unwell as problem:
-            found = Finding(name, False, str(problem), problem.advice)
+            finding = Finding(name, False, str(problem), problem.advice)
         except Exception as error:  # whatever it is, it is this machine's finding
-            found = Finding(name, False, error_line(error, 300), "report it, with the output of `dsa-engine env`")
-        if found.ok is False and is_lost(mesh.device):
+            finding = Finding(name, False, error_line(error, 300), "report it, with the output of `dsa-engine env`")
+        if finding.ok is False and is_lost(mesh.device):
             lost = name
-        yield _of_all_ranks(mesh, Finding(**asdict(found) | {"seconds": time.perf_counter() - started}))
+        yield _of_all_ranks(mesh, Finding(**asdict(finding) | {"seconds": time.perf_counter() - started}))
 
 
 def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
     """The first that failed, else that of the first rank."""
     if mesh.world_size == 1:
         return mine
-    everybodys: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(everybodys, asdict(mine))
-    for rank, theirs in enumerate(everybodys):
+    of_ranks: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(of_ranks, asdict(mine))
+    for rank, theirs in enumerate(of_ranks):
         if theirs["ok"] is False:
             return Finding(**theirs | {"seen": f"rank {rank}: {theirs['seen']}"})
-    return Finding(**everybodys[0])
+    return Finding(**of_ranks[0])
 
 
 def check_versions(mesh: Mesh) -> str:
@@ -164,7 +164,7 @@ def check_kernels(mesh: Mesh) -> str:
     before, running = operation.replaced(), [""]
     operation.replace({})
     try:
-        with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as found:
+        with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as comparison:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
                 for _ in try_steps(engine.model, engine.config, mesh, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
@@ -177,14 +177,14 @@ def check_kernels(mesh: Mesh) -> str:
         ) from error
     finally:
         operation.replace(before)
-    if found.wrong:
+    if comparison.wrong:
         raise Unwell(
-            "; ".join(f"{name}: {reason}" for name, reason in found.wrong.items()),
+            "; ".join(f"{name}: {reason}" for name, reason in comparison.wrong.items()),
             "the engine runs their references instead (kernels='checked'); report it, with `dsa-engine env`",
         )
     # A rank without a compiler has compared none.
-    name, worst = max(found.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
-    return f"{len(found.errors)} operations equal their references; the largest error is {worst:.2g} ({name})"
+    name, worst = max(comparison.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
+    return f"{len(comparison.errors)} operations equal their references; the largest error is {worst:.2g} ({name})"
 
 
 @contextmanager

@@ -30,24 +30,24 @@ def run_doctor(args: argparse.Namespace) -> None:
     check_outputs(args.json)
     mesh = doctor_mesh(args.device)
     about = {"environment": environment(mesh.device, torch.float32, mesh.world_size)}
-    found: list[Finding] = []
+    results: list[Finding] = []
     with _warnings_only():
         for finding in findings(mesh):
-            found.append(finding)
+            results.append(finding)
             if mesh.reports:
                 print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
                 if finding.advice:
                     print(f"  {'':<9} what to do: {finding.advice}", flush=True)
                 if args.json and args.json != "-":  # what there is so far, should a check never end
-                    _write(args.json, about, found, complete=False)
+                    _write(args.json, about, results, complete=False)
     if args.json and mesh.reports:
-        _write(args.json, about, found, complete=True)
-    if any(finding.ok is False for finding in found):
+        _write(args.json, about, results, complete=True)
+    if any(finding.ok is False for finding in results):
         sys.exit(1)
 
 
-def _write(path: str, about: dict[str, Any], found: list[Finding], complete: bool) -> None:
-    write_json(path, {**about, "complete": complete, "findings": [asdict(finding) for finding in found]})
+def _write(path: str, about: dict[str, Any], results: list[Finding], complete: bool) -> None:
+    write_json(path, {**about, "complete": complete, "findings": [asdict(finding) for finding in results]})
 
 
 @contextmanager

@@ -167,10 +167,10 @@ class Check:
         for turn in range(-1, turns):
             one = _Turn(self._rates(), [_measured(llm, case) for llm, case in runs])
             seen += [one] * (turn >= 0)
-        found = _compared(works, seen, large)
+        compared = _compared(works, seen, large)
         drawing = random.Random(0)
         draws = [_compared(works, drawing.choices(seen, k=turns), large) for _ in range(DRAWS)]
-        return [replace(one, draws=tuple(draw[i].ratio for draw in draws)) for i, one in enumerate(found)]
+        return [replace(one, draws=tuple(draw[i].ratio for draw in draws)) for i, one in enumerate(compared)]
 
     def _rates(self) -> tuple[float, float]:
         """Of a product and of a copy, the slowest rank's, on all of them."""

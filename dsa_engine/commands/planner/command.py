@@ -105,7 +105,7 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
-    found: dict[str, Any] = {}
+    plans: dict[str, Any] = {}
     shown: list[Callable[[], None]] = []  # files come first
     for key, title in (("together", TOGETHER), ("split", SPLIT)):
         split = key == "split"
@@ -115,21 +115,21 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
             plan = planner.best(demand, split)
         except NothingFits as error:
             remedy = None if split else planner.remedy(demand)
-            found[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
+            plans[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
             shown.append(partial(print_not_fitting, title, error, remedy))
         except CannotCut as error:
             if not split:
                 raise
-            remedy, found[key] = None, {"impossible": str(error)}
+            remedy, plans[key] = None, {"impossible": str(error)}
             shown.append(partial(print, f"\n{title}\n  NOT POSSIBLE: {error}."))
         else:
             missed = plan.misses(demand) > 0
             remedy = planner.remedy(demand) if missed and not split else None
-            found[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
+            plans[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
             shown.append(partial(print_plan, title, plan, demand, remedy))
-        found[key]["devices_that_would_do"] = remedy
+        plans[key]["devices_that_would_do"] = remedy
     if args.json:
-        write_json(args.json, {**about, **found})
+        write_json(args.json, {**about, **plans})
     print(_title(args, planner, demand))
     for show in shown:
         show()
@@ -138,13 +138,13 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
 
 def _check(args: argparse.Namespace) -> None:
     check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
-    found = check.run()
+    runs = check.run()
     if not check.reports:
         return
     if args.json:
-        write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in found]})
+        write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in runs]})
     print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
-    for one in found:
+    for one in runs:
         print("\n" + one.table())
 
 

@@ -110,10 +110,10 @@ class Placed:
         used = self.weight_bytes + WORKSPACE + activation_bytes(self.config, rows, meeting, torch.bfloat16)
         return UTILIZATION * self.device.memory - used
 
-    def dispatched(self, stages: Stages, own: float, everybodys: float) -> Stages:
+    def dispatched(self, stages: Stages, own: float, all_rows: float) -> Stages:
         """The stages of passes over ``own`` of ``everybodys`` rows, with what the dispatch adds to the rank's own work:
         where all tokens are gathered it writes a sum for each of them."""
-        others = (everybodys - own) * self.config.mlp_layer_types.count("sparse") * (self.how.dispatch == "all_gather")
+        others = (all_rows - own) * self.config.mlp_layer_types.count("sparse") * (self.how.dispatch == "all_gather")
         if "MoE combine" not in stages or self.how.ranks == 1:
             return stages
         sums = Work(activations=others * self.config.hidden_size * 2)

@@ -149,11 +149,11 @@ def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
     names = []
     for path in paths:
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            figures = found["ceilings"]
+            loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+            figures = loaded["ceilings"]
             ceilings = Ceilings(figures["matmul_tflops_per_s"] * 1e12, figures["copy_gb_per_s"] * 1e9)
-            names.append(found["device"])
-            for result in found["results"]:
+            names.append(loaded["device"])
+            for result in loaded["results"]:
                 entries += _entries(result)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(

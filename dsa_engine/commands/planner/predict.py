@@ -136,8 +136,8 @@ def predict_decode(
         few = rows if number == 0 else own
         part = 1 / max(1, placed.config.mlp_layer_types.count("sparse"))
         for name, seconds, _ in placed.collectives(few, 0, own):
-            share = 1.0 if name in ("LM head", "embedding") else part
-            _add(stages, name, seconds * share)
+            fraction = 1.0 if name in ("LM head", "embedding") else part
+            _add(stages, name, seconds * fraction)
     seconds = sum(stage.seconds for stage in stages.values())
     room = placed.cache_room(rows) - own * longest * placed.token_bytes
     return DecodeStep(how, requests, seconds / tokens_per_step, tokens_per_step, room, stages, placed.expert_bytes)

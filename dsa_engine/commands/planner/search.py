@@ -15,7 +15,7 @@ from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_dec
 from dsa_engine.model.config import ModelConfig
 
 CHUNKS = (2048, 4096, 8192, 16384)
-MOST_REQUESTS = 512  # of a rank, in a decode step
+MAX_REQUESTS = 512  # of a rank, in a decode step
 
 
 class Planner:
@@ -113,8 +113,8 @@ class Planner:
         """Of decode instances that may share the requests that were asked for; None: as many as are kept busy."""
         if demand.requests is None:
             return [None]
-        most = demand.devices // decoding
-        return [1 << i for i in range(most.bit_length()) if 1 << i <= demand.requests]
+        max_instances = demand.devices // decoding
+        return [1 << i for i in range(max_instances.bit_length()) if 1 << i <= demand.requests]
 
     def _matched(
         self, prefills: dict[int, Prefill | None], step: DecodeStep, demand: Demand, given: int | None
@@ -125,11 +125,11 @@ class Planner:
         for ranks, prefill in prefills.items():
             if prefill is None:
                 continue
-            most = (demand.devices - ranks) // step.how.ranks
+            max_decodes = (demand.devices - ranks) // step.how.ranks
             fed = prefill.prompts_per_s * demand.output_len  # tokens/s that one prefill instance can start
             ideal = demand.devices / (ranks * per_instance / fed + step.how.ranks)
             for decodes in {given} if given else {max(1, int(ideal)), int(ideal) + 1}:
-                if decodes > most:
+                if decodes > max_decodes:
                     continue
                 count = (demand.devices - decodes * step.how.ranks) // ranks
                 rate = min(count * fed, decodes * per_instance)
@@ -179,15 +179,15 @@ class Planner:
         return quick or fastest
 
     def _best_prefill(self, ranks: int, demand: Demand) -> Prefill | None:
-        found = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
-        quick = [one for one in found if demand.ttft is None or one.ttft <= demand.ttft]
+        prefills = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
+        quick = [one for one in prefills if demand.ttft is None or one.ttft <= demand.ttft]
         if quick:
             return max(quick, key=lambda one: one.prompts_per_s)
-        return min(found, key=lambda one: one.ttft, default=None)
+        return min(prefills, key=lambda one: one.ttft, default=None)
 
     def _decodes(self, base: Deployment) -> Iterator[Deployment]:
-        most = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
-        for drafts in self._choices("drafts", [n for n in DRAFTS if n <= most]):
+        max_drafts = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
+        for drafts in self._choices("drafts", [n for n in DRAFTS if n <= max_drafts]):
             for dispatch in self._choices("decode_dispatch", DISPATCHES):
                 yield replace(base, drafts=drafts, dispatch=dispatch)
 
@@ -199,29 +199,31 @@ class Planner:
             wait: seconds that each request adds to a token's time beside the decode steps.
             reserved: tokens of a prompt that is prefilled meanwhile.
         """
-        most = self._most_requests(how, demand, reserved)
-        if demand.requests is not None and most:
-            return [min(-(-demand.requests // count), most)]
-        if demand.tpot is None or most < 2:
-            return [most] if most else []
-        low, high = 1, most
+        max_requests = self._max_requests(how, demand, reserved)
+        if demand.requests is not None and max_requests:
+            return [min(-(-demand.requests // count), max_requests)]
+        if demand.tpot is None or max_requests < 2:
+            return [max_requests] if max_requests else []
+        low, high = 1, max_requests
         while low < high:
             middle = (low + high + 1) // 2
             within = self._step(how, middle, demand).tpot + middle * wait <= demand.tpot
             low, high = (middle, high) if within else (low, middle - 1)
         return [low]
 
-    def _most_requests(self, how: Deployment, demand: Demand, reserved: int) -> int:
+    def _max_requests(self, how: Deployment, demand: Demand, reserved: int) -> int:
         """That memory has room for, of an instance."""
         placed = self._placed(how)
-        held, kept = demand.longest * placed.token_bytes, reserved * placed.token_bytes
-        room = placed.cache_room(1 + how.drafts) - kept
-        most = min(int(max(0.0, room) // held), MOST_REQUESTS)
-        while most and placed.cache_room(most * (1 + how.drafts)) - kept < most * held:
-            most -= 1
-        if not most:
+        held, reserved_bytes = demand.longest * placed.token_bytes, reserved * placed.token_bytes
+        room = placed.cache_room(1 + how.drafts) - reserved_bytes
+        max_requests = min(int(max(0.0, room) // held), MAX_REQUESTS)
+        while (
+            max_requests and placed.cache_room(max_requests * (1 + how.drafts)) - reserved_bytes < max_requests * held
+        ):
+            max_requests -= 1
+        if not max_requests:
             self._note(how, room - held)
-        return most * how.ranks
+        return max_requests * how.ranks
 
     def _step(self, how: Deployment, requests: int, demand: Demand) -> DecodeStep:
         key = (how, requests, demand)

@@ -35,7 +35,7 @@ class Decode(NamedTuple):
     """A decode step of a rank."""
 
     requests: int  # of this rank
-    everybodys: int  # of all ranks
+    world_requests: int  # of all ranks
     context: int  # tokens that a request's last row sees
     drafts: int = 0  # verified in the step, and made behind it
 
@@ -78,8 +78,11 @@ class ModelCosts:
             parts.append(times(self.layer(*kind, shape, served), kinds.count(kind)))
         row = a * shape.rows * c.hidden_size
         # Outside of stages: the last norm, and what the host prepares for each row.
-        ends = {"embedding": Work(weights=row, activations=row, passes=1), "other": Work(activations=4 * row, passes=1)}
-        return add(ends, *parts, self.head(shape.logits))
+        outside = {
+            "embedding": Work(weights=row, activations=row, passes=1),
+            "other": Work(activations=4 * row, passes=1),
+        }
+        return add(outside, *parts, self.head(shape.logits))
 
     def layer(self, mlp: str, indexer: str, shape: Shape, served: Served) -> Stages:
         weights = self.weights.layers[(mlp, indexer)]
@@ -113,7 +116,7 @@ class ModelCosts:
         """A decode step: every request has a row for its last token and one for each draft; then the drafts' passes."""
         rows = 1 + step.drafts
         stages = self.forward(
-            _decode_shape(self.config, step.requests, step.context, rows), self.served(step.everybodys * rows)
+            _decode_shape(self.config, step.requests, step.context, rows), self.served(step.world_requests * rows)
         )
         if not step.drafts:
             return stages
@@ -121,8 +124,8 @@ class ModelCosts:
         alone = _decode_shape(self.config, step.requests, step.context, 1)
         return add(
             stages,
-            self.module(own, self.served(step.everybodys * rows)),
-            times(self.module(alone, self.served(step.everybodys)), step.drafts - 1),
+            self.module(own, self.served(step.world_requests * rows)),
+            times(self.module(alone, self.served(step.world_requests)), step.drafts - 1),
         )
 
     def prefill(self, steps: Sequence[StepPlan], rank: int, drafts: int = 0, groups: float = 1) -> Stages:
@@ -165,8 +168,10 @@ def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) ->
     Args:
         chunk: most tokens of a rank in a step.
     """
-    request, most = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
-    chunks = [Chunk(request, first, min(most, tokens - first), range(cp_size)) for first in range(0, tokens, most)]
+    request, per_step = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
+    chunks = [
+        Chunk(request, first, min(per_step, tokens - first), range(cp_size)) for first in range(0, tokens, per_step)
+    ]
     return [StepPlan.of([one], cp_size, config, "head_tail") for one in chunks]
 
 

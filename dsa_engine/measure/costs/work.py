@@ -37,8 +37,8 @@ class Work:
         return Work(*(figure * times for figure in self._figures()))
 
     def _figures(self) -> tuple[float, ...]:
-        found = (self.flops, self.narrow_flops, self.weights, self.index_keys, self.latent_rows, self.activations)
-        return (*map(float, found), self.passes)
+        counted = (self.flops, self.narrow_flops, self.weights, self.index_keys, self.latent_rows, self.activations)
+        return (*map(float, counted), self.passes)
 
     @property
     def bytes_read(self) -> float:

@@ -68,7 +68,7 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
     """
     result = Communication()
     worked = stalled = free_at = 0.0
-    ends: dict[int, float] = {}
+    done_at: dict[int, float] = {}
     last = begin
     for event in log.events:
         worked += clock.seconds(last, event.before)
@@ -79,9 +79,9 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
             seconds = links.seconds(collective, machines)
             _add(result.total, collective.stage, seconds)
             free_at = max(now, free_at) + seconds
-            ends[event.number] = free_at
+            done_at[event.number] = free_at
         if event.what == "wait" or not collective.asynchronous:
-            stall = max(0.0, ends.pop(event.number) - now)
+            stall = max(0.0, done_at.pop(event.number) - now)
             _add(result.stalls, collective.stage, stall)
             stalled += stall
     return result

@@ -40,7 +40,7 @@ def weighted_choices(
     check_loads(loads, experts, top_k)
     pairs, total = tokens * top_k, math.fsum(loads)
     exact = [load / total * pairs for load in loads]
-    counts = [min(tokens, int(share)) for share in exact]
+    counts = [min(tokens, int(fraction)) for fraction in exact]
     # What rounding down has left over goes to those that lost most by it.
     order = sorted(range(experts), key=lambda e: counts[e] - exact[e])
     for e in order[: pairs - sum(counts)]:
@@ -58,11 +58,11 @@ def check_loads(loads: Sequence[float], experts: int, top_k: int) -> None:
         raise ValueError(
             f"there are {len(loads)} expert loads, the model has {experts} routed experts; give one for each"
         )
-    most = max(range(experts), key=lambda e: loads[e])
-    share = loads[most] / math.fsum(loads)
-    if share * top_k > 1 + 1e-9:
+    busiest = max(range(experts), key=lambda e: loads[e])
+    fraction = loads[busiest] / math.fsum(loads)
+    if fraction * top_k > 1 + 1e-9:
         raise ValueError(
-            f"expert {most} has {share:.1%} of the load; a token chooses {top_k} different experts, so that one gets "
+            f"expert {busiest} has {fraction:.1%} of the load; a token chooses {top_k} different experts, so one gets "
             f"at most {1 / top_k:.1%}"
         )
 

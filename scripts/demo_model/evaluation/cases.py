@@ -68,11 +68,11 @@ def conversation(
     writer = documents.writer
     made = Conversation(length, [writer.bos, writer.user])
     facts = draw_facts(rng, count)
-    places: list[int] = []  # of the first token of each fact
+    starts: list[int] = []  # of the first token of each fact
     passages: list[tuple[int, np.ndarray]] = []  # first lines of passages, and where they stand
     for i, (key, value) in enumerate(facts):
         _fill(documents, rng, made.tokens, int((i + 0.5) * length / count) - 6, passages)
-        places.append(len(made.tokens))
+        starts.append(len(made.tokens))
         made.tokens += writer.fact(key, value)[0]
     _fill(documents, rng, made.tokens, length, passages)
     for i, part in enumerate(rng.permutation(questions)):
@@ -82,10 +82,10 @@ def conversation(
         if kind == "continue":
             _ask_passage(documents, rng, made, passages, low, high)
         else:
-            inside = [j for j, place in enumerate(places) if low <= place / length < high]
+            inside = [j for j, start in enumerate(starts) if low <= start / length < high]
             chosen = [int(rng.choice(inside))]
             chosen += [int(rng.integers(len(facts)))] * (kind == "two")
-            _ask_facts(documents, made, [facts[j] for j in chosen], [places[j] for j in chosen])
+            _ask_facts(documents, made, [facts[j] for j in chosen], [starts[j] for j in chosen])
     return made
 
 
@@ -110,14 +110,14 @@ def _fill(
                 )
 
 
-def _ask_facts(documents: Documents, made: Conversation, facts: list[tuple[int, int]], places: list[int]) -> None:
+def _ask_facts(documents: Documents, made: Conversation, facts: list[tuple[int, int]], starts: list[int]) -> None:
     writer = documents.writer
     made.tokens += [*writer.question([key for key, _ in facts]), writer.assistant]
     first = len(made.tokens)
     made.tokens += writer.answer(facts)
-    needle = tuple(place + i for place in places for i in range(5))
+    needle = tuple(start + i for start in starts for i in range(5))
     made.questions.append(
-        Question(range(first, len(made.tokens)), needle, len(made.tokens) - 3, places[-1] + 4, places[0] / made.length)
+        Question(range(first, len(made.tokens)), needle, len(made.tokens) - 3, starts[-1] + 4, starts[0] / made.length)
     )
 
 

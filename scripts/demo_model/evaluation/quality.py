@@ -30,7 +30,7 @@ class RetrievalCase:
     right: bool
     tokens_right: float
     recall: tuple[float, ...]
-    found: tuple[bool, ...]
+    value_selected: tuple[bool, ...]
 
 
 def held_out(llm: LLM) -> Documents:
@@ -56,20 +56,24 @@ def retrieval(
         each = min(10, count - len(cases))
         talk = conversation(documents, length, seed + len(cases), kind=kind, questions=each)
         watched: Watched = {question.asks: question.needle for question in talk.questions}
-        with selection(select, layers, watched, seed) as kept:
+        with selection(select, layers, watched, seed) as selected_rows:
             greedy = llm.prompt_logits(talk.tokens).argmax(dim=-1)
-        cases += _score(talk, greedy, kept)
+        cases += _score(talk, greedy, selected_rows)
     return cases
 
 
-def _score(talk: Conversation, greedy: torch.Tensor, kept: dict[int, list[dict[int, bool]]]) -> list[RetrievalCase]:
+def _score(
+    talk: Conversation, greedy: torch.Tensor, selected_rows: dict[int, list[dict[int, bool]]]
+) -> list[RetrievalCase]:
     cases = []
     for question in talk.questions:
-        right = [int(greedy[place - 1]) == talk.tokens[place] for place in question.answer]
-        layers = kept.get(question.asks, [])
+        right = [int(greedy[position - 1]) == talk.tokens[position] for position in question.answer]
+        layers = selected_rows.get(question.asks, [])
         recall = tuple(sum(layer.values()) / len(layer) for layer in layers)
-        found = tuple(layer[question.value] for layer in layers)
-        cases.append(RetrievalCase(talk.length, question.depth, all(right), sum(right) / len(right), recall, found))
+        value_selected = tuple(layer[question.value] for layer in layers)
+        cases.append(
+            RetrievalCase(talk.length, question.depth, all(right), sum(right) / len(right), recall, value_selected)
+        )
     return cases
 
 
@@ -86,8 +90,10 @@ def summary(cases: list[RetrievalCase]) -> dict[str, Any]:
         "accuracy": sum(case.right for case in cases) / len(cases),
         "tokens_right": sum(case.tokens_right for case in cases) / len(cases),
         "recall_by_layer": [sum(case.recall[i] for case in selected) / len(selected) for i in range(layers)],
-        "value_found_by_layer": [sum(case.found[i] for case in selected) / len(selected) for i in range(layers)],
-        "value_found": sum(any(case.found) for case in selected) / len(selected) if selected else None,
+        "value_found_by_layer": [
+            sum(case.value_selected[i] for case in selected) / len(selected) for i in range(layers)
+        ],
+        "value_found": sum(any(case.value_selected) for case in selected) / len(selected) if selected else None,
         "accuracy_by_depth": {depth: sum(right) / len(right) for depth, right in sorted(by_depth.items())},
     }
 
@@ -109,16 +115,16 @@ def divergence(
 ) -> dict[str, Any]:
     """How far a model's next tokens are from those of ``reference``, on the texts of :func:`perplexity`: the mean of
     KL(reference ‖ model) in nats a token, the largest of a token, and how often both say the same token."""
-    total, most, same, tokens = 0.0, 0.0, 0, 0
+    total, largest, same, tokens = 0.0, 0.0, 0, 0
     for i in range(count):
         ids = documents.batch(seed + i, 1, length, plain=1.0, jumps=False).tokens[0].tolist()
         wanted = reference.prompt_logits(ids).double().log_softmax(dim=-1)
-        found = llm.prompt_logits(ids).double().log_softmax(dim=-1)
-        each = (wanted.exp() * (wanted - found)).sum(dim=-1)
-        total, most = total + float(each.sum()), max(most, float(each.max()))
-        same += int((wanted.argmax(dim=-1) == found.argmax(dim=-1)).sum())
+        ours = llm.prompt_logits(ids).double().log_softmax(dim=-1)
+        each = (wanted.exp() * (wanted - ours)).sum(dim=-1)
+        total, largest = total + float(each.sum()), max(largest, float(each.max()))
+        same += int((wanted.argmax(dim=-1) == ours.argmax(dim=-1)).sum())
         tokens += length
-    return {"tokens": tokens, "kl": total / tokens, "largest_kl": most, "same_greedy_token": same / tokens}
+    return {"tokens": tokens, "kl": total / tokens, "largest_kl": largest, "same_greedy_token": same / tokens}
 
 
 @torch.no_grad()
@@ -131,7 +137,7 @@ def second_next(
     figures: dict[str, Any] = {}
     topk = model.config.index_topk
     for name, plain in (("text", 1.0), ("conversations", 0.0)):
-        main = module = agreed = places = 0
+        main = module = agreed = count = 0
         for i in range(count):
             batch = documents.batch(seed + i, 1, length, plain=plain, restate=0.0, jumps=False)
             tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
@@ -144,11 +150,11 @@ def second_next(
             main += int((said == truth).sum())
             module += int((drafted == truth).sum())
             agreed += int((drafted == said).sum())
-            places += int(wanted.sum())
+            count += int(wanted.sum())
         figures[name] = {
-            "tokens": places,
-            "main_model_right": main / places,
-            "module_right": module / places,
-            "module_agrees": agreed / places,
+            "tokens": count,
+            "main_model_right": main / count,
+            "module_right": module / count,
+            "module_agrees": agreed / count,
         }
     return figures

@@ -33,7 +33,7 @@ def selection(kind: str, layers: int, watched: Watched, seed: int = 0) -> Iterat
         ``index_topk`` tokens do not select, and are not in it.
     """
     own: Callable[..., torch.Tensor] = indexer_module.lightning_indexer
-    kept: dict[int, list[dict[int, bool]]] = defaultdict(list)
+    selected: dict[int, list[dict[int, bool]]] = defaultdict(list)
     generator = torch.Generator().manual_seed(seed)
 
     def select(
@@ -43,16 +43,16 @@ def selection(kind: str, layers: int, watched: Watched, seed: int = 0) -> Iterat
             positions = own(q, weights, pool, tables, segments, k, **options)
         else:
             positions = _replace(kind, segments.visible.cpu(), k, generator).to(q.device)
-        places = segments.visible.cpu().long() - 1
-        for position in set(places.tolist()) & watched.keys():
-            (row,) = torch.nonzero(places == position).flatten()[:1].tolist()
+        positions = segments.visible.cpu().long() - 1
+        for position in set(positions.tolist()) & watched.keys():
+            (row,) = torch.nonzero(positions == position).flatten()[:1].tolist()
             chosen = set(positions[row].tolist())
-            kept[position].append({wanted: wanted in chosen for wanted in watched[position]})
+            selected[position].append({wanted: wanted in chosen for wanted in watched[position]})
         return positions
 
     indexer_module.lightning_indexer = select  # type: ignore[assignment]
     try:
-        yield kept
+        yield selected
     finally:
         indexer_module.lightning_indexer = own
 

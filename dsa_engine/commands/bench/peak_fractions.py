@@ -16,7 +16,7 @@ from dsa_engine.measure.report import format_table
 from dsa_engine.sizes import format_bytes
 
 
-class Shares:
+class PeakFractions:
     """Of one engine's runs. Made on every rank at the same time, as it measures the ceilings.
 
     A step's bytes are those that it cannot do without (`work.py`), on the rank that has most requests: weights in their
@@ -85,8 +85,8 @@ def total(stages: Stages) -> Work:
     return sum(stages.values(), Work())
 
 
-def print_shares(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
-    """Tables of what :class:`Shares` found, a row for each size; nothing of what was not measured."""
+def print_peak_fractions(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
+    """Tables of what :class:`PeakFractions` found, a row for each size; nothing of what was not measured."""
     decodes = [(size, one["decode_step"]) for size, one in zip(sizes, listed, strict=True) if "decode_step" in one]
     if decodes:
         rows = [
@@ -98,13 +98,15 @@ def print_shares(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceiling
             )
             for size, d in decodes
         ]
-        share = f"of a copy ({ceilings.bytes_per_s / 1e9:.3g} GB/s)"
-        print("\n" + format_table(("a decode step reads", "weights", "index keys", "latent rows", "GB/s", share), rows))
+        column = f"of a copy ({ceilings.bytes_per_s / 1e9:.3g} GB/s)"
+        print(
+            "\n" + format_table(("a decode step reads", "weights", "index keys", "latent rows", "GB/s", column), rows)
+        )
     prefills = [(size, one["prefill_work"]) for size, one in zip(sizes, listed, strict=True) if "prefill_work" in one]
     if prefills:
-        share = f"of a matrix product ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
+        column = f"of a matrix product ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
         made = [
             (size, f"{p['flops'] / 1e12:.3g}", f"{p['tflops_per_s']:.3g}", f"{p['share_of_matmul']:.1%}")
             for size, p in prefills
         ]
-        print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", share), made))
+        print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", column), made))

@@ -1,4 +1,4 @@
-"""``dsa-engine env``: versions, devices and paths, as a report of a fault needs them."""
+"""``dsa-engine env``: versions, devices and paths, for a bug report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsa_engine.sizes import format_bytes
 from dsa_engine.version import __version__
 
 _PACKAGES = ("triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn", "deepspeed", "matplotlib")
-# What a program may be told by the environment, and nothing that may be secret.
+# Variables that change what the program does, and none that may be secret.
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "DSA_ENGINE_",

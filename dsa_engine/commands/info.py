@@ -1,4 +1,4 @@
-"""``dsa-engine info``: what a model needs, from its config.json alone."""
+"""``dsa-engine info``: memory that a model needs, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> None:
-    """Prints what the weights take in each format, and how many cached tokens fit beside them.
+    """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them.
 
     Raises:
         ValueError, OSError: an option or the configuration is not possible.
@@ -57,7 +57,7 @@ def run_info(args: argparse.Namespace) -> None:
         (word_for(stored) or "as stored", stored, torch.bfloat16)
     ]
     for name in ("int8", "int4-experts"):
-        with suppress(ValueError):  # sizes that groups of 128 do not divide
+        with suppress(ValueError):  # raised for sizes that groups of 128 do not divide
             if name != forms[0][0]:
                 forms.append((name, stored_as(name, config), torch.bfloat16))
     forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
@@ -112,14 +112,14 @@ def _module_bytes(
     tp_size: int,
     without: dict[str, Any],
 ) -> tuple[int, int]:
-    """What an MTP module takes beside ``without``, a row of the table: of weights, and of the cache of a token."""
+    """Bytes that an MTP module adds to ``without``, a row of the table: of weights, and of a token in the caches."""
     weights = rank_weight_bytes(config, stored, dtype, ranks, tp_size, modules=1)
     cached = cache_bytes_per_token(config.with_mtp(1), cache_format(config, dtype))
     return weights - without["weight_bytes"], cached - without["cache_bytes_per_token"]
 
 
 def _fp8_cache_bytes(config: ModelConfig) -> int | None:
-    """Of a token; None where the model's sizes have no FP8 format."""
+    """Bytes of a token in FP8 caches; None if the model's sizes have no FP8 format."""
     try:
         return cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
     except ValueError:

@@ -1,5 +1,4 @@
-"""What ``scripts/measure_ttft.py``, ``scripts/measure_tpot.py`` and ``dsa-engine bench`` do alike; each shows another
-latency."""
+"""TTFT and TPOT: ``scripts/measure_ttft.py``, ``scripts/measure_tpot.py`` and ``dsa-engine bench ttft|tpot``."""
 
 from __future__ import annotations
 
@@ -68,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
 
 def run_latency(args: argparse.Namespace, metric: str) -> None:
     """Measures every length and batch size, and reports ``metric``: files first, then tables. The JSON has each result
-    as soon as it is there; after Ctrl-C the tables show those that there are.
+    as soon as it is measured; after Ctrl-C the tables show the results so far.
 
     Args:
-        args: of :func:`add_arguments`.
+        args: the options of :func:`add_arguments`.
         metric: "ttft" or "tpot": which time the table and the plot show; the JSON holds both.
 
     Raises:
@@ -84,7 +83,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
         args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
     llm, links = measured_llm(args)
     engine = llm.engine
-    for input_len in args.input_len:  # all of them, before any is measured
+    for input_len in args.input_len:  # check all before measuring any
         for batch_size in args.batch_size:
             check_latency(engine, input_len, args.output_len, batch_size, _fills_cache(args))
     cases = list(product(args.input_len, args.batch_size, counts or [engine.runner.num_drafts]))
@@ -101,7 +100,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
 
 
 class _Report:
-    """What has been measured so far."""
+    """The results so far."""
 
     def __init__(self, llm: LLM, links: Links, args: argparse.Namespace, metric: str):
         self._llm, self._links, self._args, self._metric = llm, links, args, metric
@@ -109,7 +108,7 @@ class _Report:
         self._depth = FullDepth.of(llm)
         self._fractions = PeakFractions(llm.engine)
         self._results: list[LatencyResult] = []
-        self._scaled: list[dict[str, float]] = []  # of each, milliseconds at full depth
+        self._scaled: list[dict[str, float]] = []  # milliseconds at full depth, per result
         self._listed: list[dict[str, Any]] = []
 
     def add(self, result: LatencyResult) -> None:
@@ -132,7 +131,7 @@ class _Report:
             plot_latency(self._listed, self._metric, self._args.plot, caption(self._about, title(self._engine)))
 
     def show(self) -> None:
-        """The tables; nothing where nothing has been measured."""
+        """Prints the tables; nothing without a result."""
         if not self._engine.mesh.reports or not self._results:
             return
         sizes = [size_of(result) for result in self._results]
@@ -178,7 +177,7 @@ def _measure(
 
 
 def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:
-    """What is assumed of drafts; None where the model decides."""
+    """The assumed acceptance of drafts; None: the model decides."""
     if args.acceptance is not None:
         try:
             return AssumedAcceptance(tuple(float(rate) for rate in args.acceptance.split(",")))
@@ -199,7 +198,7 @@ def draft_counts(text: str) -> list[int]:
 
 
 def _profile(engine: Engine, args: argparse.Namespace) -> None:
-    """One more run of the last length and batch size; the other ranks run along."""
+    """Traces one more run of the last length and batch size; the other ranks run it too."""
     input_len, batch_size = args.input_len[-1], args.batch_size[-1]
     prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
     with chrome_trace(args.profile if engine.mesh.reports else None):

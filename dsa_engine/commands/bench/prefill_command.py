@@ -1,4 +1,4 @@
-"""What ``scripts/bench_prefill.py`` and ``dsa-engine bench prefill`` do."""
+"""Prefill: ``scripts/bench_prefill.py`` and ``dsa-engine bench prefill``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_prefill(args: argparse.Namespace) -> None:
         else [random_prompt(engine, n, args.seed) for n in args.seq_len]
     )
     for prompt in prompts:
-        engine.check(prompt)  # all of them, before any is measured
+        engine.check(prompt)  # check all before measuring any
     report = _Report(llm, links, args)
     for i, prompt in enumerate(prompts, 1):
         report.add(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat, links=links))
@@ -72,12 +72,12 @@ def run_prefill(args: argparse.Namespace) -> None:
             report.write(last=i == len(prompts))
             report.show()
     if args.profile:
-        with chrome_trace(args.profile if engine.mesh.reports else None):  # the other ranks run along
+        with chrome_trace(args.profile if engine.mesh.reports else None):  # the other ranks run too
             engine.prefill(prompts[-1])
 
 
 class _Report:
-    """What has been measured so far."""
+    """The results so far."""
 
     def __init__(self, llm: LLM, links: Links, args: argparse.Namespace):
         self._llm, self._args, self._links = llm, args, links
@@ -101,7 +101,7 @@ class _Report:
             self._listed[-1] |= self._depth.to_json(self._scaled(result))
 
     def write(self, last: bool) -> None:
-        """The files, of all lengths so far: what has been measured is not lost to what comes after it."""
+        """Writes the files with all lengths so far, so that a later failure loses none of them."""
         args, engine = self._args, self._engine
         about = run_report(self._llm, reported(args), num_processes(engine))
         facts = {**self._fractions.to_json(), **to_json(engine, self._links), **self._loaded}
@@ -113,7 +113,7 @@ class _Report:
             plot_prefill(self._listed, args.plot, caption(about, title(engine)))
 
     def show(self) -> None:
-        """The tables of the last length."""
+        """Prints the tables of the last length."""
         result, engine = self._results[-1], self._engine
         if len(self._results) == 1 and isinstance(engine.mesh, EmulatedMesh):
             print(heading(engine, self._links))

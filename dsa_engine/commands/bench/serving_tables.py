@@ -1,4 +1,4 @@
-"""The serving benchmark for people: goals as they are typed, results as a table."""
+"""Goals of the serving benchmark as they are typed, and its results as a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_goals(texts: list[str]) -> dict[str, float]:
 
 
 def print_serving(result: ServingResult) -> None:
-    """Prints what was asked for and what came of it, then a row for each latency."""
+    """Prints the load and its results, then a row for each latency."""
     json = result.to_json()
     rate = result.load.request_rate
     asked = "all at once" if math.isinf(rate) else f"{rate:g} requests/s asked for"

@@ -1,4 +1,4 @@
-"""``dsa-engine doctor``: whether this machine runs the engine, and runs it right; alone or under torchrun."""
+"""``dsa-engine doctor``: whether this machine runs the engine and computes right; alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> None:
-    """Prints a line for every check, as it comes; exit status 1 where one failed."""
+    """Prints a line per check as it ends; exit status 1 if one failed."""
     check_outputs(args.json)
     mesh = doctor_mesh(args.device)
     about = {"environment": environment(mesh.device, torch.float32, mesh.world_size)}
@@ -38,7 +38,7 @@ def run_doctor(args: argparse.Namespace) -> None:
                 print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
                 if finding.advice:
                     print(f"  {'':<9} what to do: {finding.advice}", flush=True)
-                if args.json and args.json != "-":  # what there is so far, should a check never end
+                if args.json and args.json != "-":  # the results so far, in case a check never ends
                     _write(args.json, about, results, complete=False)
     if args.json and mesh.reports:
         _write(args.json, about, results, complete=True)
@@ -52,7 +52,7 @@ def _write(path: str, about: dict[str, Any], results: list[Finding], complete: b
 
 @contextmanager
 def _warnings_only() -> Iterator[None]:
-    """Within, engines that are made to be looked at say nothing of their start, unless a log level was asked for."""
+    """Hides the start messages of the engines under test, unless a log level is set."""
     logger = logging.getLogger("dsa_engine")
     before = logger.level
     if not os.environ.get("DSA_ENGINE_LOG_LEVEL"):

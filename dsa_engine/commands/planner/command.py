@@ -1,4 +1,4 @@
-"""``dsa-engine plan``: which cut of a model over which devices, and what to expect of it; on paper."""
+"""``dsa-engine plan``: the best cut of a model over devices, and its predicted times and rates."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def run_plan(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
     plans: dict[str, Any] = {}
-    shown: list[Callable[[], None]] = []  # files come first
+    shown: list[Callable[[], None]] = []  # printed after the files are written
     for key, title in (("together", TOGETHER), ("split", SPLIT)):
         split = key == "split"
         if split and demand.devices < 2:

@@ -1,4 +1,4 @@
-"""One thing about a demand changed, and all else as it was: what becomes of the plan."""
+"""Plans over a range of one part of the demand, with everything else fixed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXES: dict[str, Callable[[Demand], list[float]]] = {
 
 
 class SweepPoint(NamedTuple):
-    """One value of the axis; a plan is None where nothing fits, or sizes that are fixed do not divide the devices."""
+    """One value of the axis; a plan is None if nothing fits or fixed sizes do not divide the devices."""
 
     value: float
     together: DeploymentPlan | None

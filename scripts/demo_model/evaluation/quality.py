@@ -137,7 +137,7 @@ def second_next(
     figures: dict[str, Any] = {}
     topk = model.config.index_topk
     for name, plain in (("text", 1.0), ("conversations", 0.0)):
-        main = module = agreed = count = 0
+        main = module = agreed = targets = 0
         for i in range(count):
             batch = documents.batch(seed + i, 1, length, plain=plain, restate=0.0, jumps=False)
             tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
@@ -150,11 +150,11 @@ def second_next(
             main += int((said == truth).sum())
             module += int((drafted == truth).sum())
             agreed += int((drafted == said).sum())
-            count += int(wanted.sum())
+            targets += int(wanted.sum())
         figures[name] = {
-            "tokens": count,
-            "main_model_right": main / count,
-            "module_right": module / count,
-            "module_agrees": agreed / count,
+            "tokens": targets,
+            "main_model_right": main / targets,
+            "module_right": module / targets,
+            "module_agrees": agreed / targets,
         }
     return figures

@@ -87,7 +87,7 @@ class FakeDevice:
         self.memory = memory
         self.launches: list[Launch] = []
         self.waits: list[str] = []
-        self.live = self.peak = self.reserved = self.outside = self.emptied = 0
+        self.live = self.peak = self.cached = self.outside = self.emptied = 0
         self.pools: dict[tuple[int, int] | None, int] = {}
         self.connected: set[tuple[str, int]] = set()
         self.stream = 0
@@ -139,7 +139,7 @@ class FakeDevice:
     @property
     def reserved(self) -> int:
         """Bytes that PyTorch has of the device."""
-        return self.reserved + sum(self.pools.values())
+        return self.cached + sum(self.pools.values())
 
     def begin_capture(self) -> None:
         """A CUDA graph is captured from now on."""
@@ -157,7 +157,7 @@ class FakeDevice:
     def empty_cache(self) -> None:
         """Gives back what the allocator keeps and nobody uses."""
         self.emptied += 1
-        self.reserved = self.live
+        self.cached = self.live
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
@@ -260,7 +260,7 @@ class FakeDevice:
         if self.capturing:
             self._captured_peak = max(self._captured_peak, self.live)
         else:
-            self.reserved = max(self.reserved, self.live)
+            self.cached = max(self.cached, self.live)
 
     def _pin(self, values: torch.Tensor) -> torch.Tensor:
         pinned = values.clone()

@@ -1,8 +1,8 @@
 """One rank of many on one device: made-up groups, assigned expert choices, modelled links.
 
-* `config.py`, `mesh.py`, `group.py`, `expert_parallel.py`: what takes the place of the real ones
-* `stand_ins.py`: how long it takes to make up what the other ranks send
-* `routing.py`, `assigned_experts.py`: which experts the tokens of all ranks choose
-* `links.py`, `overlap_model.py`: how long communication would take, and what it would hide behind
+* `config.py`, `mesh.py`, `group.py`, `expert_parallel.py`: the emulated counterparts of the real classes
+* `stand_ins.py`: time of the work done in place of the other ranks
+* `routing.py`, `assigned_experts.py`: expert choices of the tokens of all ranks
+* `links.py`, `overlap_model.py`: modelled time of communication, and the work that it overlaps with
 * `arguments.py`: the scripts' options
 """

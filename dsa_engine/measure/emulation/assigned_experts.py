@@ -1,7 +1,7 @@
-"""Expert choices of the tokens of all ranks, for runs whose router has nothing sensible to choose from.
+"""Assigned expert choices of the tokens of all ranks, for runs whose routing means nothing.
 
-An emulated rank knows only its own tokens, and random weights route them anyhow: what its experts would get is
-arbitrary. So the choices of all ranks' tokens are assigned, from the number of tokens of each rank and nothing else.
+An emulated rank knows only its own tokens, and random weights route them arbitrarily. So the choices of all ranks'
+tokens are assigned, from nothing but the number of tokens of each rank.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ class StepChoices:
     """Expert choices of all tokens of a step, those of rank 0 first."""
 
     physical: torch.Tensor  # [tokens of all ranks, k] int32
-    tokens: tuple[int, ...]  # of every rank
+    tokens: tuple[int, ...]  # tokens of every rank
     rank: int
     placement: ExpertPlacement
-    rows: tuple[Rows, ...] | None = None  # of every rank, where they lie; None: from row 0 on
+    rows: tuple[Rows, ...] | None = None  # rows of every rank's tokens; None: from row 0 on
 
     def own(self, padded: int) -> torch.Tensor:
-        """Physical experts ``[padded, k]`` of this rank's rows, −1 of padding."""
+        """Physical experts ``[padded, k]`` of this rank's rows, −1 for padding."""
         return self._among(padded)[self.rank]
 
     def gathered(self, most: int) -> torch.Tensor:
-        """``[ranks · most, k]``: of every rank's rows, −1 of padding, counted within this rank's experts."""
+        """``[ranks · most, k]``: the choices of every rank's rows, numbered within this rank's experts, −1 for
+        padding."""
         return self.placement.local(torch.cat(self._among(most)), self.rank)
 
     def _among(self, rows: int) -> list[torch.Tensor]:
-        """Of every rank ``[rows, k]``: its choices where its tokens lie, −1 elsewhere."""
+        """Per rank ``[rows, k]``: its choices in the rows of its tokens, −1 in the others."""
         parts = self.physical.split(self.tokens)
         if self.rows is None:
             return [F.pad(part, (0, 0, 0, rows - len(part)), value=-1) for part in parts]
@@ -50,32 +51,32 @@ class StepChoices:
 
     @cached_property
     def arriving(self) -> tuple[torch.Tensor, list[int]]:
-        """The choices ``[R, k]`` of the tokens that come to this rank's experts, counted within these, and how many
-        tokens come from each rank."""
+        """The choices ``[R, k]`` of the tokens that arrive for this rank's experts, numbered within these, and the
+        number of tokens from each rank."""
         local = self.placement.local(self.physical, self.rank)
         mine = (local >= 0).any(dim=1)
         return local[mine], [int(part.sum()) for part in mine.split(self.tokens)]
 
     @cached_property
     def most_served(self) -> int:
-        """Choices that the most loaded rank serves."""
+        """Number of choices that the most loaded rank serves."""
         return int(self.placement.rank_of[self.physical.flatten().long()].bincount(minlength=1).max())
 
 
 @dataclass
 class _Buffer:
     values: torch.Tensor
-    step: StepChoices  # of which it holds the choices
-    captured: bool = False  # whether a CUDA graph reads it: then it stays, and is updated in place
+    step: StepChoices  # the step of the choices
+    captured: bool = False  # a CUDA graph reads it, so it is updated, never replaced
 
 
 class AssignedExperts:
-    """The choices in the step that runs; every layer asks for the same ones.
+    """The choices in the current step, the same for every layer.
 
     Args:
-        placement: of the experts over the ranks.
-        rank: the one that asks.
-        loads: relative load of every logical expert; None: all alike.
+        placement: placement of the experts over the ranks.
+        rank: this rank.
+        loads: relative load of every logical expert; None: equal loads.
     """
 
     def __init__(self, placement: ExpertPlacement, rank: int, loads: Sequence[float] | None = None):
@@ -90,18 +91,19 @@ class AssignedExperts:
 
     def limit(self, groups: int, top_groups: int) -> None:
         """Experts form ``groups`` consecutive groups, and a token chooses from ``top_groups`` of them, as in
-        DeepSeek-V3's routing. Without ``loads`` the choices keep to that where it divides evenly."""
+        DeepSeek-V3's routing. Without ``loads`` the choices follow this if it divides evenly."""
         self._limits = (groups, top_groups)
         self._step = None
 
     def begin_step(self, tokens: Sequence[int], padded: Mapping[int, Sequence[Rows]] | None = None) -> None:
-        """Says how many tokens each rank has in the step that runs next.
+        """Sets the number of tokens of each rank in the next step.
 
-        Where nobody has said it, or this rank turns out to have fewer than that, all ranks are taken to have as many
-        tokens as this one; where it has more, the rest is padding without experts.
+        Without a call, or if this rank turns out to have fewer tokens, all ranks are assumed to have as many tokens as
+        this one. If it has more, the rest is padding without experts.
 
         Args:
-            padded: of padded passes, by their rows: which of every rank's are tokens. In others these come first.
+            padded: for padded passes, by their number of rows: the rows of every rank that are tokens. In other passes
+                the tokens come first.
         """
         now = tuple(tokens), {rows: tuple(of) for rows, of in (padded or {}).items()}
         if now == (self._tokens, self._padded):
@@ -121,25 +123,25 @@ class AssignedExperts:
         """Physical experts, int32 ``[padded, top_k]``, of this rank's tokens, then −1.
 
         Raises:
-            ValueError: the loads are not one for each expert, or give one of them more than all tokens.
+            ValueError: the loads are not one per expert, or give an expert more than all tokens.
         """
         step = self.choices(padded, top_k, device)
         return self._kept(("own", padded, padded, top_k, device), step, lambda: step.own(padded))
 
     def gathered(self, padded: int, most: int, top_k: int, device: torch.device) -> torch.Tensor:
-        """int32 ``[ranks · most, top_k]``: every rank's choices, each padded to ``most`` with −1, counted within this
-        rank's experts, −1 for those elsewhere. This rank has ``padded`` rows."""
+        """int32 ``[ranks · most, top_k]``: every rank's choices, each padded to ``most`` rows with −1, numbered within
+        this rank's experts, −1 for experts of other ranks. This rank has ``padded`` rows."""
         step = self.choices(padded, top_k, device)
         return self._kept(("gathered", padded, most, top_k, device), step, lambda: step.gathered(most))
 
     @property
     def step(self) -> StepChoices:
-        """The choices that :meth:`own` was last asked for."""
+        """The choices of the last call of :meth:`own`."""
         assert self._step is not None
         return self._step
 
     def choices(self, padded: int, top_k: int, device: torch.device) -> StepChoices:
-        """Of a step in which this rank has ``padded`` rows, padding counted."""
+        """The choices of a step in which this rank has ``padded`` rows, padding included."""
         tokens, ranks, rows = self._tokens, self._placement.ranks, self._padded.get(padded)
         if rows is not None:
             tokens = tuple(map(len, rows))

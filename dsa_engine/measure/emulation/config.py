@@ -1,4 +1,4 @@
-"""Which rank of which world is emulated."""
+"""Options of an emulated rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dsa_engine.parallel.value_checks import integer, is_integer, is_number
 
 @dataclass(frozen=True)
 class EmulatedConfig(ParallelConfig):
-    """Runs, in one process, the work of one rank of a world, to be measured: the other ranks are made up, experts are
-    assigned evenly, and the tokens that come out mean nothing. Give it to :class:`dsa_engine.LLM` as ``parallel``.
+    """Runs the work of one rank of a world in one process, for measurements: the other ranks do not exist, experts are
+    assigned evenly, and the generated tokens mean nothing. Give it to :class:`dsa_engine.LLM` as ``parallel``.
 
     Attributes:
         emulate_world: number of ranks.
-        emulate_rank: which of them this process is.
-        expert_loads: the relative load of every routed expert; default: all alike.
-        machine_size: ranks of a machine, in order.
+        emulate_rank: the rank that this process emulates.
+        expert_loads: the relative load of every routed expert; default: equal loads.
+        machine_size: number of consecutive ranks on a machine.
     """
 
     emulate_world: int = 1
@@ -50,7 +50,7 @@ class EmulatedConfig(ParallelConfig):
         object.__setattr__(self, "expert_loads", tuple(loads))
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> EmulatedMesh:
-        """The mesh of the emulated rank; ``ValueError`` in a world that is there, and as :meth:`Mesh.create`."""
+        """The mesh of the emulated rank; ``ValueError`` under torchrun, and as :meth:`Mesh.create`."""
         if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(
                 f"emulate_world {self.emulate_world} runs one rank in one process; start it without torchrun"

@@ -1,4 +1,4 @@
-"""Expert parallelism whose choices are assigned, not routed."""
+"""Expert parallelism with assigned expert choices instead of routed ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsa_engine.parallel.placement import ExpertPlacement
 
 
 class AssignedExpertParallel(ExpertParallel):
-    """Assigned experts take the place of the router's, with its weights. The group may be a real one."""
+    """Replaces the router's experts by assigned ones and keeps its weights. The group may be a real one."""
 
     def __init__(self, group: Group, placement: ExpertPlacement, assigned: AssignedExperts):
         super().__init__(group, placement)
@@ -29,7 +29,7 @@ class AssignedExpertParallel(ExpertParallel):
 
 
 class EmulatedExpertParallel(AssignedExpertParallel):
-    """Of an emulated rank: what other ranks would have sent, counts and choices, is assigned too."""
+    """Expert parallelism of an emulated rank: the counts and choices of the other ranks are assigned too."""
 
     def dispatch(
         self,
@@ -71,8 +71,8 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         return stand_in(("counts of rounds", len(made_up), self.assigned.step.tokens), make)
 
     def _arriving(self, rounds: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """The choices ``[R, k]`` of the tokens that come in each round, and how many come from each rank: what comes
-        from a rank is cut evenly."""
+        """The choices ``[R, k]`` of the tokens of each round, and their number per rank: the tokens of a rank are
+        divided evenly over the rounds."""
         choices, receive = self.assigned.step.arriving
         if rounds == 1:
             return [choices], [receive]

@@ -25,9 +25,9 @@ class EmulatedMesh(Mesh):
     """Groups of the right sizes of which only this rank exists.
 
     Attributes:
-        assigned: which experts the tokens of all ranks choose; empty where this rank is the only one.
-        stand_in_seconds: how long it takes to stand in for the other ranks, of every kind of pass that was watched.
-        static_step: whether the step that runs is one that an engine with CUDA graphs would replay.
+        assigned: expert choices of the tokens of all ranks; empty if this rank is the only one.
+        stand_in_seconds: seconds of work in place of the other ranks, for every kind of watched pass.
+        static_step: whether an engine with CUDA graphs would replay the current step.
     """
 
     config: EmulatedConfig
@@ -40,7 +40,7 @@ class EmulatedMesh(Mesh):
         self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
     def meet(self, wait_s: float) -> None:
-        """An emulated rank waits for nobody."""
+        """Does nothing: an emulated rank has no other rank to wait for."""
 
     @property
     def reports(self) -> bool:
@@ -63,16 +63,16 @@ class EmulatedMesh(Mesh):
 
     @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here
     def begin_step(self, step: StepPlan) -> None:
-        """Says how many tokens each rank has in the step that runs next."""
+        """Sets the number of tokens of each rank in the next step."""
         self.static_step = step.decodes and self.static_decode
         for assigned in self.assigned:
             assigned.begin_step([rank.num_tokens for rank in step.ranks], _padded_rows(step))
 
 
 def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
-    """Of the passes of a padded step, which rows of every rank are tokens: of the step's own, where requests may have
-    unequal numbers of rows; of draft passes, which have one of every request; and of those of several MTP modules,
-    which have some before the step's own too (``engine/speculation/passes.py``)."""
+    """Rows of every rank that are tokens, for each pass of a padded step: the step's own pass, in which requests may
+    have unequal numbers of rows; draft passes, with one row per request; and those of several MTP modules, which also
+    have some rows before the step's own (``engine/speculation/passes.py``)."""
     bucket = step.bucket
     if bucket is None:
         return {}
@@ -92,10 +92,10 @@ def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
 
 
 def follow_steps(engine: Engine) -> None:
-    """Lets an emulated rank know of every step how many tokens the other ranks have, and of which groups of experts the
-    model's router chooses, and where FP8 cache rows have their scales; nothing where no rank is emulated.
+    """Tells an emulated rank the number of tokens of the other ranks in every step, the expert groups of the model's
+    router, and the position of the scales in FP8 cache rows. Does nothing for a real mesh.
 
-    An engine that is not followed is one in which all ranks have as many tokens as this one.
+    Without this call all ranks are assumed to have as many tokens as this one.
     """
     mesh = engine.mesh
     if not isinstance(mesh, EmulatedMesh) or mesh.begin_step in engine.runner.observers:

@@ -1,5 +1,4 @@
-"""What speculative decoding gains on the trained model: acceptance by position, and time per token, on text and on
-answers."""
+"""Gain of speculative decoding on the trained model: acceptance by position, and time per token."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ from dsa_engine.llm import LLM
 from dsa_engine.outputs import SpeculationMetrics
 from dsa_engine.sampling_params import SamplingParams
 
-TEXT_TOKENS = 64  # generated behind a text
+TEXT_TOKENS = 64  # generated after a text
 SEED = 3000
 
 
 @dataclass
 class Drafted:
-    """What generations of one kind gave with one number of drafts; times in seconds, of every generation."""
+    """Results of the generations of one kind with one number of drafts; ``tpot`` in seconds."""
 
     tokens: list[list[int]] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     speculation: list[SpeculationMetrics] = field(default_factory=list)
 
     def counts(self) -> SpeculationMetrics:
-        """Of all generations together."""
+        """Counts of drafts, summed over all generations."""
         length = max((len(one.num_draft_tokens_per_pos) for one in self.speculation), default=0)
 
         def total(name: str) -> tuple[int, ...]:
@@ -41,8 +40,8 @@ class Drafted:
 
 
 def requests(documents: Documents, length: int, count: int) -> dict[str, list[tuple[list[int], int]]]:
-    """Prompts of about ``length`` tokens and how many tokens to generate behind each: held-out text; questions for a
-    fact of a document; and a passage of a document that is to be repeated."""
+    """Prompts of about ``length`` tokens and the number of tokens to generate after each: held-out text, questions
+    for a fact of a document, and a passage of a document to repeat."""
     prompts: dict[str, list[tuple[list[int], int]]] = {"text": [], "facts": [], "passages": []}
     for i in range(count):
         batch = documents.batch(SEED + i, 1, length, plain=1.0, jumps=False)
@@ -76,7 +75,7 @@ def measure_drafting(
 
 
 def report(results: dict[str, dict[int, Drafted]]) -> list[dict[str, Any]]:
-    """A row for every kind and number of drafts; ``same_tokens``: generations that equal those with the first."""
+    """A row per kind and number of drafts; ``same_tokens``: generations that equal those with the first."""
     rows = []
     for kind, by_number in results.items():
         plain = next(iter(by_number.values()))

@@ -1,4 +1,4 @@
-"""Measures what a model can do: retrieval by length and depth, what its indexer finds, perplexity, MTP."""
+"""Quality of a model: retrieval by length and depth, recall of its indexer, perplexity, MTP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SEED = 1000
 
 @dataclass(frozen=True)
 class RetrievalCase:
-    """One question: whether the greedy answer is the right one, whole; and by layer, where its last token selects,
-    the share of the needle's tokens that were selected and whether the token that it has to say was."""
+    """Result of one question: whether the whole greedy answer is right; and by layer, for the query that predicts the
+    value, the fraction of the needle's tokens that it selects, and whether it selects the value."""
 
     length: int
     depth: float
@@ -48,7 +48,7 @@ def retrieval(
     select: str = "trained",
     seed: int = SEED,
 ) -> list[RetrievalCase]:
-    """Asks ``count`` questions, ten in a document; what the arguments mean say ``cases.conversation`` and
+    """Asks ``count`` questions, ten per document; for the arguments see ``cases.conversation`` and
     ``selection.selection``."""
     cases: list[RetrievalCase] = []
     layers = llm.engine.config.num_hidden_layers
@@ -99,7 +99,7 @@ def summary(cases: list[RetrievalCase]) -> dict[str, Any]:
 
 
 def perplexity(llm: LLM, documents: Documents, length: int, count: int, seed: int = SEED) -> dict[str, Any]:
-    """Of ``count`` held-out texts of ``length`` tokens: mean loss in nats a token, and its exponential."""
+    """Mean loss in nats per token over ``count`` held-out texts of ``length`` tokens, and its exponential."""
     total, tokens = 0.0, 0
     for i in range(count):
         batch = documents.batch(seed + i, 1, length, plain=1.0, jumps=False)
@@ -113,8 +113,8 @@ def perplexity(llm: LLM, documents: Documents, length: int, count: int, seed: in
 def divergence(
     llm: LLM, reference: LLM, documents: Documents, length: int, count: int, seed: int = SEED
 ) -> dict[str, Any]:
-    """How far a model's next tokens are from those of ``reference``, on the texts of :func:`perplexity`: the mean of
-    KL(reference ‖ model) in nats a token, the largest of a token, and how often both say the same token."""
+    """Distance of a model's next tokens from those of ``reference``, on the texts of :func:`perplexity`: mean and
+    maximum of KL(reference ‖ model) in nats per token, and the fraction of equal greedy tokens."""
     total, largest, same, tokens = 0.0, 0.0, 0, 0
     for i in range(count):
         ids = documents.batch(seed + i, 1, length, plain=1.0, jumps=False).tokens[0].tolist()
@@ -131,8 +131,8 @@ def divergence(
 def second_next(
     model: TrainingModel, documents: Documents, length: int, count: int, seed: int = SEED
 ) -> dict[str, Any]:
-    """How often the MTP module says the second next token of held-out text, and how often it says what the main model
-    says there, one token later: what speculative decoding calls acceptance. In answers to questions, the same."""
+    """Accuracy of the MTP module for the second next token of held-out text and of answers to questions, and how often
+    it agrees with the main model one token later, which is the acceptance of speculative decoding."""
     model.eval()
     figures: dict[str, Any] = {}
     topk = model.config.index_topk

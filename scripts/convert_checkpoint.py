@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # So that a terminated run removes its temporary folder, or leaves it to be resumed, as an interrupted one does.
+    # A terminated run removes its temporary folder or keeps it for a resumed run, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     written = quantized(arguments) if arguments.quantize else plain(arguments)
     if arguments.json:

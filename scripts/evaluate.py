@@ -1,9 +1,9 @@
-"""What a model can do: [torchrun --nproc-per-node N] scripts/evaluate.py [--length 1024,8192] [engine options]
+"""Quality of a model: [torchrun --nproc-per-node N] scripts/evaluate.py [--length 1024,8192] [engine options]
 
-Retrieval accuracy by document length and depth of the fact, what the indexer selects of it, and the same with random or
-recent tokens selected instead; perplexity of held-out text; and the MTP module's second next tokens. A case is a
-document and a question; ten questions of a document are asked one after the other in one conversation, and a case is
-right where every token of its greedy answer is.
+Retrieval accuracy by document length and depth of the fact, the part of the fact that the indexer selects, and the same
+with random or recent tokens selected instead; perplexity of held-out text; and the MTP module's second next tokens. A
+case is a document and a question; ten questions of a document are asked one after the other in one conversation, and a
+case is right if every token of its greedy answer is.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def show(report: dict) -> None:
             f"{r['accuracy']:.1%}",
             f"{r['tokens_right']:.1%}",
             "-" if r["value_found"] is None else f"{r['value_found']:.1%}",
-            " ".join(f"{share:.0%}" for share in r["recall_by_layer"]) or "-",
+            " ".join(f"{recall:.0%}" for recall in r["recall_by_layer"]) or "-",
         )
         for r in report["retrieval"]
     ]

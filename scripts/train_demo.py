@@ -1,6 +1,6 @@
 """Trains the model that ships as LLM("demo"), on one CPU core, from a seed; under an hour.
 
-A run that was stopped goes on where it was when the same command is given again. --export writes the checkpoint folder
+The same command continues a stopped run. --export writes the checkpoint folder
 of a finished run, --log its log, --plot its loss curves.
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def finish(args: argparse.Namespace, training: Run, material: Material) -> None:
-    """Writes what was asked for. The log gets a last line with what the run was made from and what it made."""
+    """Writes the requested files. The last line of the log has the inputs and the results of the run."""
     made: dict[str, str] = {}
     if args.export:
         python = platform.python_version()

@@ -83,7 +83,8 @@ def pytest_configure() -> None:
 # The longest groups, in this order; all others follow.
 FIRST = (
     "tests/distributed",
-    "tests/scripts/test_scripts.py",
+    "tests/scripts/test_compare_overlaps.py",
+    "tests/scripts/test_bench_prefill.py",
     "tests/scripts/test_kernel_cases.py",
     "tests/model/test_oracle.py",
     "tests/kernels/indexer/test_topk.py",

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other about a measurement; an emulated rank is its run's only process."""
+"""Exchange of measured values between the ranks of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dsa_engine.engine.engine import Engine
 
 
 def from_all_ranks(engine: Engine, values: list[float]) -> list[list[float]]:
-    """The same numbers of every process, to every process, in rank order."""
+    """Gathers ``values`` of all processes, a row per process, on every process; an emulated run has one."""
     mine = torch.tensor([values], dtype=torch.float64, device=engine.mesh.device)
     return engine.mesh.processes.all_gather(mine).tolist()
 
 
 def stages_of_all_ranks(engine: Engine, values: dict[str, float]) -> list[dict[str, float]]:
-    """The same for numbers by name: a dictionary for each process."""
+    """Gathers named numbers of all processes: a dictionary per process."""
     return [dict(zip(values, row, strict=True)) for row in from_all_ranks(engine, list(values.values()))]
 
 
@@ -25,10 +25,10 @@ def agree_on_prompts(engine: Engine, prompts: list[list[int]]) -> None:
 
 
 def barrier(engine: Engine) -> None:
-    """Waits until every process is here."""
+    """Waits until every process has called it."""
     from_all_ranks(engine, [0.0])
 
 
 def num_processes(engine: Engine) -> int:
-    """Processes of the run."""
+    """Number of processes of the run: 1 for an emulated rank."""
     return engine.mesh.processes.size

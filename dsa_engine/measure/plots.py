@@ -1,4 +1,4 @@
-"""Plots of measured results; ``matplotlib`` (the extra ``plot``) is imported when one is drawn."""
+"""Drawing of plots with ``matplotlib`` (the extra ``plot``), which is imported when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsa_engine.system.output_files import whole_file
 
 
 def load_pyplot() -> Any:
-    """``matplotlib.pyplot``, set up to draw to files; ``ValueError`` where it is not installed."""
+    """``matplotlib.pyplot``, set up to draw to files; ``ValueError`` if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -21,7 +21,7 @@ def load_pyplot() -> Any:
 
 
 def check_plot(path: str | None) -> None:
-    """Says before anything is measured that a plot cannot be drawn; None is no plot.
+    """Checks before anything is measured that a plot can be drawn at ``path``; None: no plot.
 
     Raises:
         ValueError: matplotlib is not installed, or the name is not that of a PNG.

@@ -1,1 +1,2 @@
-"""Trains the small model that ships as ``LLM("demo")``: corpus, tokenizer, data, model, optimiser, loop, export."""
+"""Training of the small model that ships as ``LLM("demo")``: corpus, tokenizer, data, model, optimiser, loop,
+export."""

@@ -1,4 +1,4 @@
-"""Attention of the training: dense, or over what the indexer selects, with the indexer's loss beside it.
+"""Attention for training: dense, or over the tokens that the indexer selects, with the indexer's loss.
 
 Lightning indexer and its training: DeepSeek-V3.2-Exp, section 2.1, equations 1 to 4.
 """
@@ -19,14 +19,14 @@ INDEX_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Mode:
-    """How attention is computed.
+    """The way in which attention is computed.
 
     Attributes:
-        kind: "dense" (no indexer), "warmup" (dense, the indexer learns from all that a query sees) or "sparse" (the
-            ``topk`` best of the indexer, which learns on these only).
-        topk: tokens that a query attends to, where it is sparse.
-        rows: queries of one block.
-        recompute: blocks are computed again in the backward pass instead of kept.
+        kind: "dense" (no indexer), "warmup" (dense, the indexer learns from all tokens that a query sees) or "sparse"
+            (the ``topk`` best tokens of the indexer, which learns on these only).
+        topk: number of tokens that a query attends to in "sparse".
+        rows: number of queries of a block.
+        recompute: compute blocks again in the backward pass instead of storing them.
     """
 
     kind: str = "dense"
@@ -46,13 +46,13 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The same on pairs (i, i + dim / 2), as in the indexer."""
+    """RoPE of ``x`` on pairs (i, i + dim / 2), as in the indexer."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class Indexer(nn.Module):
-    """Projections of the lightning indexer: queries, one key a token, and the weights of the heads."""
+    """Projections of the lightning indexer: queries, one key per token, and the weights of the heads."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -66,7 +66,7 @@ class Indexer(nn.Module):
     def forward(
         self, x: torch.Tensor, q_resid: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[B, L, heads, dim]``, keys ``[B, L, dim]``, weights ``[B, L, heads]`` with every scale in them."""
+        """Queries ``[B, L, heads, dim]``, keys ``[B, L, dim]``, weights ``[B, L, heads]`` with all scales included."""
         config = self.config
         rope = config.qk_rope_head_dim
         q = self.wq_b(q_resid).unflatten(-1, (config.index_n_heads, config.index_head_dim))
@@ -90,10 +90,10 @@ def attend(
     """Causal attention, ``q, k [B, heads, L, qk]`` and ``v [B, heads, L, value]`` to ``[B, heads, L, value]``.
 
     Returns:
-        the result, and the indexer's loss, the mean over all queries, where the mode has one.
+        the result and the indexer's loss, the mean over all queries; None without one.
     """
     if index is None:
-        width = q.shape[-1] - v.shape[-1]  # the fused kernel wants values as wide as keys
+        width = q.shape[-1] - v.shape[-1]  # the fused kernel needs values as wide as keys
         padded = F.pad(v, (0, width)) if width > 0 else v
         out = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=scale)
         return out[..., : v.shape[-1]], None
@@ -110,12 +110,12 @@ def attend(
 
 
 def guide_loss(q: torch.Tensor, k: torch.Tensor, scale: float, targets: dict[int, torch.Tensor]) -> torch.Tensor:
-    """How far some heads are from attending to one given token each: the mean of ``-log attention[t, target[t]]``.
+    """Loss of heads that should attend to one given token each: the mean of ``-log attention[t, target[t]]``.
 
     Args:
         q, k: ``[B, heads, L, dim]``.
-        scale: of the softmax.
-        targets: for a head, the token ``[B, L]`` that each query should attend to, not after the query; -1: any.
+        scale: scale of the softmax.
+        targets: by head, the token ``[B, L]`` that each query should attend to, at or before the query; -1: any.
     """
     heads, wanted = list(targets), torch.stack(list(targets.values()), dim=1)
     length = q.shape[2]

@@ -1,4 +1,4 @@
-"""The text of the training: Python's own standard library and language reference, under the PSF licence.
+"""Text of the training: Python's own standard library and language reference, under the PSF licence.
 
 Nothing is downloaded: the files are those of the interpreter that runs the training. Whole files are held out for
 evaluation, chosen by a hash of their names, so that no line of them is ever trained on.
@@ -11,18 +11,18 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT_SHARE = 16  # one file in so many
+HELD_OUT_SHARE = 16  # one file in 16 is held out
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts by name, in the order of names, divided by file."""
+    """Texts by name, in the order of names: whole files for training and whole files held out."""
 
     train: dict[str, str]
     held_out: dict[str, str]
 
     def digest(self) -> str:
-        """What was read, so that a log can say it."""
+        """SHA-256 of all texts, for the log."""
         digest = hashlib.sha256()
         for name, text in sorted((self.train | self.held_out).items()):
             digest.update(f"{name}\0{text}\0".encode())

@@ -18,11 +18,11 @@ import numpy as np
 
 from demo_model.vocabulary import ASSISTANT, BOS, EOS, USER
 
-# Weights of the loss. What nobody can know (digits of a new fact, what is asked) is not learned.
+# Weights of the loss. Unpredictable tokens (digits of a new fact, the key of a question) are not learned.
 TEXT, KNOWN, UNKNOWN, COPY, ANSWER = 0.5, 0.2, 0.0, 1.0, 4.0
 
 WORDS = ("key", " key", " keys", " is", " and", "What", "Continue")
-LONGEST_JUMP = 100_000  # positions that a training document leaves out, to show the model distances it will meet later
+LONGEST_JUMP = 100_000  # largest gap in the positions of a training document, for distances of longer documents
 
 
 class Library:
@@ -32,25 +32,25 @@ class Library:
         lines = [line.rstrip() for text in texts.values() for line in [*text.split("\n"), ""]]
         encoded = encode(lines)
         self.lines = [np.array([*ids, newline], dtype=np.int64) for ids in encoded]
-        self.ends = np.cumsum([len(line) for line in self.lines])
+        self.line_ends = np.cumsum([len(line) for line in self.lines])
 
     def passage(self, rng: np.random.Generator, tokens: int) -> list[np.ndarray]:
         """Consecutive lines from anywhere, of about ``tokens`` tokens, at least one line."""
-        total = int(self.ends[-1])
-        line = int(np.searchsorted(self.ends, rng.integers(total)))
-        found, count = [], 0
+        total = int(self.line_ends[-1])
+        line = int(np.searchsorted(self.line_ends, rng.integers(total)))
+        lines, count = [], 0
         while count < tokens and line < len(self.lines):
             if len(self.lines[line]) <= 96:  # no tables of numbers
-                found.append(self.lines[line])
+                lines.append(self.lines[line])
                 count += len(self.lines[line])
             line += 1
-        return found or [self.lines[0]]
+        return lines or [self.lines[0]]
 
 
 @dataclass
 class Row:
-    """A document as it grows: tokens, weights of the loss of *each as a target*, and where a token was said before
-    that is said again in an answer (-1: nowhere)."""
+    """A growing document: tokens, the weight of the loss of *each as a target*, and, for a token repeated in an answer,
+    the index of its first occurrence (-1: none)."""
 
     tokens: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -71,7 +71,8 @@ class Row:
 class Batch:
     """``tokens``, ``positions`` int64 and ``weights`` float32 ``[B, L]``: of each token as a target of the loss.
 
-    ``sources`` int64 ``[B, L]``: where what is said at a place was said before, or -1; ``asked`` bool: it is a value.
+    ``sources`` int64 ``[B, L]``: index of the earlier occurrence of a repeated token, or -1; ``asked`` bool: an asked
+    value.
     """
 
     tokens: np.ndarray
@@ -112,7 +113,7 @@ class Writer:
         return [*tokens, self.ask]
 
     def answer(self, facts: list[tuple[int, int]]) -> list[int]:
-        """``key 4821 is 97``, or ``key 4821 is 97, key 1733 is 12``, and the end."""
+        """``key 4821 is 97``, or ``key 4821 is 97, key 1733 is 12``, and the end of the sentence."""
         tokens: list[int] = []
         for i, (key, value) in enumerate(facts):
             name = [self.comma, self.a_key] if i else [self.key]
@@ -121,7 +122,7 @@ class Writer:
 
 
 def draw_facts(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
-    """Facts with different keys. In every second document keys share halves: 48xx with xx21, and both with 4821."""
+    """Facts with different keys. In every second document keys have common halves: 48xx and xx21 beside 4821."""
     halves = 100
     if rng.random() < 0.5:
         halves = min(100, int(np.ceil(np.sqrt(count) * 1.5)) + 1)
@@ -136,8 +137,8 @@ class Documents:
 
     Args:
         library: text to train on.
-        writer: of facts and questions.
-        seed: of all that is drawn.
+        writer: writes facts and questions.
+        seed: seed of everything drawn.
     """
 
     def __init__(self, library: Library, writer: Writer, seed: int):
@@ -154,7 +155,7 @@ class Documents:
         jumps: bool = True,
         echo: float = 0.0,
     ) -> Batch:
-        """The batch of a step; what the shares and switches mean says :class:`demo_model.recipe.Phase`."""
+        """The batch of a step; :class:`demo_model.recipe.Phase` explains the fractions and switches."""
         rng = np.random.default_rng([self.seed, step])
         drawn: list[Row] = []
         for _ in range(rows):
@@ -167,8 +168,8 @@ class Documents:
         tokens = np.stack([np.array(row.tokens[:length]) for row in drawn])
         weights = np.stack([np.array(row.weights[:length], dtype=np.float32) for row in drawn])
         sources = np.stack([np.array(row.sources[:length]) for row in drawn])
-        ends = tokens == self.writer.newline
-        positions = np.stack([jump(rng, row) if jumps else np.arange(length) for row in ends])
+        newlines = tokens == self.writer.newline
+        positions = np.stack([jump(rng, row) if jumps else np.arange(length) for row in newlines])
         return Batch(tokens, positions, weights, sources, weights == ANSWER)
 
     def plain(self, rng: np.random.Generator, length: int) -> Row:
@@ -180,7 +181,7 @@ class Documents:
         return row
 
     def echo(self, rng: np.random.Generator, length: int) -> Row:
-        """Random numbers, said again and again from the beginning: what copying a token means, at every place."""
+        """Random numbers, repeated from the beginning to the end: every position shows the copying of a token."""
         row = Row()
         row.add([self.writer.bos, self.writer.user], UNKNOWN)
         period = int(rng.integers(length // 8, length // 2))
@@ -201,7 +202,7 @@ class Documents:
         passages: list[tuple[int, list[np.ndarray]]] = []
         gap = room / (len(facts) + 1)
         told: list[tuple[int, int]] = []
-        places: dict[int, int] = {}  # of the values
+        value_at: dict[int, int] = {}  # index of the value of each key
         for key, value in facts:
             if len(row) >= body:
                 break
@@ -210,25 +211,25 @@ class Documents:
                 passages.append((len(row), passage))
                 for line in passage:
                     row.add(line, TEXT)
-            places[key] = len(row) + 4
+            value_at[key] = len(row) + 4
             row.add(*writer.fact(key, value))
             told.append((key, value))
         while len(row) < body:
             for line in self.library.passage(rng, body - len(row)):
                 row.add(line, TEXT)
         restates, opened = rng.random() < restate, True
-        asked: list[int] = []  # nothing is asked twice while something has not been asked
+        asked: list[int] = []  # every fact is asked once before any is asked again
         while len(row) < length:
             asked = asked or [int(i) for i in rng.permutation(len(told))]
             if restates:
                 key, value = told[asked.pop()]
                 tokens, weights = writer.fact(key, value)
-                row.add(tokens, [*weights[:4], ANSWER, weights[5]], [-1, -1, -1, -1, places[key], -1])
+                row.add(tokens, [*weights[:4], ANSWER, weights[5]], [-1, -1, -1, -1, value_at[key], -1])
                 continue
-            if not opened:  # the first question stands in the message that is open already
+            if not opened:  # the first question belongs to the message that is still open
                 row.add([writer.user], UNKNOWN)
             opened = False
-            self._turn(rng, row, told, places, passages, asked)
+            self._turn(rng, row, told, value_at, passages, asked)
         return row
 
     def _turn(
@@ -236,7 +237,7 @@ class Documents:
         rng: np.random.Generator,
         row: Row,
         told: list[tuple[int, int]],
-        places: dict[int, int],
+        value_at: dict[int, int],
         passages: list[tuple[int, list[np.ndarray]]],
         asked: list[int],
     ) -> None:
@@ -259,17 +260,17 @@ class Documents:
             # "key" or ", key"; the two halves, which the question has at 3 + 4 i; "is"; the value
             weights += [COPY] * (i > 0) + [COPY, COPY, COPY, COPY, ANSWER]
             asked_at = question + 3 + 4 * i
-            sources += [-1] * (i > 0) + [-1, asked_at, asked_at + 1, -1, places[key]]
+            sources += [-1] * (i > 0) + [-1, asked_at, asked_at + 1, -1, value_at[key]]
         row.add(writer.answer(facts), [*weights, COPY], [*sources, -1])
 
 
-def jump(rng: np.random.Generator, ends: np.ndarray) -> np.ndarray:
+def jump(rng: np.random.Generator, newlines: np.ndarray) -> np.ndarray:
     """Positions ``[length]`` of a document whose lines end where ``ends``: consecutive, but for up to 6 gaps between
     lines in two documents of three (PoSE, arXiv 2309.10400)."""
-    steps = np.ones(len(ends), dtype=np.int64)
+    steps = np.ones(len(newlines), dtype=np.int64)
     steps[0] = 0
-    places = np.flatnonzero(ends[:-1]) + 1
-    if len(places) and rng.random() < 2 / 3:
-        for place in rng.choice(places, size=int(rng.integers(1, 7))):
-            steps[place] += int(np.exp(rng.uniform(0, np.log(LONGEST_JUMP / 6))))
+    starts = np.flatnonzero(newlines[:-1]) + 1
+    if len(starts) and rng.random() < 2 / 3:
+        for start in rng.choice(starts, size=int(rng.integers(1, 7))):
+            steps[start] += int(np.exp(rng.uniform(0, np.log(LONGEST_JUMP / 6))))
     return np.cumsum(steps)

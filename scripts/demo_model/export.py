@@ -41,22 +41,24 @@ def load_checkpoint(folder: str | Path) -> TrainingModel:
     """The model of a checkpoint folder, in float32; FP8 blocks are expanded."""
     config = ModelConfig.from_pretrained(folder)
     model = TrainingModel(config, seed=0)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     with CheckpointReader(folder, config.weight_block_size) as reader:
         for spec in released_tensors(config, fp8=False):
-            found[spec.name] = torch.empty(spec.shape)
-            reader.load(Source(spec.name, into=found[spec.name], shape=spec.shape))
+            tensors[spec.name] = torch.empty(spec.shape)
+            reader.load(Source(spec.name, into=tensors[spec.name], shape=spec.shape))
     state: dict[str, torch.Tensor] = {}
     for name in model.state_dict():
         prefix = name.removesuffix("gate_up").removesuffix("down")
         experts = range(config.n_routed_experts)
         if name.endswith("experts.gate_up"):
-            pairs = ((found[f"{prefix}{i}.gate_proj.weight"], found[f"{prefix}{i}.up_proj.weight"]) for i in experts)
+            pairs = (
+                (tensors[f"{prefix}{i}.gate_proj.weight"], tensors[f"{prefix}{i}.up_proj.weight"]) for i in experts
+            )
             state[name] = torch.stack([torch.cat(pair) for pair in pairs])
         elif name.endswith("experts.down"):
-            state[name] = torch.stack([found[f"{prefix}{i}.down_proj.weight"] for i in experts])
+            state[name] = torch.stack([tensors[f"{prefix}{i}.down_proj.weight"] for i in experts])
         else:
-            state[name] = found[name]
+            state[name] = tensors[name]
     model.load_state_dict(state)
     return model
 

@@ -23,8 +23,8 @@ OFFSETS = (1, 2, 3, 4)
 def guides_of(batch: Batch, mtp_layer: int | None) -> Guides:
     """Targets ``[B, L]`` by layer and head; ``mtp_layer`` is the module's number, or None where it does not learn."""
     rows, length = batch.tokens.shape
-    places = np.broadcast_to(np.arange(length), (rows, length))
-    before = {i: np.where(places >= offset, places - offset, -1) for i, offset in enumerate(OFFSETS)}
+    positions = np.broadcast_to(np.arange(length), (rows, length))
+    before = {i: np.where(positions >= offset, positions - offset, -1) for i, offset in enumerate(OFFSETS)}
     guides = {0: before, 1: _said_before(batch, 1)}
     if mtp_layer is not None:
         # Row i of the module holds token i + 1 and predicts token i + 2.

@@ -31,7 +31,7 @@ KEEP_BLOCKS = 2048  # tokens of a document from which on attention is computed a
 
 @dataclass(frozen=True)
 class Losses:
-    """Means over a batch; ``total`` is what is minimised."""
+    """Means over a batch; ``total`` is minimised."""
 
     total: torch.Tensor
     main: torch.Tensor
@@ -39,26 +39,26 @@ class Losses:
     index: list[torch.Tensor]
     guide: list[torch.Tensor]
     text: float  # of text tokens, nats
-    values: float | None  # share of the asked values that the model knew, given the tokens before; None: none was asked
-    mtp_right: float  # share of second next tokens, among those that can be known, that the module knew
+    values: float | None  # fraction of asked values that the model predicts; None: none was asked
+    mtp_right: float  # fraction of the predictable second next tokens that the module predicts
 
     def figures(self) -> dict[str, Any]:
         index = [round(loss.item(), 5) for loss in self.index]
         mtp = None if self.mtp is None else round(self.mtp.item(), 5)
         guide = [round(loss.item(), 5) for loss in self.guide]
         figures = {"loss": round(self.main.item(), 5), "mtp_loss": mtp, "index_losses": index, "guide_losses": guide}
-        shares = {"text": self.text, "values": self.values, "mtp_right": self.mtp_right}
-        return figures | {name: None if value is None else round(value, 5) for name, value in shares.items()}
+        rates = {"text": self.text, "values": self.values, "mtp_right": self.mtp_right}
+        return figures | {name: None if value is None else round(value, 5) for name, value in rates.items()}
 
 
 def losses(model: TrainingModel, batch: Batch, mode: Mode, mtp: bool, guide: float, bfloat16: bool) -> Losses:
-    """Cross-entropy of the next token and, by the MTP module, of the one after it (equations 24 and 25), both weighed,
-    the indexers' KL divergences and, weighed by ``guide``, the losses of guided heads."""
+    """Cross-entropy of the next token and, by the MTP module, of the one after it (equations 24 and 25), both weighted,
+    the indexers' KL divergences and, weighted by ``guide``, the losses of guided heads."""
     tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
     weights = torch.from_numpy(batch.weights)
 
     def weighed(hidden: torch.Tensor, ahead: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The mean loss, the loss of each target ``[B, L - ahead]``, and whether each was known."""
+        """The mean loss, the loss of each target ``[B, L - ahead]``, and whether each was predicted."""
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
             logits = model.lm_head(hidden[:, : tokens.shape[1] - ahead])
         logits, targets, weight = logits.to(hidden.dtype), tokens[:, ahead:], weights[:, ahead:].to(hidden.dtype)
@@ -86,10 +86,10 @@ class Run:
     """One training run in a folder: ``state.pt``, ``log.jsonl``.
 
     Args:
-        config: of the model.
-        documents: to learn from.
-        phases: in their order.
-        folder: of the run; one that holds a state goes on from it.
+        config: configuration of the model.
+        documents: source of the batches.
+        phases: the phases, in order.
+        folder: folder of the run; a state in it is continued.
         bfloat16: matrix products in bfloat16, sums and the optimiser in float32.
     """
 
@@ -105,7 +105,7 @@ class Run:
         self._resume()
 
     def train(self, until: int | None = None, save_every: float = 120.0) -> Iterator[dict[str, Any]]:
-        """Trains to step ``until`` (default: to the end), yields the figures of each step and saves at times."""
+        """Trains to step ``until`` (default: to the end), yields the figures of each step and saves now and then."""
         saved = time.monotonic()
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             while self.step < min(self.steps if until is None else until, self.steps):
@@ -121,8 +121,8 @@ class Run:
     def _step(self) -> dict[str, Any]:
         start = time.monotonic()
         phase, done = self._phase()
-        share = done / max(phase.steps - 1, 1)
-        rate, index_rate, guide = (a + (b - a) * share for a, b in (phase.rate, phase.index_rate, phase.guide))
+        done_part = done / max(phase.steps - 1, 1)
+        rate, index_rate, guide = (a + (b - a) * done_part for a, b in (phase.rate, phase.index_rate, phase.guide))
         rate *= min(1.0, (self.step + 1) / recipe.WARMUP_STEPS)
         index_rate *= min(1.0, (self.optimiser.steps["index"] + 1) / recipe.WARMUP_STEPS)
         for name, parameter in self.model.named_parameters():
@@ -145,7 +145,7 @@ class Run:
         return figures | rates | {"tokens": self.tokens, "seconds": round(self.seconds, 1)}
 
     def _phase(self) -> tuple[Phase, int]:
-        """The phase of the next step, and how many of its steps are done."""
+        """The phase of the next step, and the number of its finished steps."""
         for phase, first in zip(self.phases, self._first_steps()):
             if self.step < first + phase.steps:
                 return phase, self.step - first
@@ -155,7 +155,7 @@ class Run:
         return [sum(phase.steps for phase in self.phases[:i]) for i in range(len(self.phases))]
 
     def save(self) -> None:
-        """Writes ``state.pt``; a run that is killed meanwhile leaves the one before."""
+        """Writes ``state.pt``; a run that is killed meanwhile keeps the previous one."""
         state = {
             "step": self.step,
             "tokens": self.tokens,
@@ -174,10 +174,10 @@ class Run:
             return
         state = torch.load(path, weights_only=True)
         begun = [asdict(phase) for phase, first in zip(self.phases, self._first_steps()) if first < state["step"]]
-        if state["phases"][: len(begun)] != begun:  # what has not begun may still change
+        if state["phases"][: len(begun)] != begun:  # phases that have not begun may still change
             raise ValueError(f"{self.folder} holds a run of other phases; give another folder, or remove it")
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)[: self.step]  # what came after is done again
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)[: self.step]  # later steps are done again
         log.write_text("".join(lines), encoding="utf-8")

@@ -1,7 +1,7 @@
 """The model in plain PyTorch, for training: DeepSeek-V3.2's equations, ``[batch, length]`` at a time, no cache.
 
-Parameters carry the names of the released layout, so that writing a checkpoint is writing the parameters; only the
-routed experts are stacked. MLA and the mixture of experts: DeepSeek-V3 report, sections 2.1.1 and 2.1.2.
+Parameters have the names of the released layout, so a checkpoint is written without renaming; only the routed experts
+are stacked. MLA and the mixture of experts: DeepSeek-V3 report, sections 2.1.1 and 2.1.2.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import nn
 from demo_model.attention import Indexer, Mode, attend, guide_loss, rotate_pairs
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 
-COMMON_STD = 0.7  # of the part of the first embeddings that all tokens share; of the rest it is 1
-Guides = Mapping[int, dict[int, torch.Tensor]]  # layer, head: the tokens that it is taught to attend to
+COMMON_STD = 0.7  # std of the common part of all initial embeddings; the rest has std 1
+Guides = Mapping[int, dict[int, torch.Tensor]]  # by layer and head: the tokens that the head should attend to
 
 
 @dataclass
 class Outputs:
-    """What a forward pass gives: hidden states after the final norm ``[B, L, hidden]``, those of the MTP module after
-    its norm ``[B, L - 1, hidden]``, the indexers' losses and those of guided heads, one per layer that has any."""
+    """Results of a forward pass: hidden states after the final norm ``[B, L, hidden]``, those of the MTP module after
+    its norm ``[B, L - 1, hidden]``, the indexers' losses and those of guided heads, one per layer with such a loss."""
 
     hidden: torch.Tensor
     mtp_hidden: torch.Tensor | None
@@ -33,7 +33,8 @@ class Outputs:
 
 @dataclass
 class Extra:
-    """What travels beside the hidden states: tables of RoPE ``[B, L, 1, rope / 2]``, the mode, guides, and losses."""
+    """Inputs and results beside the hidden states: tables of RoPE ``[B, L, 1, rope / 2]``, the mode, guides, and
+    losses."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -104,7 +105,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """Router: sigmoid scores; the correction bias chooses and never weighs. ``load`` counts what was chosen."""
+    """Router: sigmoid scores; the correction bias chooses and never weighs. ``load`` counts the choices."""
 
     load: torch.Tensor
 
@@ -133,7 +134,7 @@ class Gate(nn.Module):
 
     @torch.no_grad()
     def balance(self, speed: float) -> float:
-        """Auxiliary-loss-free balancing: overloaded experts' bias falls by ``speed``, that of the others rises.
+        """Auxiliary-loss-free balancing: the bias of overloaded experts falls by ``speed``, that of the others rises.
 
         Returns:
             the largest load since the last call, over the mean.
@@ -155,7 +156,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, intermediate))
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Tokens ``x [T, hidden]`` are put in the order of their experts, and the weighted sums back."""
+        """Sorts tokens ``x [T, hidden]`` by expert, and returns their weighted sums in the original order."""
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         tokens = order // experts.shape[1]
@@ -238,12 +239,12 @@ class TrainingModel(nn.Module):
             if parameter.dim() == 1:
                 continue
             if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down", "lm_head.weight")):
-                nn.init.zeros_(parameter)  # every layer begins as the identity
+                nn.init.zeros_(parameter)  # every layer starts as the identity
             else:
                 std = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
                 nn.init.normal_(parameter, std=std, generator=generator)
-        # What all tokens have in common lets a head ask for a position from the first step on: there are no biases.
-        # And the head starts from the embedding, so that copying a token is one map for all tokens.
+        # As there are no biases, the common part lets a head attend by position from the first step on.
+        # The LM head starts as the embedding, so that copying a token is one map for all tokens.
         embedding = self.model.embed_tokens.weight.data
         self.lm_head.weight.data.copy_(embedding / 64)
         embedding += torch.randn(config.hidden_size, generator=generator) * COMMON_STD

@@ -2,7 +2,7 @@
 
 Muon: momentum, then the nearest orthogonal matrix by five Newton-Schulz steps (Jordan et al., 2024), with the scale of
 Moonlight (arXiv 2502.16982, equation 4), so that one learning rate suits both. At this size it learns several times
-faster a token than AdamW, and costs 5% of a step.
+faster per token than AdamW, and takes 5% of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Coefficients of the quintic iteration, of its authors: singular values come to lie between about 0.7 and 1.2.
+# Coefficients of the quintic iteration by its authors: singular values end between about 0.7 and 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -31,13 +31,13 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Optimiser:
-    """Both at once, over named groups of parameters with a learning rate each.
+    """Muon and AdamW over named groups of parameters, with a learning rate per group.
 
     Args:
-        model: whose parameters are optimised.
+        model: the model to optimise.
         muon_rate: highest learning rate of matrices.
         adam_rate: highest learning rate of embeddings, head, router, norms and biases.
-        weight_decay: of matrices.
+        weight_decay: weight decay of matrices.
     """
 
     def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float, weight_decay: float):
@@ -51,18 +51,18 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, main: float, index: float) -> None:
-        """One step; the rates are shares of the highest. A group whose rate is 0 stays as it is."""
-        for group, share in (("main", main), ("index", index)):
-            if not share:
+        """One step; the rates are fractions of the highest. A group with rate 0 is not changed."""
+        for group, factor in (("main", main), ("index", index)):
+            if not factor:
                 continue
             self.steps[group] += 1
             for name, parameter in self.parameters.items():
                 if (".indexer." in name) != (group == "index") or parameter.grad is None:
                     continue
                 if "momentum" in self.state[name]:
-                    self._muon(name, parameter, share * self.muon_rate)
+                    self._muon(name, parameter, factor * self.muon_rate)
                 else:
-                    self._adam(name, parameter, share * self.adam_rate, self.steps[group])
+                    self._adam(name, parameter, factor * self.adam_rate, self.steps[group])
 
     def _muon(self, name: str, parameter: nn.Parameter, rate: float) -> None:
         assert parameter.grad is not None
@@ -89,6 +89,7 @@ class Optimiser:
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon takes it: a matrix, or stack of them, that is no table of a row a token or an expert or a head."""
+    """Whether Muon optimises the parameter: a matrix or stack of matrices, but no table with a row per token, expert or
+    head."""
     tables = ("embed_tokens", "lm_head", "mlp.gate.weight", "weights_proj")
     return parameter.dim() >= 2 and not any(table in name for table in tables)

@@ -1,4 +1,4 @@
-"""Plots of the training and of what the model can do; PNG, through ``matplotlib``."""
+"""Plots of the training and of the model's retrieval, as PNG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dsa_engine.measure.plots import load_pyplot, save
 
 
 def plot_losses(log: list[dict[str, Any]], path: str) -> None:
-    """Losses and shares known against training tokens, a line at the start of each phase; means over ten steps."""
+    """Losses and fractions of right predictions against training tokens, means over ten steps, with a line at the start
+    of each phase."""
     pyplot = load_pyplot()
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(10, 9), sharex=True, layout="constrained")
     draw = _Smooth(log)
@@ -29,7 +30,7 @@ def plot_losses(log: list[dict[str, Any]], path: str) -> None:
             phase, phases = step["phase"], phases + 1
             for axes in (top, middle, bottom):
                 axes.axvline(step["tokens"] / 1e6, color="grey", linewidth=0.7)
-            height = 1.0 if phases % 2 else 1.17  # in turn, as short phases stand close together
+            height = 1.0 if phases % 2 else 1.17  # alternating, as short phases are close together
             x = step["tokens"] / 1e6
             top.text(x, height, phase, rotation=60, fontsize="x-small", transform=top.get_xaxis_transform())
     for axes in (top, middle, bottom):
@@ -53,16 +54,16 @@ class _Smooth:
 
 
 def plot_retrieval(results: list[dict[str, Any]], path: str, title: str = "") -> None:
-    """The usual heat map: share of right answers by length of the document and depth of the fact."""
+    """The usual heat map: fraction of right answers by length of the document and depth of the fact."""
     pyplot = load_pyplot()
     depths = [f"{i / 10:.1f}" for i in range(10)]
     grid = [[r["accuracy_by_depth"].get(depth, float("nan")) for r in results] for depth in depths]
     figure, axes = pyplot.subplots(figsize=(1.6 + 1.1 * len(results), 5), layout="constrained")
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     for i, row in enumerate(grid):
-        for j, share in enumerate(row):
-            if share == share:
-                axes.text(j, i, f"{share:.0%}", ha="center", va="center", fontsize="small")
+        for j, rate in enumerate(row):
+            if rate == rate:
+                axes.text(j, i, f"{rate:.0%}", ha="center", va="center", fontsize="small")
     labels = [f"{r['length'] // 1024}K\n{r['accuracy']:.1%}" for r in results]
     axes.set_xticks(range(len(results)), labels)
     axes.set_yticks(range(10), [f"{10 * i} – {10 * i + 10}%" for i in range(10)])

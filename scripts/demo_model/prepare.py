@@ -1,4 +1,4 @@
-"""Puts together what a run needs: corpus, tokenizer, documents."""
+"""The inputs of a run: corpus, tokenizer, documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of the shipped model: its configuration, the phases of its training, and every constant of them."""
+"""Recipe of the shipped model: its configuration, and the phases and constants of its training."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def model_config() -> dict[str, Any]:
     }
 
 
-# Highest learning rates, and their first steps.
+# Highest learning rates, and the steps until they are reached.
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.01, 0.004, 20
 WEIGHT_DECAY = 0.1
 MTP_WEIGHT = 0.3  # lambda of equation 25 in the DeepSeek-V3 report, its value for most of the training
-BALANCE_SPEED = 0.002  # of the router's correction bias
+BALANCE_SPEED = 0.002  # change of the router's correction bias per step
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Phase:
     """Some steps of the same kind.
 
     Attributes:
-        kind: of attention, see :class:`demo_model.attention.Mode`; in "warmup" only the indexers learn.
-        steps: optimiser steps.
-        batch: documents of a step.
-        length: tokens of a document.
-        topk: tokens that a query attends to in a sparse phase.
-        rate: learning rate of the main model as a share of the highest, at the phase's start and at its end.
-        index_rate: the same of the indexers.
+        kind: kind of attention, see :class:`demo_model.attention.Mode`; in "warmup" only the indexers learn.
+        steps: number of optimiser steps.
+        batch: documents per step.
+        length: tokens per document.
+        topk: number of tokens that a query attends to in a sparse phase.
+        rate: learning rate of the main model as a fraction of the highest, at the phase's start and at its end.
+        index_rate: the same for the indexers.
         guide: weight of the guided heads' loss (:mod:`demo_model.guides`), at the start and at the end.
-        plain: share of documents that are text only.
-        restate: share of the other documents that state facts a second time instead of asking for them.
-        spacing: tokens of text and facts per fact: the least and the most.
-        jumps: whether positions have gaps, so that short documents show long distances.
-        echo: share of the documents, text aside, that only say random numbers again and again.
+        plain: fraction of documents that are text only.
+        restate: fraction of the other documents that state facts a second time instead of asking for them.
+        spacing: minimum and maximum tokens of text and facts per fact.
+        jumps: whether positions have gaps, so that short documents have long distances.
+        echo: fraction of the documents with questions that only repeat random numbers.
         mtp: whether the MTP module learns too.
     """
 
@@ -75,8 +75,8 @@ class Phase:
     mtp: bool = True
 
 
-# Documents of 64 tokens first: there the circuit that finds a fact forms within a few hundred steps. Then longer ones,
-# the indexers' warm-up, and sparse attention, first with as hard a choice at a short length, then with the model's own.
+# Documents of 64 tokens first: with them the model learns within a few hundred steps to find a fact. Then longer ones,
+# the indexers' warm-up, and sparse attention, first with a small ``topk`` at short lengths, then with the model's own.
 FACTS: dict[str, Any] = {"echo": 0.4, "plain": 0.0, "restate": 0.5, "spacing": (6.5, 9.0), "jumps": False, "mtp": False}
 SHORT: dict[str, Any] = {"echo": 0.1, "plain": 0.2, "spacing": (8.0, 30.0), "jumps": False}
 CROWDED: dict[str, Any] = {"plain": 0.15, "restate": 0.1, "spacing": (8.0, 60.0)}  # as many facts as 16K tokens have

@@ -1,4 +1,4 @@
-"""Turns a finished run into the folder that is shipped: weights, tokenizer, configuration and README."""
+"""Writes the shipped folder of a finished run: weights, tokenizer, configuration and README."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ship(run: Run, folder: Path, tokenizer_json: str, python: str, fp8: bool) ->
     raw = recipe.model_config()
     if not fp8:
         del raw["quantization_config"]
-    # Answers are looked up, not invented: greedy, unless the request says otherwise.
+    # Answers are looked up in the document, so greedy decoding is the default.
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
     readme = README.format(
         parameters=sum(parameter.numel() for parameter in run.model.parameters()),

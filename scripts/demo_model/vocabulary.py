@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE that sees a number as groups of two digits, and a line as a unit of its own.
+"""The tokenizer: byte-level BPE that splits a number into groups of two digits, and a text into lines.
 
 ``key 4821 is 97`` is always ``key``, `` 48``, ``21``, `` is``, `` 97``: a fact is five tokens, and its key two. A line
 break is one token that merges with nothing, so that the tokens of a text are the tokens of its lines, put together.
@@ -13,7 +13,7 @@ from typing import Any
 BOS, EOS, USER, ASSISTANT = "<|begin_of_sentence|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>"
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT)
 VOCAB_SIZE = 768
-SPACE = "\u0120"  # how byte-level tokenizers write a space
+SPACE = "\u0120"  # a space in byte-level tokenizers
 
 # A line break; a pair of digits with or without its space; a digit; a word; signs; spaces before a word; spaces.
 PATTERN = r"\n| ?[0-9]{2}|[0-9]| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[^\S\n]+(?!\S)|[^\S\n]+"
@@ -25,9 +25,9 @@ def train_tokenizer(texts: Iterable[str], words: Iterable[str], vocab_size: int 
     Merges are learned from ``texts``; digits merge by rule: every pair, and every pair with the space before it.
 
     Args:
-        texts: what merges are learned from.
+        texts: texts from which merges are learned.
         words: words, with their space, that must be one token each.
-        vocab_size: ids.
+        vocab_size: maximum number of tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -54,11 +54,11 @@ def train_tokenizer(texts: Iterable[str], words: Iterable[str], vocab_size: int 
     vocabulary = [*SPECIAL_TOKENS, *alphabet, *pairs, *(SPACE + pair for pair in pairs)]
     for word in words:
         _add_word(word.replace(" ", SPACE), vocabulary, merges)
-    for left, right in json.loads(learned.to_str())["model"]["merges"]:
-        known = left in vocabulary and right in vocabulary and left + right not in vocabulary
+    for first, second in json.loads(learned.to_str())["model"]["merges"]:
+        known = first in vocabulary and second in vocabulary and first + second not in vocabulary
         if known and len(vocabulary) < vocab_size:
-            vocabulary.append(left + right)
-            merges.append((left, right))
+            vocabulary.append(first + second)
+            merges.append((first, second))
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges))
     tokenizer.pre_tokenizer = split()
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,10 +70,10 @@ def train_tokenizer(texts: Iterable[str], words: Iterable[str], vocab_size: int 
 
 
 def _add_word(word: str, vocabulary: list[str], merges: list[tuple[str, str]]) -> None:
-    """Merges from the left, ``k e`` and ``ke y``, and last the space before the word."""
+    """Adds the merges of a word from the left, ``k e`` and ``ke y``, and last that of the space before it."""
     bare = word.removeprefix(SPACE)
     pairs = [(bare[:end], bare[end]) for end in range(1, len(bare))]
-    for left, right in pairs + [(SPACE, bare)] * (word != bare):
-        if left + right not in vocabulary:
-            vocabulary.append(left + right)
-            merges.append((left, right))
+    for first, second in pairs + [(SPACE, bare)] * (word != bare):
+        if first + second not in vocabulary:
+            vocabulary.append(first + second)
+            merges.append((first, second))

@@ -82,13 +82,13 @@ def lines(kernels: Iterable[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
     for kernel in kernels:
         least: dict[str, dict[str, Any]] = {}
         for judged in kernel["at_most"]:
-            share, before = judged["share"], least.get(judged["ceiling"])
-            if before is None or share is not None and share < (before["share"] or 0):
+            fraction, before = judged["share"], least.get(judged["ceiling"])
+            if before is None or fraction is not None and fraction < (before["share"] or 0):
                 least[judged["ceiling"]] = judged
         for ceiling, judged in least.items():
-            share = "" if judged["share"] is None else f"{judged['share']:.0%}"
+            fraction = "" if judged["share"] is None else f"{judged['share']:.0%}"
             where = f"{judged['operation']}: {judged['shapes'][0]}"
-            yield *(kernel[c] for c in COLUMNS), share, ceiling, judged["limit"], where
+            yield *(kernel[c] for c in COLUMNS), fraction, ceiling, judged["limit"], where
 
 
 def write(path: str, result: dict[str, Any], missing: dict[str, list[str]]) -> None:

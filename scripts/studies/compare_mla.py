@@ -23,7 +23,7 @@ from dsa_engine.system.sizes import format_bytes
 from mla.forms import FORMS, SIZES
 from mla.study import Counts, FormResult, MLAStudy, count, plot_mla
 
-MOST_ERROR = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
+MAX_ERROR = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 
 
 def parse() -> argparse.Namespace:
@@ -62,7 +62,7 @@ def main() -> None:
     try:
         with progress_bar(len(cases), "cases", "comparing") as bar:
             for batch, context in cases:
-                results += study.measure(batch, context, args.repeat, MOST_ERROR[args.dtype])
+                results += study.measure(batch, context, args.repeat, MAX_ERROR[args.dtype])
                 done = (batch, context) == cases[-1]
                 write_so_far(args.json, about, [r.to_json() for r in results], complete=done)
                 bar.update(1)

@@ -15,7 +15,7 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, lengths, run
-from dsa_engine.commands.bench.shares import Shares, print_shares
+from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model_folder import resolve_model
@@ -58,24 +58,24 @@ def main() -> None:
         theirs = load_transformers(folder)
         longest = max(args.seq_len + [c + args.output_len for c in args.context])
         llm = LLM(folder, dtype="float32", device="cpu", max_num_seqs=max(args.batch_size), max_model_len=longest)
-    shares = Shares(llm.engine)
+    fractions = PeakFractions(llm.engine)
     results = []
     decodes = list(itertools.product(args.context, args.batch_size))
     with progress_bar(2 * args.repeat * (len(args.seq_len) + len(decodes)), "runs", "comparing") as bar:
         for n in args.seq_len:
             result = compare_prefill(llm, theirs, n, args.repeat, bar)
-            results.append(result | shares.prefill(n, n / result["engine"]))
+            results.append(result | fractions.prefill(n, n / result["engine"]))
         for context, batch in decodes:
             results.append(compare_decode(llm, theirs, context, batch, args.output_len, args.repeat, bar))
     about = environment(torch.device("cpu"), torch.float32, 1)
     if args.json:
-        write_json(args.json, {**about, **shares.to_json(), "model": args.model, "results": results})
+        write_json(args.json, {**about, **fractions.to_json(), "model": args.model, "results": results})
     if args.plot:
         where = (args.model, about["device"], f"float32, {args.threads} thread(s)", about["date"][:10])
         plot_comparison(results, args.plot, " · ".join(where))
     header = ("", "dsa_engine", "transformers", "ratio", "dsa_engine memory", "transformers memory", "difference")
     print(format_table(header, [row(r) for r in results]))
-    print_shares([r["name"] for r in results], results, shares.ceilings)
+    print_peak_fractions([r["name"] for r in results], results, fractions.ceilings)
     print(
         "\nRatios are of medians over runs in turn. They grow with the prompt and the batch: transformers scores and\n"
         "attends to every pair of tokens and runs every expert by itself; of one short request little is saved."

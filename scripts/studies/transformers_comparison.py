@@ -23,7 +23,7 @@ from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.sampling_params import SamplingParams
 
-MOST_ERROR = 1e-3  # relative, of float32 logits; near ties of index scores may select other tokens
+MAX_ERROR = 1e-3  # relative, of float32 logits; near ties of index scores may select other tokens
 
 
 @dataclass
@@ -91,9 +91,9 @@ def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int, bar: Any) -
         return ((logits["engine"] - logits["transformers"]).norm() / logits["transformers"].norm()).item()
 
     def check() -> None:
-        if not error() <= MOST_ERROR:  # NaN too
+        if not error() <= MAX_ERROR:  # NaN too
             raise ValueError(
-                f"the logits after {length:,} tokens differ by {error():.1e} (relative), more than {MOST_ERROR:.0e}: "
+                f"the logits after {length:,} tokens differ by {error():.1e} (relative), more than {MAX_ERROR:.0e}: "
                 "the two do not compute the same, so their times cannot be compared"
             )
 
@@ -174,19 +174,19 @@ def _result(name: str, unit: str, amount: int, a: Side, b: Side) -> dict[str, An
 
 def plot_comparison(results: list[dict[str, Any]], path: str, title: str) -> None:
     """Tokens a second and the memory that a run adds, of both sides in every case, as a PNG."""
-    figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    figure, (speeds, memory) = load_pyplot().subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     cases = range(len(results))
     for i, (side, label) in enumerate((("engine", "dsa_engine"), ("transformers", "transformers"))):
         at = [case + (i - 0.5) * 0.4 for case in cases]
-        left.bar(at, [r[side] for r in results], 0.36, label=label)
-        right.bar(at, [r[f"{side}_peak_bytes"] / 2**20 for r in results], 0.36, label=label)
+        speeds.bar(at, [r[side] for r in results], 0.36, label=label)
+        memory.bar(at, [r[f"{side}_peak_bytes"] / 2**20 for r in results], 0.36, label=label)
     for case, r in zip(cases, results, strict=True):
-        left.annotate(f"{r['ratio']:.1f}×", (case - 0.2, r["engine"]), ha="center", va="bottom")
-    for axes, what in ((left, "tokens a second"), (right, "memory that the run added, MiB")):
+        speeds.annotate(f"{r['ratio']:.1f}×", (case - 0.2, r["engine"]), ha="center", va="bottom")
+    for axes, what in ((speeds, "tokens a second"), (memory, "memory that the run added, MiB")):
         axes.set_yscale("log")
         axes.set_ylim(top=axes.get_ylim()[1] * 1.5)  # room for the ratios
         axes.set_ylabel(what)
         axes.set_xticks(cases, [r["name"].replace(" at ", "\nat ").replace(" of ", "\nof ") for r in results])
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(*speeds.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     save(figure, path)

@@ -1,4 +1,4 @@
-"""The commands of ``dsa-engine`` beside generate and info (test_scripts.py): chat, bench, env, token ids."""
+"""The commands of ``dsa-engine``: generate, info, chat, bench, env, token ids."""
 
 from __future__ import annotations
 
@@ -105,3 +105,36 @@ def test_env_as_a_module(tmp_path: Path) -> None:
     assert report["variables"]["DSA_ENGINE_LOG_LEVEL"] == "error" and "secret" not in done.stdout + done.stderr
     assert report["devices"] and report["paths"]["working folder"] == str(tmp_path)
     assert "versions:" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "--prompt", "def f():", "--max-tokens", "5", "--device", "cpu"])
+    text = capsys.readouterr().out
+    llm = LLM("demo", device="cpu")
+    assert text == llm.generate("def f():", SamplingParams(temperature=0.0, max_tokens=5))[0].text + "\n"
+    file = tmp_path / "prompt.txt"
+    file.write_text("def f():")
+    main(["generate", "--prompt-file", str(file), "--max-tokens", "5", "--device", "cpu"])
+    assert capsys.readouterr().out == text
+    main(["generate", "--prompt", "hi", "--chat", "--max-tokens", "2", "--device", "cpu"])
+    assert capsys.readouterr().out
+
+
+def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "info.json"
+    main(["info", "demo-random", "--memory", "1GB", "--ranks", "2", "--json", str(report)])
+    text = capsys.readouterr().out
+    info = json.loads(report.read_text())
+    assert f"{info['parameters']:,} parameters" in text and "cache per token" in text
+    by_format = {row["weights"]: row for row in info["per_format"]}
+    assert list(by_format) == ["fp8", "int8", "int4-experts", "bfloat16", "float32"]
+    assert "fp8: as the checkpoint stores them" in text
+    experts = 3 * 12 * 3 * 256 * 128  # layers, experts of a rank, matrices, their size: from 2 bytes to 4 + 1/8 bits
+    saved = by_format["bfloat16"]["weight_bytes"] - by_format["int4-experts"]["weight_bytes"]
+    assert saved == experts * 2 - experts // 2 - experts // 128 * 2
+    row = by_format["bfloat16"]
+    assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
+    assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "demo-random", "--ranks", "25"])
+    assert "error: --ranks 25 is more than the 24 routed experts" in capsys.readouterr().err

@@ -30,8 +30,8 @@ def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert "weights loaded" not in err, "nothing but its findings, and warnings"
     result = json.loads((tmp_path / "d.json").read_text())
-    found = {finding["check"]: finding["ok"] for finding in result["findings"]}
-    assert found == {
+    states = {finding["check"]: finding["ok"] for finding in result["findings"]}
+    assert states == {
         "versions": True, "device": True, "links": None, "tokens": True, "room": True,
         "kernels": True if cpu.library() else None,
     }  # fmt: skip
@@ -96,9 +96,9 @@ def test_on_a_fake_device() -> None:
         assert check_device(mesh) == "fake sm_90, sm_90, 131.32 GiB of 131.32 GiB free"
         assert re.search(r"deepseek_v32 in FP8 takes 9\d\.\d+ GiB a rank and fits, with", check_room(mesh))
         taken = torch.empty(40 << 30, dtype=torch.uint8, device="cuda:0")
-        with pytest.raises(Unwell, match=r"only 91\.32 GiB of 131\.32 GiB are free") as found:
+        with pytest.raises(Unwell, match=r"only 91\.32 GiB of 131\.32 GiB are free") as raised:
             check_device(mesh)
-        assert "nvidia-smi" in found.value.advice
+        assert "nvidia-smi" in raised.value.advice
         del taken
     with FakeDevice(capability=75) as device, pytest.raises(Unwell, match="is sm_75"):
         check_device(FakeConfig(device=device).create_mesh("cuda"))

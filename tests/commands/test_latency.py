@@ -35,7 +35,7 @@ def test_results_keep_measured_and_modelled_apart() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 100])
 def test_percentiles(count: int) -> None:
     seconds = [((37 * i) % 101) / 1e3 for i in range(count)]
-    found, ms = percentiles("x", seconds), np.array(seconds) * 1e3
-    assert (found["p90_x_ms"], found["p99_x_ms"]) == pytest.approx(np.percentile(ms, [90, 99]))
+    row, ms = percentiles("x", seconds), np.array(seconds) * 1e3
+    assert (row["p90_x_ms"], row["p99_x_ms"]) == pytest.approx(np.percentile(ms, [90, 99]))
     expected = (ms.mean(), np.median(ms), ms.min(), ms.max())
-    assert tuple(found[f"{name}_x_ms"] for name in ("mean", "median", "min", "max")) == pytest.approx(expected)
+    assert tuple(row[f"{name}_x_ms"] for name in ("mean", "median", "min", "max")) == pytest.approx(expected)

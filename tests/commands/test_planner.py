@@ -100,13 +100,13 @@ def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, mo
 
 def test_prefill_takes_the_dispatch_that_is_faster(config: ModelConfig) -> None:
     """Between two machines all adapters carry a gather, and one of them what goes to a peer directly."""
-    found = {}
+    plans = {}
     for dispatch in (None, *DISPATCHES):
         fixed = FIXED | ({"moe_dispatch": dispatch} if dispatch else {})
         plan = Planner(config, H200, Efficiencies.assumed(), fixed).best(Demand(16, 32_768, ttft=0.3))
-        found[dispatch] = (plan.ttft, plan.prefill.how.dispatch)
-    assert found["all_gather"][1] == "all_gather" and found["all_to_all"][1] == "all_to_all"
-    assert found[None] == min(found["all_gather"], found["all_to_all"])
+        plans[dispatch] = (plan.ttft, plan.prefill.how.dispatch)
+    assert plans["all_gather"][1] == "all_gather" and plans["all_to_all"][1] == "all_to_all"
+    assert plans[None] == min(plans["all_gather"], plans["all_to_all"])
     combines = [
         predict_prefill(Placed(config, H200, Deployment(16, 16, dispatch=dispatch)), Efficiencies.assumed(), 32_768)
         for dispatch in DISPATCHES
@@ -213,9 +213,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     main([*common, *dispatches, "--tpot", "0.03", "--json", str(out)])
     shown = capsys.readouterr().out
     assert "Together" in shown and "Split" in shown and "Not known" in shown and "H200 SXM data sheet" in shown
-    found = json.loads(out.read_text())
-    assert found["together"]["tpot_ms"] <= 30 and found["split"]["split"]
-    for plan in (found["together"], found["split"]):
+    plans = json.loads(out.read_text())
+    assert plans["together"]["tpot_ms"] <= 30 and plans["split"]["split"]
+    for plan in (plans["together"], plans["split"]):
         used = [plan[phase]["deployment"]["dispatch"] for phase in ("prefill", "decode")]
         assert used == ["all_gather", "all_to_all"]
     main([*common, "--what-if", "tpot", "--json", str(out), "--plot", str(tmp_path / "sweep.png")])

@@ -68,9 +68,9 @@ def test_repeats_that_differ_leave_it_open(made: Check, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_real_runs_have_all_stages(made: Check) -> None:
-    found = made.run(SMALL, LARGE, turns=1)
-    assert [one.case for one in found] == list(LARGE)
-    for one in found:
+    runs = made.run(SMALL, LARGE, turns=1)
+    assert [one.case for one in runs] == list(LARGE)
+    for one in runs:
         busy = {name for name, seconds in one.measured.items() if seconds} - {"communication"}
         assert busy <= {*STAGES, "other"} and set(one.predicted) >= busy - {"LM head"}
         assert all(one.predicted[name] > 0 for name in busy & set(one.predicted))

@@ -54,31 +54,31 @@ def labels(axis: Any) -> list[str]:
 def test_a_line_has_ticks_at_the_measured_lengths(axes: list[Any], tmp_path: Path) -> None:
     rows = [row(n, n / 100, batch) for n in (2048, 32768, 131072) for batch in (1, 8)]
     plot_latency(rows, "tpot", str(tmp_path / "x.png"), "a title")
-    left, right = axes
-    assert [tick.get_text() for tick in left.get_xticklabels()] == ["2,048", "32,768", "131,072"]
-    assert list(left.get_xticks()) == [2048, 32768, 131072]
-    assert labels(left) == [f"batch {b}, {what}" for b in (1, 8) for what in ("median", "99th percentile")]
-    assert left.get_ylabel() == "TPOT, ms"
-    assert labels(right) == ["router", "other"], "a stage that takes no time has no entry"
-    assert "may exceed" in right.get_title()
-    assert left.figure.get_suptitle() == "a title"
+    curves, bars = axes
+    assert [tick.get_text() for tick in curves.get_xticklabels()] == ["2,048", "32,768", "131,072"]
+    assert list(curves.get_xticks()) == [2048, 32768, 131072]
+    assert labels(curves) == [f"batch {b}, {what}" for b in (1, 8) for what in ("median", "99th percentile")]
+    assert curves.get_ylabel() == "TPOT, ms"
+    assert labels(bars) == ["router", "other"], "a stage that takes no time has no entry"
+    assert "may exceed" in bars.get_title()
+    assert curves.figure.get_suptitle() == "a title"
 
 
 def test_one_length_is_a_group_of_bars(axes: list[Any], tmp_path: Path) -> None:
     plot_latency([row(2048, 10, 1), row(2048, 12, 8)], "tpot", str(tmp_path / "x.png"))
-    left, _ = axes
-    assert not left.get_lines() and [bar.get_height() for bar in left.patches] == pytest.approx([10, 12, 11, 13.2])
-    assert labels(left) == ["median", "99th percentile"]
-    assert [tick.get_text() for tick in left.get_xticklabels()] == ["batch 1", "batch 8"]
+    curves, _ = axes
+    assert not curves.get_lines() and [bar.get_height() for bar in curves.patches] == pytest.approx([10, 12, 11, 13.2])
+    assert labels(curves) == ["median", "99th percentile"]
+    assert [tick.get_text() for tick in curves.get_xticklabels()] == ["batch 1", "batch 8"]
 
 
 def test_long_times_are_in_seconds(axes: list[Any], tmp_path: Path) -> None:
     stages = [{"router": 15_000.0, "other": 3_000.0}]
     rows = [row(n, n * 2.0, metric="ttft") | {"stage_ms": stages} for n in (4096, 8192)]
     plot_prefill(rows, str(tmp_path / "x.png"))
-    left, right = axes
-    assert (left.get_ylabel(), right.get_ylabel()) == ("TTFT, s", "s")
-    assert left.yaxis.get_major_formatter()(15_000.0, 0) == "15"
+    curves, bars = axes
+    assert (curves.get_ylabel(), bars.get_ylabel()) == ("TTFT, s", "s")
+    assert curves.yaxis.get_major_formatter()(15_000.0, 0) == "15"
 
 
 def test_measured_and_modelled_times_have_names_of_their_own(axes: list[Any], tmp_path: Path) -> None:

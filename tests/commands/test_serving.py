@@ -66,7 +66,7 @@ def test_every_request_is_served_within_the_concurrency(llm: LLM) -> None:
         num_prompts=7, input_len=60, output_len=5, range_ratio=0.4, max_concurrency=3, request_rate=200.0
     )
     result = measure_serving(llm.engine, load, warmup=0)
-    assert result.most_at_once == 3
+    assert result.max_at_once == 3
     assert [(r["input_len"], r["output_len"]) for r in result.requests] == load.lengths()
     assert not llm.engine.scheduler.has_work
     for r in result.requests:
@@ -109,7 +109,7 @@ def test_requests_that_cannot_fit_are_refused_before_anything_runs(llm: LLM) -> 
         check_serving(llm.engine, ServingLoad(input_len=1000, output_len=100))
 
 
-def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_page_and_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(3))
     step = llm.engine.step
 

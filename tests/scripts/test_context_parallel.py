@@ -90,8 +90,10 @@ def test_head_tail_is_even_and_contiguous_is_not() -> None:
     """Causal pairs of 4 contiguous ranks: the last has 7 of 16 parts, 1.75 times the mean."""
     assert imbalance([1.0, 1.0, 4.0]) == 2.0
     scored = {layout: Division(4096, 4, layout) for layout in ("head_tail", "contiguous")}
-    found = {layout: imbalance([d.scored(rank) for rank in range(4)]) for layout, d in scored.items()}
-    assert found["head_tail"] == pytest.approx(1.0, abs=1e-3) and found["contiguous"] == pytest.approx(1.75, abs=1e-3)
+    imbalances = {layout: imbalance([d.scored(rank) for rank in range(4)]) for layout, d in scored.items()}
+    assert imbalances["head_tail"] == pytest.approx(1.0, abs=1e-3) and imbalances["contiguous"] == pytest.approx(
+        1.75, abs=1e-3
+    )
 
 
 def counted(name: str, length: int = 131072, ranks: int = 64, tflops: float = 400) -> Counted:

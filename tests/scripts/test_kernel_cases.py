@@ -177,9 +177,9 @@ def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
         *((case, "torch scaled_mm") for case in fp8),
         *((case, "torch _int_mm, scaled") for case in int8),
     ]:
-        found, wanted = case.baselines[name](), case.run()
-        assert found.dtype == wanted.dtype == torch.bfloat16 and bool(found.abs().max() > 0)
-        torch.testing.assert_close(found, wanted)
+        got, wanted = case.baselines[name](), case.run()
+        assert got.dtype == wanted.dtype == torch.bfloat16 and bool(got.abs().max() > 0)
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_kernel_that_loses_the_device_does_not_lose_the_others(
 
 @pytest.mark.parametrize("script", ["kernel_bench/bench_kernels.py", "kernel_bench/inspect_kernels.py"])
 def test_unknown_kernel(run_script: Callable[..., Any], script: str) -> None:
-    done = run_script(script, "--only", "top_k,attention", *(["--small"] if script.startswith("bench") else []))
+    done = run_script(script, "--only", "top_k,attention", *(["--small"] if "bench_kernels" in script else []))
     assert done.returncode == 2
     assert "no kernel is named attention; --only takes some of" in done.stderr and "Traceback" not in done.stderr
 
@@ -270,15 +270,15 @@ def test_counts_of_versions_and_chips(tmp_path: Path) -> None:
     sound = {"kernel": "a", "operation": "sum", "shape": "3 rows", "spilled": 0, "bound": {"loop": True, "spills": 0}}
     spilling = sound | {"spilled": 8, "bound": {"loop": True, "spills": 2}}
     missing = ["x: needs instructions of sm_89", "y: needs instructions of sm_89", "z: 3 rows: RuntimeError: ptxas"]
-    found = counts([sound, spilling], missing)
-    assert found == {
+    counted = counts([sound, spilling], missing)
+    assert counted == {
         "kernels": 2,
         "spill": [{"kernel": "a", "first_launched_by": "sum: 3 rows", "bytes": 8, "in_loop": True}],
         "not_compiled": {"needs instructions of sm_89": 2, "RuntimeError: ptxas": 1},
     }
     path = tmp_path / "counts.json"
     for version, chip in [("3.7.1", "sm_100"), ("3.6.0", "sm_80"), ("3.7.1", "sm_90"), ("3.7.1", "sm_100")]:
-        path.write_text(json.dumps(renewed(str(path), version, {chip: found})))
+        path.write_text(json.dumps(renewed(str(path), version, {chip: counted})))
     held = json.loads(path.read_text())["triton"]
     assert list(held) == ["3.6.0", "3.7.1"] and list(held["3.7.1"]) == ["sm_90", "sm_100"]
     path.write_text('{"kernels": {}}')
@@ -289,44 +289,3 @@ def test_counts_of_versions_and_chips(tmp_path: Path) -> None:
 def test_inspection_is_refused_in_the_interpreter() -> None:
     done = run("kernel_bench/inspect_kernels.py", "--only", "top_k", TRITON_INTERPRET="1")
     assert done.returncode != 0 and "cannot be compiled under TRITON_INTERPRET=1" in done.stderr
-
-
-def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    env = os.environ | {"PYTHON": sys.executable}
-    command = ["bash", str(SCRIPTS / "gpu_check.sh"), "all", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 1 and "needs a CUDA device" in done.stderr and list(tmp_path.iterdir()) == []
-
-
-def test_gpu_check_of_nothing() -> None:
-    done = subprocess.run(["bash", str(SCRIPTS / "gpu_check.sh")], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "all|kernels|latency" in done.stderr
-
-
-PARTS = {
-    "all": ["doctor", "kernels", "ttft_rank_of_64", "overlaps_rank_of_64", "tests_graphs", "tests_kernels"],
-    "kernels": ["doctor", "tests_kernels", "kernels"],
-    "latency": ["doctor", "tests_graphs", "ttft_rank_of_64", "overlaps_rank_of_64"],
-}
-
-
-@pytest.mark.parametrize("what", PARTS)
-def test_gpu_check_goes_on_after_a_part_that_fails(tmp_path: Path, what: str) -> None:
-    """With an interpreter that says how it was called, and fails as the doctor."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "called: $*"\ncase "$*" in *doctor*) exit 3;; esac\n')
-    python.chmod(0o755)
-    out = tmp_path / "results"
-    command = ["bash", str(SCRIPTS / "gpu_check.sh"), what, str(out)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHON": str(python)}
-    )
-    assert re.findall(r"^== (\w+) \(at most \d+ s\)$", done.stdout, re.M) == PARTS[what]
-    assert "== doctor: exit status 3" in done.stdout and "FAILED: doctor (" in done.stdout and done.returncode == 1
-    assert sorted(path.name for path in out.iterdir()) == sorted(f"{part}.log" for part in PARTS[what])
-    for part in PARTS[what]:
-        assert re.search(rf"{out}/{part}\.(json|xml)", (out / f"{part}.log").read_text()), "each leaves a result"
-    limits = sum(map(int, re.findall(r"at most (\d+) s", done.stdout)))
-    assert limits <= (1560 if what == "all" else 600)

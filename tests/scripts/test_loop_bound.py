@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from machine_code.ceiling import at_most
+from machine_code.ceiling import upper_bound
 from machine_code.chip_rates import RATES, lane_cycles, memory_bytes
 from machine_code.loop_bound import Product, loop_bound, main_loop, product
 from machine_code.sass import Instruction, instructions, loops
@@ -76,7 +76,7 @@ def test_a_bound_by_hand() -> None:
     bound = loop_bound(small.replace("LDGSTS.E.BYPASS.LTC128B.128", "LDL"), warps=4, capability=90)
     assert bound["spills"] == 1 and bound["cycles"]["memory"] == 0
     assert bound["cycles"]["shared"] == 24 + 4 * 4 + 4 * 4
-    assert at_most(bound, 1e6, 1.0, 90) == {"ceiling": "tensor", "limit": "shared", "share": round(16 / 56, 3)}
+    assert upper_bound(bound, 1e6, 1.0, 90) == {"ceiling": "tensor", "limit": "shared", "share": round(16 / 56, 3)}
 
 
 def test_the_ceiling_is_the_cases_matter() -> None:
@@ -84,16 +84,16 @@ def test_the_ceiling_is_the_cases_matter() -> None:
     cycles = {"tensor": 64.0, "memory": 40 * 128 / RATES[90].memory, "alu": 128.0}
     bound = {"operations": 64 * 4096, "cycles": cycles}
     ridge = 989e12 / 4.8e12  # operations a byte
-    assert at_most(bound, 1.01 * ridge, 1.0, 90) == {"ceiling": "tensor", "limit": "alu", "share": 0.5}
+    assert upper_bound(bound, 1.01 * ridge, 1.0, 90) == {"ceiling": "tensor", "limit": "alu", "share": 0.5}
     # Just left of it memory takes as long as the products, however much the loop asks for: the rest is in a cache.
-    assert at_most(bound, 0.99 * ridge, 1.0, 90) == {"ceiling": "memory", "limit": "alu", "share": 0.505}
+    assert upper_bound(bound, 0.99 * ridge, 1.0, 90) == {"ceiling": "memory", "limit": "alu", "share": 0.505}
     # Where a case needs most bytes it is no more than the loop asks for; here that takes longest.
-    assert at_most(bound, 1.0, 1.0, 90) == {"ceiling": "memory", "limit": "memory", "share": 1.0}
-    assert at_most(bound, 0.0, 1.0, 90) == {"ceiling": "memory", "limit": "memory", "share": 1.0}
+    assert upper_bound(bound, 1.0, 1.0, 90) == {"ceiling": "memory", "limit": "memory", "share": 1.0}
+    assert upper_bound(bound, 0.0, 1.0, 90) == {"ceiling": "memory", "limit": "memory", "share": 1.0}
     without = {"operations": 0, "cycles": cycles | {"tensor": 0.0, "memory": 32.0}}
-    assert at_most(without, 5e9, 1.0, 90) == {"ceiling": "memory", "limit": "alu", "share": 0.25}
+    assert upper_bound(without, 5e9, 1.0, 90) == {"ceiling": "memory", "limit": "alu", "share": 0.25}
     still = {"operations": 0, "cycles": {"tensor": 0.0, "memory": 0.0, "alu": 8.0}}
-    assert at_most(still, 0.0, 1.0, 90) == {"ceiling": "memory", "limit": "alu", "share": None}
+    assert upper_bound(still, 0.0, 1.0, 90) == {"ceiling": "memory", "limit": "alu", "share": None}
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_of_loops_without_products_the_one_that_reads() -> None:
         ("R2UR UR4, R2", None),
     ],
 )  # fmt: skip
-def test_products(text: str, found: tuple[int, ...] | None) -> None:
+def test_products(text: str, expected: tuple[int, ...] | None) -> None:
     opcode, _, operands = text.partition(" ")
-    assert product(Instruction(0, "", opcode, operands), {}) == (None if found is None else Product(*found))
+    assert product(Instruction(0, "", opcode, operands), {}) == (None if expected is None else Product(*expected))
 
 
 def test_blackwells_products_have_their_shape_in_a_register() -> None:

@@ -1,4 +1,4 @@
-"""``dsa-engine bench prefill|ttft|tpot|serve``: the benchmarks of ``scripts/``, where only the package is installed."""
+"""``dsa-engine bench prefill|ttft|tpot|serve``: the benchmarks of ``scripts/`` as an installed command."""
 
 from __future__ import annotations
 

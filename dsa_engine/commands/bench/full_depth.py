@@ -8,13 +8,13 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.llm import LLM
 from dsa_engine.measure.reported_latency import Latency
 
-# The stages that a decoder layer of each kind goes through; all others are outside the layers.
+# The stages of a decoder layer of each kind; all others are outside the layers.
 _EVERY_LAYER = ("MLA prolog", "sparse flash attention", "MLA epilog", "communication")
 _SELECTING_LAYER = ("indexer prolog", "lightning indexer")
 _DENSE_LAYER = ("dense MLP",)
 _MOE_LAYER = ("MoE gate", "MoE dispatch", "MoE experts", "MoE shared", "MoE combine")
 
-# Keys of config.json that say which layers there are: overrides of these are for the run, not for the whole model.
+# Keys of config.json that define the layers: overrides of these apply to the run, not to the whole model.
 _LAYER_KEYS = {
     *("num_hidden_layers", "first_k_dense_replace", "mlp_layer_types"),
     *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
@@ -22,7 +22,7 @@ _LAYER_KEYS = {
 
 
 def depth_factors(measured: ModelConfig, full: ModelConfig) -> dict[str, float]:
-    """How many times as many layers of each kind ``full`` has, for every stage of a layer.
+    """Factor of every stage of a layer: the number of layers with that stage in ``full`` over the number in the run.
 
     Raises:
         ValueError: a kind of layer that ``full`` has was not measured.
@@ -42,7 +42,7 @@ def depth_factors(measured: ModelConfig, full: ModelConfig) -> dict[str, float]:
 
 
 class FullDepth:
-    """The whole model, where a run has fewer layers: its latencies, scaled from the measured ones."""
+    """Latencies of the whole model, scaled from those of a run with fewer layers."""
 
     def __init__(self, measured: ModelConfig, full: ModelConfig):
         self.measured = measured.num_hidden_layers
@@ -51,7 +51,7 @@ class FullDepth:
 
     @classmethod
     def of(cls, llm: LLM) -> FullDepth | None:
-        """None where the run has as many layers as config.json says.
+        """The scaling of an engine's run; None if it has as many layers as config.json says.
 
         Raises:
             ValueError: a kind of layer is missing in the run.

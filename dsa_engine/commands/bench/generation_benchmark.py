@@ -17,30 +17,31 @@ from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds
-from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, most_tokens
+from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, max_output_tokens
 from dsa_engine.outputs import SpeculationMetrics
 
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Requests of one length, generated together. Times are in seconds; of an emulated rank, its computation.
+    """Result for requests of one length, generated together. Times are seconds; for an emulated rank, of its
+    computation.
 
-    Stages have one dictionary a rank. They are taken in one more generation, which is not timed.
+    Stages have one dictionary per rank. They are measured in one more generation, which is not timed.
     """
 
     input_len: int
     output_len: int
     batch_size: int
-    ttft: Latency | None  # of every request and repeat; None where caches were filled
-    prefill: Latency | None  # of every repeat: until the last request has its first token
-    tpot: Latency | None  # of every repeat: per token after the first, while the whole batch decodes
-    itl: Latency | None  # of every such step
+    ttft: Latency | None  # a sample per request and repeat; None if caches were filled
+    prefill: Latency | None  # a sample per repeat: until the last request has its first token
+    tpot: Latency | None  # a sample per repeat: time per token after the first, while the whole batch decodes
+    itl: Latency | None  # a sample per such step
     peak_memory_bytes: list[int]  # per rank
     prefill_stages: list[dict[str, float]]  # until every request has its first token
-    decode_stages: list[dict[str, float]]  # per token after that; empty without
+    decode_stages: list[dict[str, float]]  # per token after that; empty without one
     num_speculative_tokens: int = 0
-    speculation: SpeculationMetrics | None = None  # of all timed generations; None without drafts
-    assumed_acceptance: AssumedAcceptance | None = None  # None where the model decided
+    speculation: SpeculationMetrics | None = None  # sum of all timed generations; None without drafts
+    assumed_acceptance: AssumedAcceptance | None = None  # None: the model decided
 
     def to_json(self) -> dict[str, Any]:
         result: dict[str, Any] = {
@@ -74,18 +75,18 @@ class LatencyResult:
 
 
 def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> None:
-    """Raises what :func:`measure_latency` would raise for this length and batch, and runs nothing.
+    """Raises the errors that :func:`measure_latency` would raise for this length and batch; runs nothing.
 
     Raises:
         ValueError, CapacityError: the length, or the whole batch at once, is not possible.
     """
-    most = most_tokens(engine, input_len, output_len, batch_size, fill_cache)
-    if input_len + most > engine.max_model_len:
+    max_tokens = max_output_tokens(engine, input_len, output_len, batch_size, fill_cache)
+    if input_len + max_tokens > engine.max_model_len:
         raise ValueError(
-            f"{input_len} tokens and up to {most} new ones exceed max_model_len {engine.max_model_len}; measure "
+            f"{input_len} tokens and up to {max_tokens} new ones exceed max_model_len {engine.max_model_len}; measure "
             "shorter inputs or outputs, or raise max_model_len"
         )
-    check_batch(engine.scheduler.capacity, batch_size, input_len, most, fill_cache)
+    check_batch(engine.scheduler.capacity, batch_size, input_len, max_tokens, fill_cache)
     if batch_size > engine.options.max_num_seqs:
         raise ValueError(
             f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"
@@ -109,9 +110,10 @@ def measure_latency(
     """Generates ``output_len`` tokens for ``batch_size`` random prompts, ``warmup + repeat`` times, and once more.
 
     With ``fill_cache`` no prompt is computed: caches are filled with random rows, and only decode is measured.
-    The last generation is not timed: in it the stages are, and the collectives of an emulated rank are written down,
-    which costs time of its own in small steps. ``links`` are those of an emulated run. ``num_drafts`` are made in a
-    step (default: ``num_speculative_tokens``), of which ``acceptance`` decides how many are accepted; None: the model.
+    The last generation is not timed as a whole: it gives the times of the stages and the collectives of an emulated
+    rank, and recording them takes time in small steps. ``links`` are those of an emulated run. A step makes
+    ``num_drafts`` drafts (default: ``num_speculative_tokens``); ``acceptance`` decides how many are accepted, or the
+    model if it is None.
     """
     engine, mesh = llm.engine, llm.engine.mesh
     timed: list[TimedGeneration] = []
@@ -156,7 +158,7 @@ def _speculation(timed: list[TimedGeneration]) -> SpeculationMetrics:
 
 
 class _WatchedGeneration:
-    """A generation whose steps were watched, to interpret the timed ones by: they take the same steps."""
+    """A generation whose steps were watched. The timed ones take the same steps, so it tells what they consist of."""
 
     def __init__(self, generation: TimedGeneration, engine: Engine, links: Links):
         self.engine = engine
@@ -171,20 +173,20 @@ class _WatchedGeneration:
         self._communication = [one for one in modelled if one is not None] or None
 
     def stages(self, steps: slice, per: float = 1.0) -> list[dict[str, float]]:
-        """Seconds in each stage for ``per`` tokens, a dictionary a rank."""
+        """Seconds in each stage for ``per`` tokens, a dictionary per rank."""
         seconds = {name: sum(step[name] for step in self._stages[steps]) / per for name in self._stages[0]}
         return stages_of_all_ranks(self.engine, seconds)
 
     def stand_ins(self, steps: slice, per: float = 1.0) -> float:
-        """Seconds that other ranks were stood in for, in ``per`` tokens: no part of the rank's work."""
+        """Seconds of work in place of the other ranks, for ``per`` tokens: not part of the rank's own work."""
         return sum(self._stand_ins[steps]) / per
 
     def communication(self, steps: slice, per: float = 1.0) -> Communication | None:
         return None if self._communication is None else Communication.sum(self._communication[steps]).scaled(1 / per)
 
     def latency(self, name: str, seconds: list[float], tokens: int, steps: slice, per: float = 1.0) -> Latency:
-        """``seconds`` of ``steps`` for ``per`` tokens, without what stood in for other ranks; and the communication in
-        them."""
+        """``seconds`` of ``steps`` for ``per`` tokens, without the work in place of other ranks; and their
+        communication."""
         off, world_size = self.stand_ins(steps, per), self.engine.mesh.world_size
         return Latency(name, [s - off for s in seconds], tokens, world_size, self.communication(steps, per), off)
 
@@ -200,7 +202,7 @@ def _prefill(
         for generation in timed
         for s, until in zip(generation.ttft, until_first, strict=True)
     ]
-    # The request in the middle of the batch stands for all: it has waited for the steps up to its first token.
+    # The request in the middle of the batch represents all: it has waited for the steps up to its first token.
     middle = sorted(steps)[watched.batch_size // 2]
     steps_of_middle = slice(0, middle + 1)
     ttft = Latency(
@@ -220,7 +222,7 @@ def _prefill(
 def _decode(
     watched: _WatchedGeneration, timed: list[TimedGeneration]
 ) -> tuple[Latency | None, Latency | None, list[dict[str, float]]]:
-    """TPOT, ITL, and the stages of one token; nothing where the whole batch never decoded together."""
+    """TPOT, ITL, and the stages of one token; nothing if the whole batch never decoded together."""
     if not watched.decode_steps:
         return None, None, []
     steps = slice(watched.decode_steps.start, watched.decode_steps.stop)

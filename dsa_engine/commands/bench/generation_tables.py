@@ -1,4 +1,4 @@
-"""Measured latencies as tables."""
+"""Tables of measured latencies."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dsa_engine.system.sizes import format_bytes
 
 
 def size_of(result: LatencyResult) -> str:
-    """Length and batch size, for people, and drafts where there are any."""
+    """Length, batch size and, if there are any, drafts as text."""
     drafts = result.num_speculative_tokens
     return f"{result.input_len:,} × {result.batch_size}" + (f", k = {drafts}" if drafts else "")
 
 
 def print_latencies(metric: str, results: list[LatencyResult], above: str) -> None:
-    """Prints a table of ``metric`` ("ttft" or "tpot"), a row a length and batch size, then what each stage takes of it.
+    """Prints a table of ``metric`` ("ttft" or "tpot"), a row per length and batch size, then a table of the stages.
 
     Args:
-        above: the heading of an emulated run; "" where nothing is emulated.
+        above: the heading of an emulated run; "" if nothing is emulated.
     """
     if above:
         print(above + "\n")
@@ -59,7 +59,7 @@ def _row(metric: str, result: LatencyResult, emulated: bool) -> tuple[Any, ...]:
 
 
 def _print_speculation(results: list[LatencyResult]) -> None:
-    """How many drafts were accepted; nothing where there were none."""
+    """Prints how many drafts were accepted; nothing if there were none."""
     rows = []
     for result in results:
         counts, assumed = result.speculation, result.assumed_acceptance

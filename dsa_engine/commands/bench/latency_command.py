@@ -1,5 +1,4 @@
-"""What ``scripts/measure_ttft.py``, ``scripts/measure_tpot.py`` and ``dsa-engine bench`` do alike; each shows another
-latency."""
+"""TTFT and TPOT: ``scripts/measure_ttft.py``, ``scripts/measure_tpot.py`` and ``dsa-engine bench ttft|tpot``."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from dsa_engine.arguments import add_engine_arguments, json_object, lengths, rep
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_latency, measure_latency
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
+from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_latency
-from dsa_engine.commands.bench.shares import Shares, print_shares
 from dsa_engine.config.speculative import MAX_DRAFTS
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
@@ -68,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
 
 def run_latency(args: argparse.Namespace, metric: str) -> None:
     """Measures every length and batch size, and reports ``metric``: files first, then tables. The JSON has each result
-    as soon as it is there; after Ctrl-C the tables show those that there are.
+    as soon as it is measured; after Ctrl-C the tables show the results so far.
 
     Args:
-        args: of :func:`add_arguments`.
+        args: the options of :func:`add_arguments`.
         metric: "ttft" or "tpot": which time the table and the plot show; the JSON holds both.
 
     Raises:
@@ -84,7 +83,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
         args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
     llm, links = measured_llm(args)
     engine = llm.engine
-    for input_len in args.input_len:  # all of them, before any is measured
+    for input_len in args.input_len:  # check all before measuring any
         for batch_size in args.batch_size:
             check_latency(engine, input_len, args.output_len, batch_size, _fills_cache(args))
     cases = list(product(args.input_len, args.batch_size, counts or [engine.runner.num_drafts]))
@@ -101,21 +100,21 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
 
 
 class _Report:
-    """What has been measured so far."""
+    """The results so far."""
 
     def __init__(self, llm: LLM, links: Links, args: argparse.Namespace, metric: str):
         self._llm, self._links, self._args, self._metric = llm, links, args, metric
         self._engine = llm.engine
         self._depth = FullDepth.of(llm)
-        self._shares = Shares(llm.engine)
+        self._fractions = PeakFractions(llm.engine)
         self._results: list[LatencyResult] = []
-        self._scaled: list[dict[str, float]] = []  # of each, milliseconds at full depth
+        self._scaled: list[dict[str, float]] = []  # milliseconds at full depth, per result
         self._listed: list[dict[str, Any]] = []
 
     def add(self, result: LatencyResult) -> None:
         depth = self._depth
         scaled = _scaled(result, depth) if depth else {}
-        listed = result.to_json() | self._shares.of(result) | (depth.to_json(scaled) if depth else {})
+        listed = result.to_json() | self._fractions.of(result) | (depth.to_json(scaled) if depth else {})
         self._results.append(result)
         self._scaled.append(scaled)
         self._listed.append(listed)
@@ -124,7 +123,7 @@ class _Report:
         engine = self._engine
         if engine.mesh.is_leader and self._args.json:
             graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
-            facts = {**self._about, **graphs, **self._shares.to_json(), **to_json(engine, self._links)}
+            facts = {**self._about, **graphs, **self._fractions.to_json(), **to_json(engine, self._links)}
             write_so_far(self._args.json, facts, self._listed, complete=complete)
 
     def plot(self) -> None:
@@ -132,12 +131,12 @@ class _Report:
             plot_latency(self._listed, self._metric, self._args.plot, caption(self._about, title(self._engine)))
 
     def show(self) -> None:
-        """The tables; nothing where nothing has been measured."""
+        """Prints the tables; nothing without a result."""
         if not self._engine.mesh.is_leader or not self._results:
             return
         sizes = [size_of(result) for result in self._results]
         print_latencies(self._metric, self._results, heading(self._engine, self._links))
-        print_shares(sizes, self._listed, self._shares.ceilings)
+        print_peak_fractions(sizes, self._listed, self._fractions.ceilings)
         if self._depth:
             for size, times in zip(sizes, self._scaled, strict=True):
                 print(self._depth.line(size, self._metric, times))
@@ -178,7 +177,7 @@ def _measure(
 
 
 def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance | None:
-    """What is assumed of drafts; None where the model decides."""
+    """The assumed acceptance of drafts; None: the model decides."""
     if args.acceptance is not None:
         try:
             return AssumedAcceptance(tuple(float(rate) for rate in args.acceptance.split(",")))
@@ -199,7 +198,7 @@ def draft_counts(text: str) -> list[int]:
 
 
 def _profile(engine: Engine, args: argparse.Namespace) -> None:
-    """One more run of the last length and batch size; the other ranks run along."""
+    """Traces one more run of the last length and batch size; the other ranks run it too."""
     input_len, batch_size = args.input_len[-1], args.batch_size[-1]
     prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
     with chrome_trace(args.profile if engine.mesh.is_leader else None):

@@ -11,9 +11,9 @@ def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> N
     """TTFT against length, and the stages of each length as a stacked bar (mean over ranks).
 
     Args:
-        results: of :meth:`dsa_engine.commands.bench.prefill_benchmark.PrefillResult.to_json`.
-        path: of the PNG.
-        title: stands above both: what was measured, where and when.
+        results: see :meth:`dsa_engine.commands.bench.prefill_benchmark.PrefillResult.to_json`.
+        path: name of the PNG.
+        title: printed above both: what was measured, where and when.
     """
     rows = [r | {"batch_size": 1} for r in results]
     bars = [(f"{r['input_len']:,}", r["stage_ms"]) for r in results]
@@ -24,9 +24,9 @@ def plot_latency(results: list[dict[str, Any]], metric: str, path: str, title: s
     """``metric`` ("ttft" or "tpot") against the prompt's length, and the stages of that phase as a stacked bar.
 
     Args:
-        results: of :meth:`dsa_engine.commands.bench.generation_benchmark.LatencyResult.to_json`.
-        path: of the PNG.
-        title: stands above both: what was measured, where and when.
+        results: see :meth:`dsa_engine.commands.bench.generation_benchmark.LatencyResult.to_json`.
+        path: name of the PNG.
+        title: printed above both: what was measured, where and when.
     """
     phase = "prefill" if metric == "ttft" else "decode"
     bars = [
@@ -46,27 +46,27 @@ def _plot(
     title: str,
 ) -> None:
     pyplot = load_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    figure, (curves, stacks) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     if title:
         figure.suptitle(title, fontsize="medium")
     lengths = sorted({r["input_len"] for r in results})
     if len(lengths) > 1:
-        _lines(left, results, metric, lengths)
+        _lines(curves, results, metric, lengths)
     elif results:
-        _bars(left, results, metric)
-    left.set_ylabel(f"{metric.upper()}, {_scale_axis(left)}")
-    left.grid(alpha=0.3, axis="y")
-    _stack(right, bars, pyplot.cm.tab20)
-    right.set_xlabel("tokens × requests" if any("×" in label for label, _ in bars) else "tokens")
-    right.set_title(bars_title, fontsize="medium")
-    right.set_ylabel(_scale_axis(right))
+        _bars(curves, results, metric)
+    curves.set_ylabel(f"{metric.upper()}, {_scale_axis(curves)}")
+    curves.grid(alpha=0.3, axis="y")
+    _stack(stacks, bars, pyplot.cm.tab20)
+    stacks.set_xlabel("tokens × requests" if any("×" in label for label, _ in bars) else "tokens")
+    stacks.set_title(bars_title, fontsize="medium")
+    stacks.set_ylabel(_scale_axis(stacks))
     save(figure, path)
 
 
 def _series(row: dict[str, Any], metric: str) -> list[tuple[str, str, float]]:
-    """What is drawn of one result: (label, line style, ms), the measured one first; empty where nothing was measured.
+    """The values of one result: (label, line style, ms), the measured one first; empty if nothing was measured.
 
-    Of an emulated rank: what is measured, and that with the modelled communication.
+    For an emulated rank: the measured time, then that time with the modelled communication.
     """
     if f"{metric}_ms" in row:
         modelled = row[f"{metric}_ms"]
@@ -81,7 +81,7 @@ def _series(row: dict[str, Any], metric: str) -> list[tuple[str, str, float]]:
 
 
 def _lines(axes: Any, results: list[dict[str, Any]], metric: str, lengths: list[int]) -> None:
-    """A line for each batch size and series, against the length."""
+    """Draws a line for each batch size and series, against the length."""
     for batch in sorted({r["batch_size"] for r in results}):
         rows = [r for r in results if r["batch_size"] == batch]
         color = None
@@ -101,7 +101,7 @@ def _lines(axes: Any, results: list[dict[str, Any]], metric: str, lengths: list[
 
 
 def _bars(axes: Any, results: list[dict[str, Any]], metric: str) -> None:
-    """One length has no line: a group of bars for each batch size."""
+    """Draws a group of bars for each batch size, for results of a single length."""
     groups = [_series(r, metric) for r in results]
     width = 0.8 / len(groups[0])
     for i, (label, _, _) in enumerate(groups[0]):
@@ -114,7 +114,7 @@ def _bars(axes: Any, results: list[dict[str, Any]], metric: str) -> None:
 
 
 def _stack(axes: Any, bars: list[tuple[str, list[dict[str, float]]]], colors: Any) -> None:
-    """The stages of each size, on top of each other; a stage that takes no time has no entry."""
+    """Draws the stages of each size as a stacked bar; a stage that takes no time has no entry."""
     floor = [0.0] * len(bars)
     for i, name in enumerate(dict.fromkeys(name for _, ranks in bars for name in ranks[0])):
         ms = [sum(rank[name] for rank in ranks) / len(ranks) for _, ranks in bars]

@@ -21,23 +21,23 @@ from dsa_engine.measure.stage_timer import milliseconds
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """A prefill, measured. Lists have one value a rank; of an emulated run, that rank's alone.
+    """A measured prefill. Lists have one value per rank; in an emulated run, only that rank's.
 
-    Stages, bytes and communication are of one more run, which was watched; it is not among the timed ones.
+    Stages, bytes and communication come from one more run, which was watched and is not among the timed ones.
     """
 
     input_len: int
     world_size: int
-    seconds: list[float]  # of every repeat; of an emulated rank, its computation
+    seconds: list[float]  # one per repeat; for an emulated rank, its computation
     peak_memory_bytes: list[int]
     attention_pairs: list[int]  # query-key pairs under the causal mask
-    imbalance: float  # most attention work of a rank over the average, of all ranks
+    imbalance: float  # largest attention work of a rank over the mean of all ranks
     bytes_sent: list[int]  # payload put into collectives
     stage_seconds: list[dict[str, float]]
-    watched_seconds: float  # of the watched run, on the slowest rank, with all that watching costs
-    logits: torch.Tensor  # float32 [vocab], after the last token; of an emulated rank they mean nothing
-    communication: Communication | None = None  # modelled, of an emulated rank
-    stand_ins: float = 0.0  # seconds that were taken off each repeat: see Latency
+    watched_seconds: float  # the watched run on the slowest rank, watching included
+    logits: torch.Tensor  # float32 [vocab], after the last token; without meaning for an emulated rank
+    communication: Communication | None = None  # modelled, for an emulated rank
+    stand_ins: float = 0.0  # seconds subtracted from each repeat: see Latency
 
     @property
     def ttft(self) -> Latency:
@@ -63,10 +63,10 @@ def measure_prefill(
 ) -> PrefillResult:
     """Prefills ``prompt`` ``warmup + repeat`` times, and once more; the same result on every rank.
 
-    One context-parallel group computes it (all ranks, by default). The last run is not timed: in it the stages are, and
-    the collectives of an emulated rank are written down, which costs time of its own. A stage's time is what the main
-    stream or thread spends in it: waits for what runs beside it are counted where they end. ``links`` are those of an
-    emulated run.
+    One context-parallel group computes it (all ranks, by default). The last run is not among the timed ones: it
+    gives the times of the stages and the collectives of an emulated rank, and recording them takes time. A stage's time
+    is that of the main stream or thread, with its waits for work on side streams. ``links`` are those of an emulated
+    run.
     """
     mesh = engine.mesh
     agree_on_prompts(engine, [prompt])
@@ -88,18 +88,18 @@ def measure_prefill(
     stages = watch.stage_seconds()
     plans = prefill_plans_of(engine, len(prompt))
     pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
-    everybodys = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
+    ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
     first = 3 + len(stages)
     return PrefillResult(
         input_len=len(prompt),
         world_size=mesh.world_size,
-        seconds=[max(row[first + i] for row in everybodys) for i in range(repeat)],  # the slowest rank's
-        peak_memory_bytes=[int(row[0]) for row in everybodys],
+        seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # of the slowest rank
+        peak_memory_bytes=[int(row[0]) for row in ranks],
         attention_pairs=[pairs[rank] for rank in mesh.processes.ranks],
         imbalance=max(pairs) * len(pairs) / sum(pairs),
-        bytes_sent=[int(row[1]) for row in everybodys],
-        stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in everybodys],
-        watched_seconds=max(row[2] for row in everybodys),
+        bytes_sent=[int(row[1]) for row in ranks],
+        stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in ranks],
+        watched_seconds=max(row[2] for row in ranks),
         logits=logits,
         communication=watch.communication(links or Links()),
         stand_ins=watch.stand_ins,
@@ -107,7 +107,7 @@ def measure_prefill(
 
 
 def _timed(engine: Engine, prompt: list[int]) -> tuple[float, torch.Tensor]:
-    """Seconds of a prefill, and its logits on the CPU: all device work is done."""
+    """Seconds of a prefill and its logits on the CPU, when all device work is done."""
     begin = time.perf_counter()
     logits = engine.prefill(prompt)
     return time.perf_counter() - begin, logits

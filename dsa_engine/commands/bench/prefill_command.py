@@ -1,4 +1,4 @@
-"""What ``scripts/bench_prefill.py`` and ``dsa-engine bench prefill`` do."""
+"""Prefill: ``scripts/bench_prefill.py`` and ``dsa-engine bench prefill``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from dsa_engine.arguments import add_engine_arguments, lengths, read_text, reported
 from dsa_engine.commands.bench.full_depth import FullDepth
+from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_prefill
 from dsa_engine.commands.bench.prefill_benchmark import PrefillResult, measure_prefill
 from dsa_engine.commands.bench.prefill_tables import print_prefill
-from dsa_engine.commands.bench.shares import Shares, print_shares
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
@@ -63,7 +63,7 @@ def run_prefill(args: argparse.Namespace) -> None:
         else [random_prompt(engine, n, args.seed) for n in args.seq_len]
     )
     for prompt in prompts:
-        engine.check(prompt)  # all of them, before any is measured
+        engine.check(prompt)  # check all before measuring any
     report = _Report(llm, links, args)
     for i, prompt in enumerate(prompts, 1):
         report.add(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat, links=links))
@@ -71,18 +71,18 @@ def run_prefill(args: argparse.Namespace) -> None:
             report.write(last=i == len(prompts))
             report.show()
     if args.profile:
-        with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run along
+        with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run too
             engine.prefill(prompts[-1])
 
 
 class _Report:
-    """What has been measured so far."""
+    """The results so far."""
 
     def __init__(self, llm: LLM, links: Links, args: argparse.Namespace):
         self._llm, self._args, self._links = llm, args, links
         self._engine: Engine = llm.engine
         self._depth = FullDepth.of(llm)
-        self._shares = Shares(llm.engine)
+        self._fractions = PeakFractions(llm.engine)
         load = from_all_ranks(self._engine, [self._engine.load_seconds, float(self._engine.bytes_read)])
         self._loaded = {
             "load_seconds": [rank[0] for rank in load],
@@ -94,16 +94,16 @@ class _Report:
     def add(self, result: PrefillResult) -> None:
         self._results.append(result)
         drafts = self._engine.runner.num_drafts
-        work = self._shares.prefill(result.input_len, result.ttft.median, drafts=drafts)
+        work = self._fractions.prefill(result.input_len, result.ttft.median, drafts=drafts)
         self._listed.append(result.to_json() | work)
         if self._depth:
             self._listed[-1] |= self._depth.to_json(self._scaled(result))
 
     def write(self, last: bool) -> None:
-        """The files, of all lengths so far: what has been measured is not lost to what comes after it."""
+        """Writes the files with all lengths so far, so that a later failure loses none of them."""
         args, engine = self._args, self._engine
         about = run_report(self._llm, reported(args), num_processes(engine))
-        facts = {**self._shares.to_json(), **to_json(engine, self._links), **self._loaded}
+        facts = {**self._fractions.to_json(), **to_json(engine, self._links), **self._loaded}
         write_so_far(args.json, {**about, **facts}, self._listed, complete=last)
         if args.dump_logits:
             with whole_file(args.dump_logits) as path, path.open("wb") as file:
@@ -112,12 +112,12 @@ class _Report:
             plot_prefill(self._listed, args.plot, caption(about, title(engine)))
 
     def show(self) -> None:
-        """The tables of the last length."""
+        """Prints the tables of the last length."""
         result, engine = self._results[-1], self._engine
         if len(self._results) == 1 and not engine.mesh.communicates:
             print(heading(engine, self._links))
         print_prefill(result, engine.mesh.rank)
-        print_shares([f"{result.input_len:,} tokens"], self._listed[-1:], self._shares.ceilings)
+        print_peak_fractions([f"{result.input_len:,} tokens"], self._listed[-1:], self._fractions.ceilings)
         if self._depth:
             print("\n" + self._depth.line(f"{result.input_len:,} tokens", "ttft", self._scaled(result)))
 

@@ -1,4 +1,4 @@
-"""A measured prefill as tables."""
+"""Tables of a measured prefill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_prefill(result: PrefillResult, this_rank: int) -> None:
         )
     print(f"\n{result.input_len} tokens: {times}, attention imbalance {result.imbalance:.4f} (max/mean)\n")
     ranks = zip(result.peak_memory_bytes, result.attention_pairs, result.bytes_sent, strict=True)
-    one = this_rank if result.communication is not None else 0  # an emulated run has this rank alone
+    one = this_rank if result.communication is not None else 0  # an emulated run has only this rank
     rows = [
         (one + i, format_bytes(peak), f"{pairs:,}", format_bytes(sent)) for i, (peak, pairs, sent) in enumerate(ranks)
     ]

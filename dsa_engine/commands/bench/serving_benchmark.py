@@ -1,7 +1,7 @@
 """Requests that arrive over time, as users send them: throughput, latencies and goodput of the running engine.
 
 Fields and options are those of ``vllm bench serve`` with its random dataset. There is no server: requests go straight
-into the engine of this process, so network, HTTP and tokenizing are in no figure.
+to the engine of this process, so no figure includes network, HTTP or tokenizing.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dsa_engine.measure.percentiles import percentiles
 from dsa_engine.sampling_params import SamplingParams
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-GOALS = ("ttft", "tpot", "e2el")  # of a request: one value each
+GOALS = ("ttft", "tpot", "e2el")  # those with one value per request
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """The requests and when they arrive; the same for the same seed.
+    """The requests and their arrival times; the same for the same seed.
 
     Attributes:
-        num_prompts: requests in all.
+        num_prompts: number of requests.
         input_len, output_len: tokens of a request, on average.
         range_ratio: lengths are drawn evenly from ``len * (1 ± range_ratio)``; 0 ≤ range_ratio < 1.
-        request_rate: arrivals a second on average; ``inf``: all at once.
-        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less comes in bursts, more is
-            more even.
-        max_concurrency: most requests that are under way at once; others wait, and are sent later. None: no limit.
-        seed: of lengths, tokens and arrivals.
+        request_rate: mean number of arrivals per second; ``inf``: all at once.
+        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, below 1 is burstier,
+            above 1 is more even.
+        max_concurrency: maximum number of requests at once; others wait and are sent later. None: no limit.
+        seed: seed of lengths, tokens and arrivals.
 
     Raises:
-        ValueError: a value is not possible; the text says what is.
+        ValueError: a value is out of range; the text says what is allowed.
     """
 
     num_prompts: int = 100
@@ -88,21 +88,21 @@ class ServingLoad:
 
 @dataclass
 class _Sent:
-    """A request on its way, and when its tokens came."""
+    """A request in progress and the times of its tokens."""
 
     request: Request
     begin: float
-    token_times: list[float] = field(default_factory=list)  # of every step that brought some
+    token_times: list[float] = field(default_factory=list)  # a time per step that gave tokens
     seen: int = 0
 
     def look(self, now: float) -> None:
-        """Notes the time of new tokens."""
+        """Records the time of new tokens."""
         if len(self.request.output) > self.seen:
             self.seen = len(self.request.output)
             self.token_times.append(now)
 
     def times(self) -> dict[str, Any]:
-        """Seconds: "ttft", "e2el", "tpot" (None for a single token), and "itl", between steps that brought tokens."""
+        """Seconds: "ttft", "e2el", "tpot" (None for a single token), and "itl", between steps that gave tokens."""
         first, last = self.token_times[0], self.token_times[-1]
         steps = zip(self.token_times, self.token_times[1:], strict=False)
         return {
@@ -115,20 +115,20 @@ class _Sent:
 
 @dataclass(frozen=True)
 class ServingResult:
-    """What was measured. Times are in seconds.
+    """Result of a serving benchmark. Times are in seconds.
 
-    ``good`` is the number of requests that kept every goal; None without goals.
+    ``good`` is the number of requests that met every goal; None without goals.
     """
 
     load: ServingLoad
     duration: float
     ranks: int
-    requests: list[dict[str, Any]]  # input_len, output_len, error, and of those without one ttft, tpot, itl, e2el
-    most_at_once: int
+    requests: list[dict[str, Any]]  # input_len, output_len, error; without an error also ttft, tpot, itl, e2el
+    max_at_once: int
     good: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """With the keys of ``vllm bench serve``, and every request's own figures under "requests"."""
+        """The result with the keys of ``vllm bench serve``, and the figures of every request under "requests"."""
         done = [r for r in self.requests if r["error"] is None]
         tokens_in, tokens_out = (sum(r[key] for r in done) for key in ("input_len", "output_len"))
         result: dict[str, Any] = {
@@ -142,7 +142,7 @@ class ServingResult:
             "output_throughput": tokens_out / self.duration,
             "output_throughput_per_device": tokens_out / self.duration / self.ranks,
             "total_token_throughput": (tokens_in + tokens_out) / self.duration,
-            "max_concurrent_requests": self.most_at_once,
+            "max_concurrent_requests": self.max_at_once,
         }
         for name in METRICS:
             seconds = [s for r in done for s in (r[name] if name == "itl" else [r[name]]) if s is not None]
@@ -152,10 +152,10 @@ class ServingResult:
 
 
 def check_serving(engine: Engine, load: ServingLoad) -> None:
-    """Raises what :func:`measure_serving` would raise for the longest request, and runs nothing.
+    """Raises the errors that :func:`measure_serving` would raise for the longest request; runs nothing.
 
     Raises:
-        ValueError, CapacityError: it is not possible.
+        ValueError, CapacityError: the request is not possible.
     """
     longest_in, longest_out = (max(lengths) for lengths in zip(*load.lengths(), strict=True))
     if longest_in + longest_out > engine.max_model_len:
@@ -171,13 +171,12 @@ def measure_serving(
 ) -> ServingResult:
     """Sends the requests of ``load`` as they arrive, and waits for all of them.
 
-    Rank 0's clock decides for all ranks when a request has arrived, so they send the same ones in the same step. A
-    request's time begins when it is sent; where ``max_concurrency`` holds it back, that is after its arrival, as in
-    vLLM.
+    Rank 0's clock decides for all ranks when a request has arrived, so they send the same requests in the same step. A
+    request's time begins when it is sent; if ``max_concurrency`` delays it, that is after its arrival, as in vLLM.
 
     Args:
-        goals: the most seconds of "ttft", "tpot" and "e2el" in which a request counts as good.
-        warmup: requests of the average length that are run before and not counted.
+        goals: maximum seconds of "ttft", "tpot" and "e2el" for a request to count as good.
+        warmup: number of requests of the mean length that are run first and not counted.
     """
     goals = dict(goals or {})
     rng = random.Random(f"tokens {load.seed}")
@@ -189,20 +188,20 @@ def measure_serving(
         _send_all(engine, [(prompts[0], load.output_len)], [0.0], None, lambda done: None)
     with engine.progress(load.num_prompts, "requests", "serving") as bar:
         work = [(prompt, length) for prompt, (_, length) in zip(prompts, lengths, strict=True)]
-        sent, duration, most = _send_all(engine, work, load.arrivals(), load.max_concurrency, bar.update)
+        sent, duration, max_at_once = _send_all(engine, work, load.arrivals(), load.max_concurrency, bar.update)
     requests = [
         {"input_len": len(one.request.prompt), "output_len": one.seen, "error": one.request.error}
         | (one.times() if one.request.error is None else {})
         for one in sent
     ]
     good = sum(_is_good(r, goals) for r in requests) if goals else None
-    return ServingResult(load, duration, engine.mesh.world_size, requests, most, good)
+    return ServingResult(load, duration, engine.mesh.world_size, requests, max_at_once, good)
 
 
 def _is_good(request: Mapping[str, Any], goals: Mapping[str, float]) -> bool:
     if request["error"] is not None:
         return False
-    return all(request[name] is None or request[name] <= most for name, most in goals.items())
+    return all(request[name] is None or request[name] <= limit for name, limit in goals.items())
 
 
 def _send_all(
@@ -212,10 +211,10 @@ def _send_all(
     max_concurrency: int | None,
     done: Callable[[int], object],
 ) -> tuple[list[_Sent], float, int]:
-    """Returns the requests in order of arrival, seconds until the last one ended, and the most at once."""
+    """Returns the requests in order of arrival, seconds until the last one ended, and the maximum at once."""
     sent: list[_Sent] = []
     running: list[_Sent] = []
-    most = 0
+    max_at_once = 0
     begin = time.perf_counter()
     try:
         while running or len(sent) < len(work):
@@ -227,23 +226,23 @@ def _send_all(
                 sent.append(_Sent(engine.add(prompt, params), time.perf_counter()))
                 running.append(sent[-1])
                 room -= 1
-            most = max(most, len(running))
-            if not running:  # all that has arrived is done
+            max_at_once = max(max_at_once, len(running))
+            if not running:  # all arrived requests are done
                 time.sleep(min(0.01, max(0.0, arrivals[len(sent)] - now)))
                 continue
             engine.step()
             after = time.perf_counter()
             for one in running:
                 one.look(after)
-            left = [one for one in running if one.request.finish_reason is None]
-            done(len(running) - len(left))
-            running = left
-        return sent, time.perf_counter() - begin, most
+            unfinished = [one for one in running if one.request.finish_reason is None]
+            done(len(running) - len(unfinished))
+            running = unfinished
+        return sent, time.perf_counter() - begin, max_at_once
     finally:
         for one in sent:
             engine.finish(one.request, "abort")
 
 
 def _rank_0s(engine: Engine, value: float) -> float:
-    """The value that rank 0 has, on every rank."""
+    """Rank 0's value, on every rank."""
     return value if engine.mesh.world_size == 1 else from_all_ranks(engine, [value])[0][0]

@@ -1,4 +1,4 @@
-"""What ``scripts/bench_serve.py`` and ``dsa-engine bench serve`` do."""
+"""Serving: ``scripts/bench_serve.py`` and ``dsa-engine bench serve``."""
 
 from __future__ import annotations
 

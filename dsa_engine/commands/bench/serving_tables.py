@@ -1,4 +1,4 @@
-"""The serving benchmark for people: goals as they are typed, results as a table."""
+"""Goals of the serving benchmark as they are typed, and its results as a table."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ def read_goals(texts: list[str]) -> dict[str, float]:
     for text in texts:
         name, _, value = text.partition(":")
         try:
-            most = float(value)
+            limit = float(value)
         except ValueError:
-            most = math.nan
-        if name not in GOALS or not 0 < most < math.inf:
+            limit = math.nan
+        if name not in GOALS or not 0 < limit < math.inf:
             names = ", ".join(GOALS)
             raise ValueError(f"a goal is a name of {names} and milliseconds above 0, such as tpot:50, not {text!r}")
-        goals[name] = most / 1e3
+        goals[name] = limit / 1e3
     return goals
 
 
 def print_serving(result: ServingResult) -> None:
-    """Prints what was asked for and what came of it, then a row for each latency."""
+    """Prints the load and its results, then a row for each latency."""
     json = result.to_json()
     rate = result.load.request_rate
     asked = "all at once" if math.isinf(rate) else f"{rate:g} requests/s asked for"

@@ -1,6 +1,6 @@
-"""What ``dsa-engine doctor`` looks at: whether this machine runs the engine, and runs it right.
+"""The checks of ``dsa-engine doctor``: whether this machine runs the engine, and computes right.
 
-Every check is a function of the ranks' mesh that says what it saw, or raises with what is wrong and what to do.
+Every check is a function of the ranks' mesh. It returns what it saw, or raises with the problem and the remedy.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from dsa_engine.system.sizes import format_bytes
 
 PROMPT = "def main():\n    key 4821 is 97\n"
 _OLDEST = {"torch": (2, 11), "triton": (3, 6)}
-_LINK_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}  # of a rank, in a collective whose speed is measured
+_LINK_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}  # bytes of a rank in a collective whose speed is measured
 # Two layers of DeepSeek-V3.2 with an eighth of its experts: every kernel at production sizes in a few GiB.
 _TWO_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 32}
 
 
 class NotHere(Exception):
-    """The check says nothing on this machine; the text says why."""
+    """The check cannot be made on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check came to: ``ok`` is None where it could not be made here."""
+    """The result of a check: ``ok`` is None if it could not be made here."""
 
     check: str
     ok: bool | None
@@ -60,7 +60,7 @@ class Finding:
 
 
 class Unwell(Exception):
-    """Something is wrong, and what to do about it."""
+    """A problem, and its remedy."""
 
     def __init__(self, seen: str, advice: str):
         super().__init__(seen)
@@ -68,9 +68,9 @@ class Unwell(Exception):
 
 
 def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None) -> Iterator[Finding]:
-    """Makes all checks, one after the other; every rank calls it, and gets what all ranks together have found.
+    """Makes all checks, one after the other. Every rank calls it and gets the common findings of all ranks.
 
-    Behind a check that has left the device in an error no other can be made in this process.
+    After a check that leaves the device in an error, no other check is possible in this process.
     """
     lost = ""
     for name, check in (CHECKS if checks is None else checks).items():
@@ -78,28 +78,28 @@ def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None)
         try:
             if lost:
                 raise NotHere(f"not looked at: the device is in an error since the check of {lost}")
-            found = Finding(name, True, check(mesh))
+            finding = Finding(name, True, check(mesh))
         except NotHere as reason:
-            found = Finding(name, None, str(reason))
+            finding = Finding(name, None, str(reason))
         except Unwell as problem:
-            found = Finding(name, False, str(problem), problem.advice)
-        except Exception as error:  # whatever it is, it is this machine's finding
-            found = Finding(name, False, error_line(error, 300), "report it, with the output of `dsa-engine env`")
-        if found.ok is False and is_lost(mesh.device):
+            finding = Finding(name, False, str(problem), problem.advice)
+        except Exception as error:  # any error is a finding about this machine
+            finding = Finding(name, False, error_line(error, 300), "report it, with the output of `dsa-engine env`")
+        if finding.ok is False and is_lost(mesh.device):
             lost = name
-        yield _of_all_ranks(mesh, Finding(**asdict(found) | {"seconds": time.perf_counter() - started}))
+        yield _of_all_ranks(mesh, Finding(**asdict(finding) | {"seconds": time.perf_counter() - started}))
 
 
 def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
-    """The first that failed, else that of the first rank."""
+    """The finding of the first rank that failed, else that of rank 0."""
     if mesh.world_size == 1:
         return mine
-    everybodys: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(everybodys, asdict(mine))
-    for rank, theirs in enumerate(everybodys):
+    of_ranks: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(of_ranks, asdict(mine))
+    for rank, theirs in enumerate(of_ranks):
         if theirs["ok"] is False:
             return Finding(**theirs | {"seen": f"rank {rank}: {theirs['seen']}"})
-    return Finding(**everybodys[0])
+    return Finding(**of_ranks[0])
 
 
 def check_versions(mesh: Mesh) -> str:
@@ -128,7 +128,7 @@ def check_device(mesh: Mesh) -> str:
 
 
 def check_links(mesh: Mesh) -> str:
-    """Bandwidth of a rank: bytes that it sends to the others, over the time of the collective."""
+    """Measures the bandwidth of a rank: bytes sent to the others over the time of the collective."""
     if mesh.world_size == 1:
         raise NotHere("one rank has no links; start it under torchrun")
     size = mesh.world_size
@@ -140,7 +140,7 @@ def check_links(mesh: Mesh) -> str:
         "all-to-all": mesh.world.all_to_all,
     }
     for name, run in collectives.items():
-        arrived = run(rows).view(size, -1)[:, 0].tolist()  # and the connections are made
+        arrived = run(rows).view(size, -1)[:, 0].tolist()  # this also opens the connections
         if arrived != list(range(1, size + 1)):
             advice = "try NCCL_P2P_DISABLE=1, and look at what NCCL_DEBUG=INFO says"
             raise Unwell(f"{name} brought {arrived}, not the numbers 1 to {size}", advice)
@@ -156,14 +156,14 @@ def check_links(mesh: Mesh) -> str:
 
 
 def check_kernels(mesh: Mesh) -> str:
-    """All kernels of DeepSeek-V3.2 at its sizes, few rows and a full step, against their references; on a CPU its own
-    kernels, or Triton's in the interpreter, at the demo model's."""
+    """Compares all kernels of DeepSeek-V3.2 with their references, at its sizes, for few rows and for a full step. On a
+    CPU: the native kernels, or Triton's in the interpreter, at the demo model's sizes."""
     if not max(mesh.all_gather_int(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
         raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
     before, running = operation.replaced(), [""]
     operation.replace({})
     try:
-        with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as found:
+        with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as comparison:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
                 for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
@@ -176,14 +176,14 @@ def check_kernels(mesh: Mesh) -> str:
         ) from error
     finally:
         operation.replace(before)
-    if found.wrong:
+    if comparison.wrong:
         raise Unwell(
-            "; ".join(f"{name}: {reason}" for name, reason in found.wrong.items()),
+            "; ".join(f"{name}: {reason}" for name, reason in comparison.wrong.items()),
             "the engine runs their references instead (kernels='checked'); report it, with `dsa-engine env`",
         )
-    # A rank without a compiler has compared none.
-    name, worst = max(found.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
-    return f"{len(found.errors)} operations equal their references; the largest error is {worst:.2g} ({name})"
+    # A rank without a compiler compares no kernels.
+    name, worst = max(comparison.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
+    return f"{len(comparison.errors)} operations equal their references; the largest error is {worst:.2g} ({name})"
 
 
 @contextmanager
@@ -199,7 +199,8 @@ def _engine(mesh: Mesh) -> Iterator[Engine]:
 
 
 def check_tokens(mesh: Mesh) -> str:
-    """The demo model's greedy tokens: alone and in a batch, and on CUDA with graphs, without, and as on a CPU."""
+    """Compares the demo model's greedy tokens: alone, in a batch, and on CUDA with graphs, without graphs and on a
+    CPU."""
     ways: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}}
     if mesh.device.type == "cuda":
         ways |= {"CUDA graphs": {}, "references": {"kernels": "reference"}}
@@ -224,8 +225,8 @@ def check_tokens(mesh: Mesh) -> str:
 
 
 def check_room(mesh: Mesh) -> str:
-    """Which of the released models fit on these ranks, their weights kept as the engine would keep them here, and how
-    many cached tokens beside them on a rank."""
+    """Lists the released models that fit on these ranks, with weights in the engine's default format here, and the
+    number of cached tokens that fit beside them on a rank."""
     memory, fp8 = available_bytes(), False
     if mesh.device.type == "cuda":
         memory, fp8 = torch.cuda.mem_get_info(mesh.device)[1], multiplies_fp8(mesh.device)
@@ -258,5 +259,5 @@ CHECKS: dict[str, Callable[[Mesh], str]] = {
 
 
 def doctor_mesh(device: str) -> Mesh:
-    """The ranks that are looked at: those of torchrun, or this process. What hangs ends within a minute."""
+    """The ranks to check: those of torchrun, or this process. A collective that hangs ends within a minute."""
     return ParallelConfig(timeout=60.0).create_mesh(device)

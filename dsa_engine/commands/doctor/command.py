@@ -1,4 +1,4 @@
-"""``dsa-engine doctor``: whether this machine runs the engine, and runs it right; alone or under torchrun."""
+"""``dsa-engine doctor``: whether this machine runs the engine and computes right; alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> None:
-    """Prints a line for every check, as it comes; exit status 1 where one failed."""
+    """Prints a line per check as it ends; exit status 1 if one failed."""
     check_outputs(args.json)
     mesh = doctor_mesh(args.device)
     about = {"environment": environment(mesh.device, torch.float32, mesh.world_size)}
-    found: list[Finding] = []
+    results: list[Finding] = []
     with _warnings_only():
         for finding in findings(mesh):
-            found.append(finding)
+            results.append(finding)
             if mesh.is_leader:
                 print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
                 if finding.advice:
                     print(f"  {'':<9} what to do: {finding.advice}", flush=True)
-                if args.json and args.json != "-":  # what there is so far, should a check never end
-                    _write(args.json, about, found, complete=False)
+                if args.json and args.json != "-":  # the results so far, in case a check never ends
+                    _write(args.json, about, results, complete=False)
     if args.json and mesh.is_leader:
-        _write(args.json, about, found, complete=True)
-    if any(finding.ok is False for finding in found):
+        _write(args.json, about, results, complete=True)
+    if any(finding.ok is False for finding in results):
         sys.exit(1)
 
 
-def _write(path: str, about: dict[str, Any], found: list[Finding], complete: bool) -> None:
-    write_json(path, {**about, "complete": complete, "findings": [asdict(finding) for finding in found]})
+def _write(path: str, about: dict[str, Any], results: list[Finding], complete: bool) -> None:
+    write_json(path, {**about, "complete": complete, "findings": [asdict(finding) for finding in results]})
 
 
 @contextmanager
 def _warnings_only() -> Iterator[None]:
-    """Within, engines that are made to be looked at say nothing of their start, unless a log level was asked for."""
+    """Hides the start messages of the engines under test, unless a log level is set."""
     logger = logging.getLogger("dsa_engine")
     before = logger.level
     if not os.environ.get("DSA_ENGINE_LOG_LEVEL"):

@@ -1,4 +1,4 @@
-"""Whether a kernel has left the device in an error, of which no call of this process can rid it."""
+"""Devices that a kernel has left in an error from which this process cannot recover."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether nothing runs on the device any more in this process; another process may use it."""
+    """Whether this process can no longer run anything on the device; another process can."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -19,10 +19,10 @@ def is_lost(device: torch.device) -> bool:
 
 
 def in_another_process(*options: str) -> int:
-    """Runs this script once more, with further options behind those that it was given.
+    """Runs this script once more, with ``options`` after those of this process.
 
     Returns:
-        its exit status, or 1 where that is 0: this process has failed.
+        its exit status, or 1 instead of 0, as this process has failed.
     """
     sys.stdout.flush()
     return subprocess.call([sys.executable, *sys.argv, *options]) or 1

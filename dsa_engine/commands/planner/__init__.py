@@ -1,13 +1,13 @@
-"""Deployments on paper: which cut of a model over which devices, and what time and rate to expect.
+"""``dsa-engine plan``: predicted times and rates of deployments, and the search for the best one.
 
 * `devices.py`: figures of devices, each with its source
-* `efficiency.py`: which part of a device's peak each stage reaches: assumed, or from measured runs
-* `deployment.py`: one way to use some ranks, what it takes of each rank's memory, its collectives
-* `roofline.py`: seconds of every stage, and what limits it
+* `efficiency.py`: the part of a device's peak that each stage reaches: assumed, or from measured runs
+* `deployment.py`: one way to use some ranks, its memory on each rank, its collectives
 * `predict.py`: TTFT, TPOT and rates of a deployment
-* `plan.py`: what is asked for, and a plan
-* `search.py`: the best one
-* `published.py`: deployments that others have reported, predicted
+* `plan.py`: the demand, and a plan
+* `search.py`: the best plan for a demand
+* `published.py`: deployments that others have published, predicted
 * `check.py`: predictions beside measured runs, stage by stage
 * `tables.py`, `sweep.py`: what ``dsa-engine plan`` prints and draws
+* `command.py`: its options
 """

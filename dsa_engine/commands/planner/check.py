@@ -1,13 +1,13 @@
 """Predictions beside measured runs on this machine, stage by stage.
 
-Small runs say what each stage costs here, as the benchmarks' files do for ``--measured``; from them larger runs are
-predicted, and these are measured too. In one process the larger runs are those of one emulated rank of several; the
-small ones are of a process that is alone, and of an emulated rank of two. Under torchrun both are of the same ranks,
-and collectives are predicted from the bytes that meet on a rank.
+Small runs give the cost of each stage, as the benchmarks' files do for ``--measured``. Larger runs are predicted from
+them and then measured. In one process the larger runs are those of one emulated rank of several; the small ones are
+those of a single process and of an emulated rank of two. Under torchrun both use the same ranks, and collectives are
+predicted from the bytes that arrive at a rank.
 
-Runs and ceilings take turns, and medians over the turns count. How far the result depends on which turns there were is
-seen by drawing them again, with repetition (a bootstrap): where that leaves it open whether a prediction is near
-enough, the check says so. Other work on the machine makes it so.
+Runs and ceilings are measured in turns, and medians over the turns count. A bootstrap over the turns shows how far the
+result depends on them; if it does not decide whether a prediction is close enough, the check says so. Other work on
+the machine is the usual cause.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from dsa_engine.measure.stage_timer import mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.parallel import Mesh, ParallelConfig
 
-EMULATED = 4  # ranks, in one process
+EMULATED = 4  # ranks of the emulated world, in one process
 TURNS = 7
 OUTPUT = 17  # tokens of a decoding request
-WITHIN = 0.25  # how near a prediction is to come
-DRAWS = 200  # of turns
+WITHIN = 0.25  # largest accepted relative error of a prediction
+DRAWS = 200  # bootstrap samples of the turns
 
 
 class CheckCase(NamedTuple):
@@ -70,7 +70,7 @@ class Checked:
     """One run: seconds of every stage, predicted and measured.
 
     Attributes:
-        draws: predicted over measured, in total, of each drawing of the turns.
+        draws: predicted over measured total, for each bootstrap sample.
     """
 
     case: CheckCase
@@ -80,12 +80,12 @@ class Checked:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured, in total."""
+        """Predicted over measured total."""
         return sum(self.predicted.values()) / sum(self.measured.values())
 
     @property
     def interval(self) -> tuple[float, float]:
-        """In which nine of ten drawings have the ratio."""
+        """The interval that contains the ratio of nine in ten bootstrap samples."""
         if len(self.draws) < 2:
             return self.ratio, self.ratio
         cuts = statistics.quantiles(self.draws, n=20, method="inclusive")
@@ -124,10 +124,10 @@ class Checked:
 
 
 class Check:
-    """Measures small runs and large ones, and predicts these from those.
+    """Measures small and large runs, and predicts the large ones from the small ones.
 
     Args:
-        model: with random weights or not; the work does not depend on them.
+        model: a model with trained or random weights; the work does not depend on them.
         device: as :class:`~dsa_engine.LLM` takes it.
     """
 
@@ -147,7 +147,7 @@ class Check:
         return self._mesh.is_leader
 
     def environment(self) -> dict[str, Any]:
-        """Where and when it is measured."""
+        """Circumstances of the measurement."""
         engine = self._small[0].engine
         return environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
 
@@ -161,20 +161,20 @@ class Check:
     def run(
         self, small: tuple[CheckCase, ...] = SMALL, large: tuple[CheckCase, ...] = LARGE, turns: int = TURNS
     ) -> list[Checked]:
-        """Measures all cases ``turns`` times, after once to warm up; what came of the large ones."""
+        """Measures all cases ``turns`` times after one warm-up; returns the large ones."""
         runs = [(llm, case) for llm in self._small for case in small] + [(self._large, case) for case in large]
         works = [(case.phase, _work(llm, case)) for llm, case in runs]
         seen = []
         for turn in range(-1, turns):
             one = _Turn(self._rates(), [_measured(llm, case) for llm, case in runs])
             seen += [one] * (turn >= 0)
-        found = _compared(works, seen, large)
+        compared = _compared(works, seen, large)
         drawing = random.Random(0)
         draws = [_compared(works, drawing.choices(seen, k=turns), large) for _ in range(DRAWS)]
-        return [replace(one, draws=tuple(draw[i].ratio for draw in draws)) for i, one in enumerate(found)]
+        return [replace(one, draws=tuple(draw[i].ratio for draw in draws)) for i, one in enumerate(compared)]
 
     def _rates(self) -> tuple[float, float]:
-        """Of a product and of a copy, the slowest rank's, on all of them."""
+        """Rates of a product and of a copy on the slowest rank, known to all ranks."""
         engine = self._small[0].engine
         mine = Ceilings.measure(engine.mesh.device, engine.dtype)
         rates = from_all_ranks(engine, [mine.flops_per_s, mine.bytes_per_s])
@@ -182,16 +182,16 @@ class Check:
 
 
 class _Turn(NamedTuple):
-    """Every run once."""
+    """The results of every run, once each."""
 
     rates: tuple[float, float]
     stages: list[dict[str, float]]
 
 
 def _compared(works: Sequence[tuple[str, Stages]], turns: Sequence[_Turn], large: Sequence[CheckCase]) -> list[Checked]:
-    """Predicts the last runs, which are ``large``, from the others, all of them medians over the turns."""
+    """Predicts the last runs, the ``large`` ones, from the others; all values are medians over the turns."""
     rates = (statistics.median(turn.rates[i] for turn in turns) for i in range(2))
-    device = DEVICES["H200"].with_ceilings(Ceilings(*rates))  # whose other figures nobody asks for
+    device = DEVICES["H200"].with_ceilings(Ceilings(*rates))  # its other figures are not used
     entries = []
     for i, (phase, work) in enumerate(works):
         names = turns[0].stages[i]
@@ -207,8 +207,8 @@ def _compared(works: Sequence[tuple[str, Stages]], turns: Sequence[_Turn], large
 def _measured(llm: LLM, case: CheckCase) -> dict[str, float]:
     """Seconds of each stage on the slowest rank, in one run.
 
-    Of decode the mean of the steps, not their median: where processes take turns on a core, a short step is rarely
-    interrupted and a long one often, so medians would make short steps cheaper than they are.
+    For decode it is the mean of the steps, not their median: if processes share a core, a short step is rarely
+    interrupted and a long one often, so medians would make short steps look too cheap.
     """
     engine = llm.engine
     if case.phase == "prefill":
@@ -225,7 +225,7 @@ def _measured(llm: LLM, case: CheckCase) -> dict[str, float]:
 
 
 def _work(llm: LLM, case: CheckCase) -> Stages:
-    """What the busiest rank does, and the bytes that come to it from the others."""
+    """Work of the busiest rank, and the bytes that it receives from the others."""
     engine = llm.engine
     costs, mesh, rows = ModelCosts.of(engine), engine.mesh, case.tokens
     if case.phase == "prefill":

@@ -1,4 +1,4 @@
-"""``dsa-engine plan``: which cut of a model over which devices, and what to expect of it; on paper."""
+"""``dsa-engine plan``: the best cut of a model over devices, and its predicted times and rates."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
-    found: dict[str, Any] = {}
-    shown: list[Callable[[], None]] = []  # files come first
+    plans: dict[str, Any] = {}
+    shown: list[Callable[[], None]] = []  # printed after the files are written
     for key, title in (("together", TOGETHER), ("split", SPLIT)):
         split = key == "split"
         if split and demand.devices < 2:
@@ -114,21 +114,21 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
             plan = planner.best(demand, split)
         except NothingFits as error:
             remedy = None if split else planner.remedy(demand)
-            found[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
+            plans[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
             shown.append(partial(print_not_fitting, title, error, remedy))
         except CannotCut as error:
             if not split:
                 raise
-            remedy, found[key] = None, {"impossible": str(error)}
+            remedy, plans[key] = None, {"impossible": str(error)}
             shown.append(partial(print, f"\n{title}\n  NOT POSSIBLE: {error}."))
         else:
             missed = plan.misses(demand) > 0
             remedy = planner.remedy(demand) if missed and not split else None
-            found[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
+            plans[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
             shown.append(partial(print_plan, title, plan, demand, remedy))
-        found[key]["devices_that_would_do"] = remedy
+        plans[key]["devices_that_would_do"] = remedy
     if args.json:
-        write_json(args.json, {**about, **found})
+        write_json(args.json, {**about, **plans})
     print(_title(args, planner, demand))
     for show in shown:
         show()
@@ -137,13 +137,13 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
 
 def _check(args: argparse.Namespace) -> None:
     check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
-    found = check.run()
+    runs = check.run()
     if not check.is_leader:
         return
     if args.json:
-        write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in found]})
+        write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in runs]})
     print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
-    for one in found:
+    for one in runs:
         print("\n" + one.table())
 
 

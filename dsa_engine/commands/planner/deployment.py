@@ -1,4 +1,4 @@
-"""One way to use some ranks for prefill or decode: its memory on a rank, and what its ranks tell each other."""
+"""One way to use some ranks for prefill or decode: its memory on a rank, and its collectives."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ WEIGHTS = ("bfloat16", "fp8", "int8", "int4-experts")
 CACHES = ("bfloat16", "fp8")
 DISPATCHES = ("all_gather", "all_to_all")
 WORKSPACE = 1 << 30
-UTILIZATION = 0.9  # of a device's memory, as the engine's gpu_memory_utilization
-_LINKED = (0.8, 0.9)  # parts of the nominal rates that arrive: inside a machine, between machines (emulation/links.py)
+UTILIZATION = 0.9  # fraction of a device's memory, as the engine's gpu_memory_utilization
+_LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a machine, between machines (emulation/links.py)
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """How some ranks run the model.
+    """The way in which some ranks run the model.
 
     Attributes:
-        ranks: over which the experts are divided.
-        cp_size: of them, prefill a prompt together.
-        tp_size: neighbours that share embedding, o_proj and LM head.
-        dispatch: of tokens to experts: one of ``DISPATCHES``.
-        chunk: most tokens of a rank in a prefill step.
+        ranks: number of ranks over which the experts are divided.
+        cp_size: number of ranks that prefill a prompt together.
+        tp_size: number of neighbouring ranks over which embedding, o_proj and LM head are cut.
+        dispatch: how tokens reach experts: one of ``DISPATCHES``.
+        chunk: maximum number of tokens of a rank in a prefill step.
         weights: one of ``WEIGHTS``.
         cache: one of ``CACHES``.
-        drafts: of the MTP module in a decode step.
+        drafts: number of drafts in a decode step.
         balanced: experts have equal loads in every step, as with perfect replicas; else tokens choose independently.
     """
 
@@ -84,7 +84,7 @@ class Placed:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """On the rank that holds most."""
+        """Bytes of the weights on the rank with the most experts."""
         c, w, drafts = self.config, self.costs.weights, bool(self.how.drafts)
         held = w.embedding + w.head + w.module * drafts
         layers = c.with_mtp(1) if drafts else c
@@ -96,38 +96,38 @@ class Placed:
 
     @property
     def expert_bytes(self) -> float:
-        """Of one routed expert, in all layers."""
+        """Bytes of one routed expert in all layers."""
         stages = self.costs.weights.layers[("sparse", self.config.indexer_types[-1])]
         return stages["MoE experts"] * self.config.mlp_layer_types.count("sparse")
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in the caches."""
+        """Bytes of one token in the caches."""
         config = self.config.with_mtp(1) if self.how.drafts else self.config
         return cache_bytes_per_token(config, self.cache)
 
     def cache_room(self, rows: int) -> float:
-        """Bytes left for caches on a rank with so many rows in a step; below 0 where it does not fit."""
+        """Bytes that remain for caches on a rank with ``rows`` rows in a step; negative if the rest does not fit."""
         meeting = rows * (self.how.ranks if self.how.dispatch == "all_gather" else min(self.how.ranks, 2))
         used = self.weight_bytes + WORKSPACE + activation_bytes(self.config, rows, meeting, torch.bfloat16)
         return UTILIZATION * self.device.memory - used
 
-    def dispatched(self, stages: Stages, own: float, everybodys: float) -> Stages:
-        """The stages of passes over ``own`` of ``everybodys`` rows, with what the dispatch adds to the rank's own work:
-        where all tokens are gathered it writes a sum for each of them."""
-        others = (everybodys - own) * self.config.mlp_layer_types.count("sparse") * (self.how.dispatch == "all_gather")
+    def dispatched(self, stages: Stages, own: float, all_rows: float) -> Stages:
+        """The stages of passes over ``own`` of ``all_rows`` rows, with the work that the dispatch adds: if all tokens
+        are gathered, the rank writes a sum for each of them."""
+        others = (all_rows - own) * self.config.mlp_layer_types.count("sparse") * (self.how.dispatch == "all_gather")
         if "MoE combine" not in stages or self.how.ranks == 1:
             return stages
         sums = Work(activations=others * self.config.hidden_size * 2)
         return stages | {"MoE combine": stages["MoE combine"] + sums}
 
     def collectives(self, rows: int, gathered_rows: int, logits: int) -> Iterator[tuple[str, float, bool]]:
-        """(stage, seconds, whether it runs beside the queries' prolog) of a forward pass.
+        """The collectives of a forward pass: (stage, seconds, whether it overlaps the queries' prolog).
 
         Args:
-            rows: of a rank.
-            gathered_rows: of a rank, whose cache rows the cp group gathers; 0 in decode.
-            logits: rows of a rank whose logits are wanted.
+            rows: rows of a rank.
+            gathered_rows: rows of a rank whose cache rows the cp group gathers; 0 in decode.
+            logits: rows of a rank whose logits are computed.
         """
         c, how, a = self.config, self.how, 2
         layers, moes = c.num_hidden_layers, c.mlp_layer_types.count("sparse")
@@ -141,7 +141,7 @@ class Placed:
                 yield "MoE dispatch", moes * self._even("all_gather", how.ranks, rows * (row + words)), False
                 yield "MoE combine", moes * self._even("reduce_scatter", how.ranks, rows * row), False
             else:
-                # A token goes to each of the ranks that hold its experts once.
+                # A token goes once to each rank that holds one of its experts.
                 reached = rows * (1 - (1 - 1 / how.ranks) ** c.num_experts_per_tok)
                 there = self._even("all_to_all", how.ranks, reached * (row + words))
                 counts = self._even("all_gather", how.ranks, 8 * how.ranks)  # tokens and choices for each rank
@@ -169,7 +169,7 @@ def _collective_seconds(kind: Kind, size: int, part: int, links: Links) -> float
 
 @lru_cache(maxsize=64)
 def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
-    """How a checkpoint in this format stores its weights."""
+    """The stored format of the weights of such a checkpoint."""
     if weights == "bfloat16":
         return None
     if weights == "fp8":
@@ -178,7 +178,7 @@ def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
 
 
 def links_of(device: Device) -> Links:
-    """Its links, with the latencies of `emulation/links.py`."""
+    """The device's links, with the latencies of `emulation/links.py`."""
     known = Links()
     inside = replace(known.inside, name="within a machine", bandwidth_gb_s=device.inside * _LINKED[0] / 1e9)
     between = replace(known.between, name="between machines", bandwidth_gb_s=device.between * _LINKED[1] / 1e9)
@@ -186,20 +186,20 @@ def links_of(device: Device) -> Links:
 
 
 def rank_weights(config: ModelConfig, weights: str, ranks: int, tp_size: int, module: bool) -> WeightBytes:
-    """Bytes of the weights of the rank that holds most experts, by kind of layer and stage."""
+    """Bytes of the weights of the rank with the most experts, by kind of layer and stage."""
     return replace(_weights_of_one(config, weights, tp_size, module), held=cdiv(config.n_routed_experts, ranks))
 
 
 @lru_cache(maxsize=64)
 def _weights_of_one(config: ModelConfig, weights: str, tp_size: int, module: bool) -> WeightBytes:
-    """Of a rank with one expert: all others are as large."""
+    """Bytes of a rank with one expert: all experts have the same size."""
     few, ranks = _one_of_each(config), config.n_routed_experts // tp_size * tp_size
     return WeightBytes.of(rank_model(few, stored(weights, few), torch.bfloat16, ranks, tp_size, int(module)))
 
 
 @lru_cache(maxsize=64)
 def _one_of_each(config: ModelConfig) -> ModelConfig:
-    """The model with no more layers than show every kind."""
+    """The model with one layer of each kind."""
     count = max(layers_of_each_kind(config)) + 1
     return replace(
         config,

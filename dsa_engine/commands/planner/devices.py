@@ -1,7 +1,7 @@
-"""What devices can do, by their makers' data sheets: dense products, memory, links. Nothing here is measured.
+"""Peak rates of devices from their makers' data sheets: dense products, memory, links. Nothing here is measured.
 
-Rates of links are payload in one direction and of one device: half of what a data sheet sums over both directions.
-The part of each figure that arrives in practice is `efficiency.py`'s matter.
+Rates of links are payload of one device in one direction: half of a data sheet's sum over both directions.
+`efficiency.py` has the part of each figure that is reached in practice.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Device:
     """One device, as a rank uses it.
 
     Attributes:
-        memory: bytes.
-        flops: of 16-bit matrix products a second, dense.
-        narrow_flops: of products with 8-bit inputs; equal to ``flops`` where there are none.
-        narrow: the formats of weights that these take: "fp8", "int8".
-        bandwidth: of its memory, bytes a second.
-        machine_size: devices that the fast links join.
-        inside, between: bytes a second and direction within a machine, and from machine to machine.
-        source: of the figures.
+        memory: bytes of memory.
+        flops: operations of dense 16-bit matrix products per second.
+        narrow_flops: the same with 8-bit inputs; equal to ``flops`` if the device has none.
+        narrow: weight formats of the 8-bit products: "fp8", "int8".
+        bandwidth: bytes of memory per second.
+        machine_size: number of devices that the fast links join.
+        inside, between: link bytes per second and direction, within a machine and between machines.
+        source: source of the figures.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Device:
     source: str
 
     def with_ceilings(self, ceilings: Ceilings, memory: float | None = None) -> Device:
-        """The same with measured rates; 8-bit products keep their ratio to 16-bit ones."""
+        """The device with measured rates; 8-bit products keep their ratio to 16-bit ones."""
         ratio = self.narrow_flops / self.flops
         return replace(
             self,
@@ -89,7 +89,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """``ValueError`` for a name that the table does not have."""
+    """The device of that name; ``ValueError`` if the table does not have it."""
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device

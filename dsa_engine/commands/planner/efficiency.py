@@ -1,4 +1,4 @@
-"""Which part of a device's peak the stages reach, and what a pass through one costs beside.
+"""The part of a device's peak that each stage reaches, and the fixed cost of a pass through it.
 
     seconds = passes · fixed + max(operations / rate, bytes / bandwidth) / efficiency
 
@@ -19,11 +19,11 @@ from dsa_engine.measure.costs.work import Stages, Work
 
 
 class Efficiency(NamedTuple):
-    """Of one stage."""
+    """Efficiency of one stage."""
 
-    compute: float  # part of the peak of matrix products
-    memory: float  # part of the memory's bandwidth
-    fixed: float  # seconds of a layer's pass through it, whatever its size
+    compute: float  # fraction of the peak of matrix products
+    memory: float  # fraction of the memory's bandwidth
+    fixed: float  # seconds of a layer's pass through it, independent of its size
 
 
 # Seconds from one kernel's end to the next one's begin in a CUDA graph, and kernels of a layer's stage; a layer of a
@@ -57,13 +57,13 @@ ASSUMED = "stages reach assumed parts of the peak (commands/planner/efficiency.p
 
 
 class Efficiencies:
-    """Of all stages in prefill and in decode."""
+    """Efficiencies of all stages in prefill and in decode."""
 
     def __init__(self, stages: dict[tuple[str, str], Efficiency], source: str):
         self._stages, self.source = stages, source
 
     def of(self, phase: str, stage: str) -> Efficiency:
-        """Of a stage in "prefill" or "decode"."""
+        """The efficiency of a stage in "prefill" or "decode"."""
         return self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
 
     @classmethod
@@ -77,8 +77,8 @@ class Efficiencies:
 
     @classmethod
     def fitted(cls, entries: Sequence[Entry], device: Device, source: str) -> Efficiencies:
-        """Of measured runs: by stage the fixed time and the efficiency that come nearest, relatively; what no run shows
-        is assumed. One size says nothing of fixed times: they are 0 then."""
+        """Fits fixed time and efficiency of each stage to measured runs, by relative error; stages without a run keep
+        the assumptions. A single size does not determine fixed times: they are 0 then."""
         stages = dict(cls.assumed()._stages)
         for phase in {entry.phase for entry in entries}:
             runs = [entry for entry in entries if entry.phase == phase]
@@ -98,12 +98,12 @@ class Entry(NamedTuple):
 
 
 def ideal_seconds(work: Work, device: Device) -> float:
-    """At the device's peaks."""
+    """Seconds at the device's peaks."""
     return max(_compute(work, device), work.bytes_moved / device.bandwidth)
 
 
 def stage_seconds(work: Work, device: Device, reached: Efficiency) -> tuple[float, str]:
-    """Seconds, and what takes most of them: "compute", "bandwidth" or "launches"."""
+    """Seconds, and their largest part: "compute", "bandwidth" or "launches"."""
     parts = {
         "compute": _compute(work, device) / reached.compute,
         "bandwidth": work.bytes_moved / device.bandwidth / reached.memory,
@@ -135,13 +135,13 @@ def _fit(points: Sequence[tuple[Work, float]], device: Device) -> Efficiency:
 
 
 def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
-    """What the benchmarks wrote: ceilings, entries, and the device's name.
+    """Reads the files of benchmarks: ceilings, entries, and the device's name.
 
     Args:
-        paths: JSON of bench_prefill.py, measure_ttft.py, measure_tpot.py or bench_kernels.py, of one device.
+        paths: JSON files of bench_prefill.py, measure_ttft.py, measure_tpot.py or bench_kernels.py, all of one device.
 
     Raises:
-        ValueError: a file that none of them wrote, or no ceilings in any.
+        ValueError: another kind of file, or no ceilings in any file.
         OSError: no such file.
     """
     ceilings: Ceilings | None = None
@@ -149,11 +149,11 @@ def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
     names = []
     for path in paths:
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            figures = found["ceilings"]
+            loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+            figures = loaded["ceilings"]
             ceilings = Ceilings(figures["matmul_tflops_per_s"] * 1e12, figures["copy_gb_per_s"] * 1e9)
-            names.append(found["device"])
-            for result in found["results"]:
+            names.append(loaded["device"])
+            for result in loaded["results"]:
                 entries += _entries(result)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -168,7 +168,7 @@ def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
 
 
 def _entries(result: dict[str, Any]) -> list[Entry]:
-    """Of one length: its prefill, its decode step, as far as both the work and the stages are there."""
+    """Entries of one length: its prefill and its decode step, as far as both work and stages are there."""
     stage_ms = result.get("stage_ms", {})
     by_phase = stage_ms if isinstance(stage_ms, dict) else {"prefill": stage_ms}
     entries = []
@@ -176,7 +176,7 @@ def _entries(result: dict[str, Any]) -> list[Entry]:
         ranks = by_phase.get(phase)
         if not ranks or "stages" not in result.get(key, {}):
             continue
-        # Stages of decode are per token; a step brings several where there are drafts.
+        # Stages of decode are per token; a step gives several tokens with drafts.
         per = result.get("mean_acceptance_length") or 1.0 if phase == "decode" else 1.0
         slowest = {name: max(rank[name] for rank in ranks) * per / 1e3 for name in ranks[0]}
         work = {name: Work(**figures) for name, figures in result[key]["stages"].items()}

@@ -1,4 +1,4 @@
-"""What is asked of a deployment, and a plan that answers it."""
+"""The demand on a deployment, and a plan that meets it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dsa_engine.commands.planner.deployment import Deployment
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 
-DRAFTS = (0, 1, 2, 3)  # that a plan may take
+DRAFTS = (0, 1, 2, 3)  # numbers of drafts that a plan may use
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked for.
+    """The demand on a deployment.
 
     Attributes:
-        devices: how many there are.
+        devices: number of devices.
         input_len, output_len: tokens of a request.
-        ttft, tpot: seconds that must be kept to; None: any.
-        requests: that run at once; None: as many as serve best.
-        acceptance: of drafts, by position: the part of steps in which at least so many are accepted.
+        ttft, tpot: maximum seconds; None: any.
+        requests: number of requests at once; None: the best number.
+        acceptance: by draft position, the fraction of steps in which at least so many drafts are accepted.
     """
 
     devices: int
@@ -44,7 +44,7 @@ class Demand:
 
     @property
     def context(self) -> int:
-        """That a decoding request sees on average."""
+        """Tokens that a decoding request sees on average."""
         return self.input_len + self.output_len // 2
 
     @property
@@ -57,12 +57,12 @@ class DeploymentPlan:
     """A way to use the devices.
 
     Attributes:
-        split: whether prefill and decode have devices of their own. The engine does not do that yet.
-        prefill, decode: of one instance of each; together they are the same ranks.
-        prefill_instances, decode_instances: how many of each; together they are the same.
-        tpot: seconds a token, the prefills of other requests between decode steps included.
-        tokens_per_s: of output, all devices together.
-        limit: "prefill", "decode", or "both": what bounds the rate.
+        split: whether prefill and decode have separate devices. The engine does not do that yet.
+        prefill, decode: one instance of each; without ``split`` both are the same ranks.
+        prefill_instances, decode_instances: number of each; equal without ``split``.
+        tpot: seconds per token, including prefills of other requests between decode steps.
+        tokens_per_s: output tokens of all devices together.
+        limit: the bound of the rate: "prefill", "decode" or "both".
     """
 
     split: bool
@@ -89,11 +89,11 @@ class DeploymentPlan:
 
     @property
     def replicas(self) -> int:
-        """Redundant experts of every layer that a rank has room for beside its caches."""
+        """Number of redundant experts per layer that fit on a rank beside its caches."""
         return int(max(0.0, self.decode.room) // self.decode.expert_bytes)
 
     def misses(self, demand: Demand) -> float:
-        """By how much the demand is missed: 0 where it is met, else the largest relative excess."""
+        """The largest relative excess over the demand; 0 if it is met."""
         over = [0.0]
         if demand.ttft is not None:
             over.append(self.ttft / demand.ttft - 1)
@@ -122,15 +122,15 @@ class DeploymentPlan:
 
 
 class CannotCut(ValueError):
-    """No sizes that were given, or that the model has, divide the devices."""
+    """Neither the given sizes nor any of the model's divide the devices."""
 
 
 class NothingFits(Exception):
     """No deployment has room for one request.
 
     Attributes:
-        nearest: the one that lacks least.
-        lacking: bytes on a rank.
+        nearest: the deployment that lacks the fewest bytes.
+        lacking: missing bytes on a rank.
     """
 
     def __init__(self, nearest: Deployment, lacking: float):

@@ -1,4 +1,4 @@
-"""Seconds of a prefill and of a decode step, stage by stage, with what limits each."""
+"""Seconds of a prefill and of a decode step, stage by stage, with the limit of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINKS = "links"
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of computation, of communication that nothing hides, and what takes most."""
+    """Seconds of computation, seconds of communication that no work overlaps, and the largest part."""
 
     computed: float
     communicated: float
@@ -33,12 +33,12 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Prefill:
-    """One prompt of every context-parallel group, alone.
+    """A prefill of one prompt per context-parallel group, without other work.
 
     Attributes:
-        ttft: seconds, queueing not included.
-        prompts_per_s: of all groups.
-        room: bytes left on a rank with the prompt in its caches; below 0 where it does not fit.
+        ttft: seconds, without queueing.
+        prompts_per_s: prompts per second of all groups.
+        room: bytes that remain on a rank with the prompt in its caches; negative if it does not fit.
     """
 
     how: Deployment
@@ -62,11 +62,11 @@ class DecodeStep:
     """A decode step.
 
     Attributes:
-        requests: of all ranks of the instance.
-        tpot: seconds of a request's token.
-        tokens_per_step: of a request, drafts that are accepted included.
-        room: bytes left on a rank with all requests in its caches; below 0 where they do not fit.
-        expert_bytes: that one more expert of every layer takes.
+        requests: requests of all ranks of the instance.
+        tpot: seconds per token of a request.
+        tokens_per_step: tokens of a request per step, accepted drafts included.
+        room: bytes that remain on a rank with all requests in its caches; negative if they do not fit.
+        expert_bytes: bytes of one more expert in every layer.
     """
 
     how: Deployment
@@ -79,7 +79,7 @@ class DecodeStep:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks of the instance."""
+        """Output tokens per second of all ranks of the instance."""
         return self.requests / self.tpot
 
     def to_json(self) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def predict_decode(
     """A decode step.
 
     Args:
-        requests: of all ranks, divided evenly.
+        requests: requests of all ranks, divided evenly.
         context: tokens that a request sees on average.
-        tokens_per_step: of a request; 1 without drafts.
-        longest: tokens that a request's pages hold at its end.
+        tokens_per_step: tokens of a request per step; 1 without drafts.
+        longest: tokens in a request's pages at its end.
     """
     how, own = placed.how, cdiv(requests, placed.how.ranks)
     step = Decode(own, requests, context + how.drafts, how.drafts)
@@ -137,8 +137,8 @@ def predict_decode(
         few = rows if number == 0 else own
         part = 1 / max(1, placed.config.mlp_layer_types.count("sparse"))
         for name, seconds, _ in placed.collectives(few, 0, own):
-            share = 1.0 if name in ("LM head", "embedding") else part
-            _add(stages, name, seconds * share)
+            fraction = 1.0 if name in ("LM head", "embedding") else part
+            _add(stages, name, seconds * fraction)
     seconds = sum(stage.seconds for stage in stages.values())
     room = placed.cache_room(rows) - own * longest * placed.token_bytes
     return DecodeStep(how, requests, seconds / tokens_per_step, tokens_per_step, room, stages, placed.expert_bytes)
@@ -155,8 +155,8 @@ def _timed(phase: str, placed: Placed, reached: Efficiencies, work: Stages) -> d
 def _communicate(
     stages: dict[str, StageTime], placed: Placed, rows: int, gathered: int, logits: int, steps: int = 1, count: int = 1
 ) -> None:
-    """Adds the collectives of ``count`` of ``steps``. The gathered cache rows hide behind the queries' prolog, as far
-    as its time goes: q_b and the absorption are most of it."""
+    """Adds the collectives of ``count`` of ``steps``. The gather of cache rows overlaps with the queries' prolog, which
+    consists mainly of q_b and the absorption."""
     for name, seconds, hides in placed.collectives(rows, gathered, logits):
         if hides:
             beside = sum(stages[n].computed for n in ("MLA prolog", "indexer prolog") if n in stages) / steps

@@ -1,7 +1,7 @@
 """Deployments whose operating points others have published, predicted from data sheets and assumed efficiencies.
 
-Cards of Ascend 910C have two dies, which are devices of their own here. Where a report leaves something open (lengths,
-drafts), what is assumed stands in ``known``.
+Cards of Ascend 910C have two dies, which count as two devices here. If a report leaves something open (lengths,
+drafts), ``known`` says what is assumed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dsa_engine.measure.report import format_table
 
 @dataclass(frozen=True)
 class PublishedFigure:
-    """One published figure, in milliseconds, of a time to first token, of a prefill, or per output token.
+    """One published figure in milliseconds: time to first token, time of a prefill, or time per output token.
 
     Attributes:
-        requests: of all cards in decode; of a context-parallel group, one after the other, in prefill.
+        requests: in decode, those of all cards; in prefill, those of a context-parallel group, one after the other.
         bound: the figure is an upper bound ("under 2 s").
         why: the likely reason of the gap between prediction and report.
     """
@@ -113,7 +113,7 @@ POINTS = (
 
 
 def published_table() -> str:
-    """Predicted over published, and the likely reason of each gap."""
+    """A table of predicted over published figures, with the likely reason of each gap."""
     rows, reasons = [], []
     for point in POINTS:
         predicted = point.predicted()

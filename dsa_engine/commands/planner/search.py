@@ -1,4 +1,4 @@
-"""The best deployment for a demand: every cut and format that the model and the device have, predicted and compared."""
+"""Search for the best deployment: predicts and compares every cut and format of the model and the device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.runtime.integers import cdiv
 
 CHUNKS = (2048, 4096, 8192, 16384)
-MOST_REQUESTS = 512  # of a rank, in a decode step
+MAX_REQUESTS = 512  # maximum of a rank in a decode step
 
 
 class Planner:
-    """Plans for one model and device.
+    """Makes plans for one model and device.
 
     Args:
-        fixed: options that are not searched but given, such as ``{"tp_size": 8}``, by the names of
+        fixed: options that are given, not searched, such as ``{"tp_size": 8}``, by the names of
             :class:`Deployment`.
     """
 
@@ -42,10 +42,10 @@ class Planner:
             raise ValueError(f"--drafts {drafts}: the model has no MTP module to make them")
 
     def best(self, demand: Demand, split: bool = False) -> DeploymentPlan:
-        """The plan with the highest rate of those that keep to the demand; where none does, the one that misses least.
+        """The plan with the highest rate among those that meet the demand, else the one that misses it least.
 
         Raises:
-            NothingFits: not one request has room.
+            NothingFits: there is no room for a single request.
             CannotCut: no instance divides the devices.
         """
         if demand.longest > self.config.max_position_embeddings:
@@ -71,7 +71,7 @@ class Planner:
         return min(plans, key=lambda plan: plan.misses(demand))
 
     def remedy(self, demand: Demand) -> int | None:
-        """The fewest devices of 2, 4 and 8 times as many that meet the demand together; None: none of these does."""
+        """The smallest of 2, 4 and 8 times as many devices that meets the demand without a split; None: none does."""
         for factor in (2, 4, 8):
             more = replace(demand, devices=demand.devices * factor)
             try:
@@ -82,7 +82,7 @@ class Planner:
         return None
 
     def _together(self, demand: Demand) -> Iterator[DeploymentPlan]:
-        """All instances prefill and decode, as the engine does."""
+        """Plans in which all instances prefill and decode, as the engine does."""
         for ranks in self._sizes(demand.devices):
             count = demand.devices // ranks
             for base in self._formats(ranks):
@@ -91,8 +91,9 @@ class Planner:
                         yield from self._shared(prefill, how, demand, count)
 
     def _shared(self, prefill: Prefill, how: Deployment, demand: Demand, count: int) -> Iterator[DeploymentPlan]:
-        """A prompt's prefill keeps all of its ranks from decoding: it adds to every token's time."""
-        wait = 1 / prefill.prompts_per_s / demand.output_len  # of a token, for the prefill of one request
+        """Plans of shared ranks. A prompt's prefill keeps all of its ranks from decoding and adds to every token's
+        time."""
+        wait = 1 / prefill.prompts_per_s / demand.output_len  # per token, for the prefill of one request
         for requests in self._batches(how, demand, count, wait, reserved=demand.input_len):
             step = self._step(how, requests, demand)
             tpot = step.tpot + requests * wait
@@ -100,7 +101,7 @@ class Planner:
             yield DeploymentPlan(False, prefill, step, count, count, tpot, count * requests / tpot, limit)
 
     def _split(self, demand: Demand) -> Iterator[DeploymentPlan]:
-        """Some devices prefill, the others decode."""
+        """Plans in which some devices prefill and the others decode."""
         prefills = {ranks: self._best_prefill(ranks, demand) for ranks in self._sizes(demand.devices)}
         for decoding in self._sizes(demand.devices):
             for base in self._formats(decoding):
@@ -111,26 +112,26 @@ class Planner:
                             yield from self._matched(prefills, step, demand, count)
 
     def _counts(self, decoding: int, demand: Demand) -> list[int | None]:
-        """Of decode instances that may share the requests that were asked for; None: as many as are kept busy."""
+        """Numbers of decode instances for the demanded requests; None: as many instances as are kept busy."""
         if demand.requests is None:
             return [None]
-        most = demand.devices // decoding
-        return [1 << i for i in range(most.bit_length()) if 1 << i <= demand.requests]
+        max_instances = demand.devices // decoding
+        return [1 << i for i in range(max_instances.bit_length()) if 1 << i <= demand.requests]
 
     def _matched(
         self, prefills: dict[int, Prefill | None], step: DecodeStep, demand: Demand, given: int | None
     ) -> Iterator[DeploymentPlan]:
-        """As many instances of each as the devices allow, near the ratio in which both are busy, or ``given`` ones to
-        decode."""
+        """Plans with as many instances of each kind as the devices allow, near the ratio that keeps both busy, or with
+        ``given`` decode instances."""
         per_instance = step.tokens_per_s
         for ranks, prefill in prefills.items():
             if prefill is None:
                 continue
-            most = (demand.devices - ranks) // step.how.ranks
+            max_decodes = (demand.devices - ranks) // step.how.ranks
             fed = prefill.prompts_per_s * demand.output_len  # tokens/s that one prefill instance can start
             ideal = demand.devices / (ranks * per_instance / fed + step.how.ranks)
             for decodes in {given} if given else {max(1, int(ideal)), int(ideal) + 1}:
-                if decodes > most:
+                if decodes > max_decodes:
                     continue
                 count = (demand.devices - decodes * step.how.ranks) // ranks
                 rate = min(count * fed, decodes * per_instance)
@@ -138,7 +139,7 @@ class Planner:
                 yield DeploymentPlan(True, prefill, step, count, decodes, step.tpot, rate, limit)
 
     def _sizes(self, devices: int) -> list[int]:
-        """Ranks of an instance: the whole, and parts that halve it; at most one for each routed expert."""
+        """Numbers of ranks of an instance: all devices, a half, a quarter, …; at most one rank per routed expert."""
         sizes = [devices]
         while sizes[-1] % 2 == 0:
             sizes.append(sizes[-1] // 2)
@@ -152,14 +153,14 @@ class Planner:
                         yield Deployment(ranks, tp_size=tp, weights=weights, cache=cache)
 
     def _weights(self) -> list[str]:
-        """Formats that the device multiplies; 4-bit ones are expanded within the product."""
+        """Weight formats that the device multiplies; 4-bit ones are expanded within the product."""
         return [w for w in WEIGHTS if w in ("bfloat16", "int4-experts") or w in self.device.narrow]
 
     def _choices(self, name: str, possible: Any) -> Any:
         return (self.fixed[name],) if name in self.fixed else possible
 
     def _prefills(self, base: Deployment, demand: Demand) -> list[Prefill]:
-        """Those that fit, of each context-parallel size the fastest; only those that keep to TTFT, if any do."""
+        """The fastest prefill that fits for each context-parallel size; only those that meet TTFT, if any does."""
         fastest = []
         for cp in self._choices("cp_size", [n for n in self._sizes(base.ranks) if base.ranks % n == 0]):
             if base.ranks % cp:
@@ -180,49 +181,51 @@ class Planner:
         return quick or fastest
 
     def _best_prefill(self, ranks: int, demand: Demand) -> Prefill | None:
-        found = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
-        quick = [one for one in found if demand.ttft is None or one.ttft <= demand.ttft]
+        prefills = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
+        quick = [one for one in prefills if demand.ttft is None or one.ttft <= demand.ttft]
         if quick:
             return max(quick, key=lambda one: one.prompts_per_s)
-        return min(found, key=lambda one: one.ttft, default=None)
+        return min(prefills, key=lambda one: one.ttft, default=None)
 
     def _decodes(self, base: Deployment) -> Iterator[Deployment]:
-        most = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
-        for drafts in self._choices("drafts", [n for n in DRAFTS if n <= most]):
+        max_drafts = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
+        for drafts in self._choices("drafts", [n for n in DRAFTS if n <= max_drafts]):
             for dispatch in self._choices("decode_dispatch", DISPATCHES):
                 yield replace(base, drafts=drafts, dispatch=dispatch)
 
     def _batches(self, how: Deployment, demand: Demand, count: int, wait: float = 0.0, reserved: int = 0) -> list[int]:
-        """Requests of an instance that are worth a look. The rate rises with them: as many as memory or TPOT allow.
+        """Numbers of requests of an instance to consider. The rate rises with them, so as many as memory or TPOT allow.
 
         Args:
-            count: instances that share the demand's requests.
-            wait: seconds that each request adds to a token's time beside the decode steps.
-            reserved: tokens of a prompt that is prefilled meanwhile.
+            count: number of instances that divide the demanded requests.
+            wait: seconds that each request adds to a token's time, apart from the decode steps.
+            reserved: tokens of a prompt that is prefilled at the same time.
         """
-        most = self._most_requests(how, demand, reserved)
-        if demand.requests is not None and most:
-            return [min(cdiv(demand.requests, count), most)]
-        if demand.tpot is None or most < 2:
-            return [most] if most else []
-        low, high = 1, most
+        max_requests = self._max_requests(how, demand, reserved)
+        if demand.requests is not None and max_requests:
+            return [min(cdiv(demand.requests, count), max_requests)]
+        if demand.tpot is None or max_requests < 2:
+            return [max_requests] if max_requests else []
+        low, high = 1, max_requests
         while low < high:
             middle = (low + high + 1) // 2
             within = self._step(how, middle, demand).tpot + middle * wait <= demand.tpot
             low, high = (middle, high) if within else (low, middle - 1)
         return [low]
 
-    def _most_requests(self, how: Deployment, demand: Demand, reserved: int) -> int:
-        """That memory has room for, of an instance."""
+    def _max_requests(self, how: Deployment, demand: Demand, reserved: int) -> int:
+        """Number of requests of an instance for which there is memory."""
         placed = self._placed(how)
-        held, kept = demand.longest * placed.token_bytes, reserved * placed.token_bytes
-        room = placed.cache_room(1 + how.drafts) - kept
-        most = min(int(max(0.0, room) // held), MOST_REQUESTS)
-        while most and placed.cache_room(most * (1 + how.drafts)) - kept < most * held:
-            most -= 1
-        if not most:
+        held, reserved_bytes = demand.longest * placed.token_bytes, reserved * placed.token_bytes
+        room = placed.cache_room(1 + how.drafts) - reserved_bytes
+        max_requests = min(int(max(0.0, room) // held), MAX_REQUESTS)
+        while (
+            max_requests and placed.cache_room(max_requests * (1 + how.drafts)) - reserved_bytes < max_requests * held
+        ):
+            max_requests -= 1
+        if not max_requests:
             self._note(how, room - held)
-        return most * how.ranks
+        return max_requests * how.ranks
 
     def _step(self, how: Deployment, requests: int, demand: Demand) -> DecodeStep:
         key = (how, requests, demand)

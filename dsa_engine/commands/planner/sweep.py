@@ -1,4 +1,4 @@
-"""One thing about a demand changed, and all else as it was: what becomes of the plan."""
+"""Plans over a range of one part of the demand, with everything else fixed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXES: dict[str, Callable[[Demand], list[float]]] = {
 
 
 class SweepPoint(NamedTuple):
-    """One value of the axis; a plan is None where nothing fits, or sizes that are fixed do not divide the devices."""
+    """One value of the axis; a plan is None if nothing fits or fixed sizes do not divide the devices."""
 
     value: float
     together: DeploymentPlan | None
@@ -34,9 +34,9 @@ class SweepPoint(NamedTuple):
 def sweep(planner: Planner, demand: Demand, axis: str) -> Iterator[SweepPoint]:
     """The plans for every value of an axis of ``AXES``."""
     name = axis.replace("-", "_")
-    values, most = AXES[axis](demand), planner.config.max_position_embeddings
+    values, max_len = AXES[axis](demand), planner.config.max_position_embeddings
     if axis == "input-len":
-        values = [value for value in values if value + demand.output_len <= most]
+        values = [value for value in values if value + demand.output_len <= max_len]
     for value in values:
         whole = value if axis in ("tpot", "ttft") else max(1, round(value))
         changed = replace(demand, **{name: whole})  # type: ignore[arg-type]
@@ -94,9 +94,9 @@ def plot_sweep(axis: str, points: list[SweepPoint], path: str, title: str) -> No
     )
     for panel, (label, of) in zip(panels, figures, strict=True):
         for name, style, color in (("together", "-", "tab:blue"), ("split", "--", "tab:orange")):
-            found = [(p.value, getattr(p, name), p.demand) for p in points if getattr(p, name) is not None]
-            panel.plot([x for x, _, _ in found], [of(plan) for _, plan, _ in found], style, color=color, label=name)
-            for x, plan, demand in found:
+            drawn = [(p.value, getattr(p, name), p.demand) for p in points if getattr(p, name) is not None]
+            panel.plot([x for x, _, _ in drawn], [of(plan) for _, plan, _ in drawn], style, color=color, label=name)
+            for x, plan, demand in drawn:
                 fill = color if plan.misses(demand) <= 0 else "white"
                 panel.plot([x], [of(plan)], "o", color=color, markerfacecolor=fill)
         panel.set(xlabel=axis, ylabel=label, xscale="log", ylim=(0, None))

@@ -1,4 +1,4 @@
-"""A plan for people: what to start, what to expect, what limits it, and what is not known."""
+"""A plan as text: what to start, its figures, its limits, and the open assumptions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NOT_KNOWN = (
 
 
 def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | None = None) -> None:
-    """Prints one plan: its cut, its figures against what was asked for, and its stages; where it misses that,
-    ``remedy`` is the number of devices that would do."""
+    """Prints one plan: its cut, its figures beside the demand, and its stages; if it misses the demand,
+    ``remedy`` is a sufficient number of devices."""
     print(f"\n{title}")
     if (misses := plan.misses(demand)) > 0:
         would = f"; {remedy:,} devices would do" if remedy else "; 8 times as many devices would not do either"
@@ -45,7 +45,7 @@ def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | N
 
 
 def print_not_fitting(title: str, error: NothingFits, remedy: int | None) -> None:
-    """By how much one request does not fit, and what would make it fit: ``remedy`` devices, where any number does."""
+    """Prints by how much one request does not fit, and a remedy: ``remedy`` devices, if any number suffices."""
     how = error.nearest
     print(f"\n{title}")
     print(f"  DOES NOT FIT: the least ({_cut(how, True)}) lacks {format_bytes(error.lacking)} on each rank.")

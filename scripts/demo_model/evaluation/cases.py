@@ -1,8 +1,8 @@
-"""Retrieval cases: a document in which facts are scattered, and questions about facts at every depth of it.
+"""Retrieval cases: a document with scattered facts, and questions about facts at every depth of it.
 
-A case is a document and a question. The questions of a document stand one after the other in one conversation, each
-with its right answer before the next is asked, so that a single prefill answers all of them: what the model would say
-greedily is, token by token, the argmax at the place before. Facts are spread evenly, the text between them is held out.
+A case is a document and a question. The questions of a document follow each other in one conversation, each with its
+right answer, so a single prefill answers all of them: the greedy answer is, token by token, the argmax at the previous
+position. Facts are spread evenly; the text between them is held out.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 
 from demo_model.data import Documents, draw_facts
 
-KINDS = ("fact", "two", "continue")  # one fact; two at once; a passage that stands far back, 24 tokens of it
+KINDS = ("fact", "two", "continue")  # one fact; two facts; 24 tokens of a passage far back
 PASSAGE = 24
 
 
 @dataclass(frozen=True)
 class Question:
-    """``answer`` are the places of its tokens in the conversation, ``needle`` those of the tokens that it is about.
+    """Positions of a question: ``answer`` of its answer's tokens, ``needle`` of the tokens that the answer repeats.
 
-    ``asks`` and ``value`` are, of the answer's last piece: the place before the value, where it is predicted, and where
-    the document says it.
+    For the last part of the answer, ``asks`` is the position before the value, which predicts it, and ``value`` its
+    position in the document.
     """
 
     answer: range
@@ -34,7 +34,7 @@ class Question:
 
 @dataclass
 class Conversation:
-    """Tokens of a document of ``length`` tokens and of the questions after it."""
+    """A document of ``length`` tokens followed by its questions."""
 
     length: int
     tokens: list[int] = field(default_factory=list)
@@ -49,13 +49,13 @@ def conversation(
     Args:
         documents: held-out text, and the writer of facts.
         length: tokens before the first question.
-        seed: of everything drawn; the same arguments give the same tokens.
-        kind: of :data:`KINDS`.
-        questions: one for each part of the document, in a random order.
+        seed: seed of everything drawn; the same arguments give the same tokens.
+        kind: one of :data:`KINDS`.
+        questions: number of questions, one per part of the document, in random order.
         spacing: tokens of the document per fact.
 
     Raises:
-        ValueError: a kind that there is not, or a document too short for as many questions.
+        ValueError: an unknown kind, or a document too short for so many questions.
     """
     count = length // spacing
     if kind not in KINDS or count < questions:
@@ -68,11 +68,11 @@ def conversation(
     writer = documents.writer
     made = Conversation(length, [writer.bos, writer.user])
     facts = draw_facts(rng, count)
-    places: list[int] = []  # of the first token of each fact
-    passages: list[tuple[int, np.ndarray]] = []  # first lines of passages, and where they stand
+    starts: list[int] = []  # positions of the first token of each fact
+    passages: list[tuple[int, np.ndarray]] = []  # start and first line of each passage
     for i, (key, value) in enumerate(facts):
         _fill(documents, rng, made.tokens, int((i + 0.5) * length / count) - 6, passages)
-        places.append(len(made.tokens))
+        starts.append(len(made.tokens))
         made.tokens += writer.fact(key, value)[0]
     _fill(documents, rng, made.tokens, length, passages)
     for i, part in enumerate(rng.permutation(questions)):
@@ -82,10 +82,10 @@ def conversation(
         if kind == "continue":
             _ask_passage(documents, rng, made, passages, low, high)
         else:
-            inside = [j for j, place in enumerate(places) if low <= place / length < high]
+            inside = [j for j, start in enumerate(starts) if low <= start / length < high]
             chosen = [int(rng.choice(inside))]
             chosen += [int(rng.integers(len(facts)))] * (kind == "two")
-            _ask_facts(documents, made, [facts[j] for j in chosen], [places[j] for j in chosen])
+            _ask_facts(documents, made, [facts[j] for j in chosen], [starts[j] for j in chosen])
     return made
 
 
@@ -96,7 +96,7 @@ def _fill(
     until: int,
     passages: list[tuple[int, np.ndarray]],
 ) -> None:
-    """Lines of text up to exactly ``until`` tokens; the last one is cut, and ends as a line."""
+    """Adds lines of text up to exactly ``until`` tokens; the last line is cut and keeps its line break."""
     while len(tokens) < until:
         lines = documents.library.passage(rng, until - len(tokens))
         passages.append((len(tokens), lines[0]))
@@ -110,14 +110,14 @@ def _fill(
                 )
 
 
-def _ask_facts(documents: Documents, made: Conversation, facts: list[tuple[int, int]], places: list[int]) -> None:
+def _ask_facts(documents: Documents, made: Conversation, facts: list[tuple[int, int]], starts: list[int]) -> None:
     writer = documents.writer
     made.tokens += [*writer.question([key for key, _ in facts]), writer.assistant]
     first = len(made.tokens)
     made.tokens += writer.answer(facts)
-    needle = tuple(place + i for place in places for i in range(5))
+    needle = tuple(start + i for start in starts for i in range(5))
     made.questions.append(
-        Question(range(first, len(made.tokens)), needle, len(made.tokens) - 3, places[-1] + 4, places[0] / made.length)
+        Question(range(first, len(made.tokens)), needle, len(made.tokens) - 3, starts[-1] + 4, starts[0] / made.length)
     )
 
 
@@ -129,7 +129,7 @@ def _ask_passage(
     low: float,
     high: float,
 ) -> None:
-    """Quotes a line that stands once in the document and asks for what follows."""
+    """Quotes a line that occurs once in the document and asks for its continuation."""
     writer = documents.writer
     said: dict[bytes, int] = {}
     for _, line in passages:

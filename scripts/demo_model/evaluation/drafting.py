@@ -1,5 +1,4 @@
-"""What speculative decoding gains on the trained model: acceptance by position, and time per token, on text and on
-answers."""
+"""Gain of speculative decoding on the trained model: acceptance by position, and time per token."""
 
 from __future__ import annotations
 
@@ -16,42 +15,42 @@ from dsa_engine.llm import LLM
 from dsa_engine.outputs import SpeculationMetrics
 from dsa_engine.sampling_params import SamplingParams
 
-TEXT_TOKENS = 64  # generated behind a text
+TEXT_TOKENS = 64  # generated after a text
 SEED = 3000
 
 
 @dataclass
 class Drafted:
-    """What generations of one kind gave with one number of drafts; times in seconds, of every generation."""
+    """Results of the generations of one kind with one number of drafts; ``tpot`` in seconds."""
 
     tokens: list[list[int]] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
-    verified: list[SpeculationMetrics] = field(default_factory=list)
+    speculation: list[SpeculationMetrics] = field(default_factory=list)
 
     def counts(self) -> SpeculationMetrics:
-        """Of all generations together."""
-        length = max((len(one.num_draft_tokens_per_pos) for one in self.verified), default=0)
+        """Counts of drafts, summed over all generations."""
+        length = max((len(one.num_draft_tokens_per_pos) for one in self.speculation), default=0)
 
         def total(name: str) -> tuple[int, ...]:
-            padded = [(*getattr(one, name), *(0,) * length)[:length] for one in self.verified]
+            padded = [(*getattr(one, name), *(0,) * length)[:length] for one in self.speculation]
             return tuple(map(sum, zip(*padded, strict=True)))
 
-        drafts = sum(one.num_drafts for one in self.verified)
+        drafts = sum(one.num_drafts for one in self.speculation)
         return SpeculationMetrics(drafts, total("num_draft_tokens_per_pos"), total("num_accepted_tokens_per_pos"))
 
 
 def requests(documents: Documents, length: int, count: int) -> dict[str, list[tuple[list[int], int]]]:
-    """Prompts of about ``length`` tokens and how many tokens to generate behind each: held-out text; questions for a
-    fact of a document; and a passage of a document that is to be repeated."""
-    found: dict[str, list[tuple[list[int], int]]] = {"text": [], "facts": [], "passages": []}
+    """Prompts of about ``length`` tokens and the number of tokens to generate after each: held-out text, questions
+    for a fact of a document, and a passage of a document to repeat."""
+    prompts: dict[str, list[tuple[list[int], int]]] = {"text": [], "facts": [], "passages": []}
     for i in range(count):
         batch = documents.batch(SEED + i, 1, length, plain=1.0, jumps=False)
-        found["text"].append((torch.from_numpy(batch.tokens[0]).tolist(), TEXT_TOKENS))
+        prompts["text"].append((torch.from_numpy(batch.tokens[0]).tolist(), TEXT_TOKENS))
         for name, kind in (("facts", "two"), ("passages", "continue")):
             talk = conversation(documents, length, SEED + i, kind=kind, questions=1)
             answer = talk.questions[0].answer
-            found[name].append((talk.tokens[: answer.start], PASSAGE if kind == "continue" else len(answer)))
-    return found
+            prompts[name].append((talk.tokens[: answer.start], PASSAGE if kind == "continue" else len(answer)))
+    return prompts
 
 
 def measure_drafting(
@@ -67,16 +66,16 @@ def measure_drafting(
                 llm.engine.draft(number)
                 params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
                 output = llm.generate([prompt], params, use_tqdm=False)[0]
-                metrics, kept = output.metrics, results[kind][number]
-                kept.tokens.append(output.token_ids)
-                kept.tpot.append(metrics.tpot_s or 0.0)
+                metrics, drafted = output.metrics, results[kind][number]
+                drafted.tokens.append(output.token_ids)
+                drafted.tpot.append(metrics.tpot_s or 0.0)
                 if metrics.speculation is not None:
-                    kept.verified.append(metrics.speculation)
+                    drafted.speculation.append(metrics.speculation)
     return results
 
 
 def report(results: dict[str, dict[int, Drafted]]) -> list[dict[str, Any]]:
-    """A row for every kind and number of drafts; ``same_tokens``: generations that equal those with the first."""
+    """A row per kind and number of drafts; ``same_tokens``: generations that equal those with the first."""
     rows = []
     for kind, by_number in results.items():
         plain = next(iter(by_number.values()))

@@ -1,4 +1,4 @@
-"""Measures what a model can do: retrieval by length and depth, what its indexer finds, perplexity, MTP."""
+"""Quality of a model: retrieval by length and depth, recall of its indexer, perplexity, MTP."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SEED = 1000
 
 @dataclass(frozen=True)
 class RetrievalCase:
-    """One question: whether the greedy answer is the right one, whole; and by layer, where its last token selects,
-    the share of the needle's tokens that were selected and whether the token that it has to say was."""
+    """Result of one question: whether the whole greedy answer is right; and by layer, for the query that predicts the
+    value, the fraction of the needle's tokens that it selects, and whether it selects the value."""
 
     length: int
     depth: float
     right: bool
     tokens_right: float
     recall: tuple[float, ...]
-    found: tuple[bool, ...]
+    value_selected: tuple[bool, ...]
 
 
 def held_out(llm: LLM) -> Documents:
@@ -48,7 +48,7 @@ def retrieval(
     select: str = "trained",
     seed: int = SEED,
 ) -> list[RetrievalCase]:
-    """Asks ``count`` questions, ten in a document; what the arguments mean say ``cases.conversation`` and
+    """Asks ``count`` questions, ten per document; for the arguments see ``cases.conversation`` and
     ``selection.selection``."""
     cases: list[RetrievalCase] = []
     layers = llm.engine.config.num_hidden_layers
@@ -56,20 +56,24 @@ def retrieval(
         each = min(10, count - len(cases))
         talk = conversation(documents, length, seed + len(cases), kind=kind, questions=each)
         watched: Watched = {question.asks: question.needle for question in talk.questions}
-        with selection(select, layers, watched, seed) as kept:
+        with selection(select, layers, watched, seed) as selected_rows:
             greedy = llm.prompt_logits(talk.tokens).argmax(dim=-1)
-        cases += _score(talk, greedy, kept)
+        cases += _score(talk, greedy, selected_rows)
     return cases
 
 
-def _score(talk: Conversation, greedy: torch.Tensor, kept: dict[int, list[dict[int, bool]]]) -> list[RetrievalCase]:
+def _score(
+    talk: Conversation, greedy: torch.Tensor, selected_rows: dict[int, list[dict[int, bool]]]
+) -> list[RetrievalCase]:
     cases = []
     for question in talk.questions:
-        right = [int(greedy[place - 1]) == talk.tokens[place] for place in question.answer]
-        layers = kept.get(question.asks, [])
+        right = [int(greedy[position - 1]) == talk.tokens[position] for position in question.answer]
+        layers = selected_rows.get(question.asks, [])
         recall = tuple(sum(layer.values()) / len(layer) for layer in layers)
-        found = tuple(layer[question.value] for layer in layers)
-        cases.append(RetrievalCase(talk.length, question.depth, all(right), sum(right) / len(right), recall, found))
+        value_selected = tuple(layer[question.value] for layer in layers)
+        cases.append(
+            RetrievalCase(talk.length, question.depth, all(right), sum(right) / len(right), recall, value_selected)
+        )
     return cases
 
 
@@ -86,14 +90,16 @@ def summary(cases: list[RetrievalCase]) -> dict[str, Any]:
         "accuracy": sum(case.right for case in cases) / len(cases),
         "tokens_right": sum(case.tokens_right for case in cases) / len(cases),
         "recall_by_layer": [sum(case.recall[i] for case in selected) / len(selected) for i in range(layers)],
-        "value_found_by_layer": [sum(case.found[i] for case in selected) / len(selected) for i in range(layers)],
-        "value_found": sum(any(case.found) for case in selected) / len(selected) if selected else None,
+        "value_found_by_layer": [
+            sum(case.value_selected[i] for case in selected) / len(selected) for i in range(layers)
+        ],
+        "value_found": sum(any(case.value_selected) for case in selected) / len(selected) if selected else None,
         "accuracy_by_depth": {depth: sum(right) / len(right) for depth, right in sorted(by_depth.items())},
     }
 
 
 def perplexity(llm: LLM, documents: Documents, length: int, count: int, seed: int = SEED) -> dict[str, Any]:
-    """Of ``count`` held-out texts of ``length`` tokens: mean loss in nats a token, and its exponential."""
+    """Mean loss in nats per token over ``count`` held-out texts of ``length`` tokens, and its exponential."""
     total, tokens = 0.0, 0
     for i in range(count):
         batch = documents.batch(seed + i, 1, length, plain=1.0, jumps=False)
@@ -107,31 +113,31 @@ def perplexity(llm: LLM, documents: Documents, length: int, count: int, seed: in
 def divergence(
     llm: LLM, reference: LLM, documents: Documents, length: int, count: int, seed: int = SEED
 ) -> dict[str, Any]:
-    """How far a model's next tokens are from those of ``reference``, on the texts of :func:`perplexity`: the mean of
-    KL(reference ‖ model) in nats a token, the largest of a token, and how often both say the same token."""
-    total, most, same, tokens = 0.0, 0.0, 0, 0
+    """Distance of a model's next tokens from those of ``reference``, on the texts of :func:`perplexity`: mean and
+    maximum of KL(reference ‖ model) in nats per token, and the fraction of equal greedy tokens."""
+    total, largest, same, tokens = 0.0, 0.0, 0, 0
     for i in range(count):
         ids = documents.batch(seed + i, 1, length, plain=1.0, jumps=False).tokens[0].tolist()
         wanted = reference.prompt_logits(ids).double().log_softmax(dim=-1)
-        found = llm.prompt_logits(ids).double().log_softmax(dim=-1)
-        each = (wanted.exp() * (wanted - found)).sum(dim=-1)
-        total, most = total + float(each.sum()), max(most, float(each.max()))
-        same += int((wanted.argmax(dim=-1) == found.argmax(dim=-1)).sum())
+        ours = llm.prompt_logits(ids).double().log_softmax(dim=-1)
+        each = (wanted.exp() * (wanted - ours)).sum(dim=-1)
+        total, largest = total + float(each.sum()), max(largest, float(each.max()))
+        same += int((wanted.argmax(dim=-1) == ours.argmax(dim=-1)).sum())
         tokens += length
-    return {"tokens": tokens, "kl": total / tokens, "largest_kl": most, "same_greedy_token": same / tokens}
+    return {"tokens": tokens, "kl": total / tokens, "largest_kl": largest, "same_greedy_token": same / tokens}
 
 
 @torch.no_grad()
 def second_next(
     model: TrainingModel, documents: Documents, length: int, count: int, seed: int = SEED
 ) -> dict[str, Any]:
-    """How often the MTP module says the second next token of held-out text, and how often it says what the main model
-    says there, one token later: what speculative decoding calls acceptance. In answers to questions, the same."""
+    """Accuracy of the MTP module for the second next token of held-out text and of answers to questions, and how often
+    it agrees with the main model one token later, which is the acceptance of speculative decoding."""
     model.eval()
     figures: dict[str, Any] = {}
     topk = model.config.index_topk
     for name, plain in (("text", 1.0), ("conversations", 0.0)):
-        main = module = agreed = places = 0
+        main = module = agreed = targets = 0
         for i in range(count):
             batch = documents.batch(seed + i, 1, length, plain=plain, restate=0.0, jumps=False)
             tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
@@ -144,11 +150,11 @@ def second_next(
             main += int((said == truth).sum())
             module += int((drafted == truth).sum())
             agreed += int((drafted == said).sum())
-            places += int(wanted.sum())
+            targets += int(wanted.sum())
         figures[name] = {
-            "tokens": places,
-            "main_model_right": main / places,
-            "module_right": module / places,
-            "module_agrees": agreed / places,
+            "tokens": targets,
+            "main_model_right": main / targets,
+            "module_right": module / targets,
+            "module_agrees": agreed / targets,
         }
     return figures

@@ -1,4 +1,4 @@
-"""What the indexer selects, seen and replaced: for recall, and for the question whether selection matters."""
+"""The indexer's selection, observed for recall, and replaced to show whether it matters."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 from dsa_engine.model import indexer as indexer_module
 
 SELECTIONS = ("trained", "random", "recent")
-ROWS = 256  # queries whose random choice is drawn at once
+ROWS = 256  # queries whose random selection is drawn at once
 
 Watched = dict[int, tuple[int, ...]]  # position of a query: positions of the tokens that it should select
 
 
 @contextmanager
 def selection(kind: str, layers: int, watched: Watched, seed: int = 0) -> Iterator[dict[int, list[dict[int, bool]]]]:
-    """While it is open, engines select as ``kind`` says, and what watched queries select is kept.
+    """Inside the context engines select by ``kind``, and the selections of watched queries are recorded.
 
     Args:
-        kind: "trained" is the indexer's own choice, "random" as many tokens drawn from all that a query sees, "recent"
-            the last ones.
-        layers: layers of the model; each calls the indexer once in every step.
-        watched: the queries to look at.
-        seed: of "random".
+        kind: "trained" is the indexer's own selection, "random" as many tokens drawn from those that a query sees,
+            "recent" the last ones.
+        layers: number of layers; each calls the indexer once per step.
+        watched: the queries to observe.
+        seed: seed of "random".
 
     Yields:
-        by query: for each layer, whether each of its wanted tokens was selected. Queries that see at most
-        ``index_topk`` tokens do not select, and are not in it.
+        by query and layer, whether each of its wanted tokens was selected. Queries that see at most ``index_topk``
+        tokens do not select and are missing.
     """
     own: Callable[..., torch.Tensor] = indexer_module.lightning_indexer
-    kept: dict[int, list[dict[int, bool]]] = defaultdict(list)
+    selected: dict[int, list[dict[int, bool]]] = defaultdict(list)
     generator = torch.Generator().manual_seed(seed)
 
     def select(
@@ -43,16 +43,16 @@ def selection(kind: str, layers: int, watched: Watched, seed: int = 0) -> Iterat
             positions = own(q, weights, pool, tables, segments, k, **options)
         else:
             positions = _replace(kind, segments.visible.cpu(), k, generator).to(q.device)
-        places = segments.visible.cpu().long() - 1
-        for position in set(places.tolist()) & watched.keys():
-            (row,) = torch.nonzero(places == position).flatten()[:1].tolist()
+        queries = segments.visible.cpu().long() - 1
+        for position in set(queries.tolist()) & watched.keys():
+            (row,) = torch.nonzero(queries == position).flatten()[:1].tolist()
             chosen = set(positions[row].tolist())
-            kept[position].append({wanted: wanted in chosen for wanted in watched[position]})
+            selected[position].append({wanted: wanted in chosen for wanted in watched[position]})
         return positions
 
     indexer_module.lightning_indexer = select  # type: ignore[assignment]
     try:
-        yield kept
+        yield selected
     finally:
         indexer_module.lightning_indexer = own
 

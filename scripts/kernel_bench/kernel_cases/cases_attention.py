@@ -35,7 +35,7 @@ def indexer_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 def indexer_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for context in sizes.contexts:
         for batch in sizes.batches:
-            if batch * context <= sizes.most_cached:
+            if batch * context <= sizes.max_cached:
                 segments = make.decode(batch, context)
                 yield from _scores("indexer scores, decode", make, 64, segments, batch, context)
 
@@ -156,7 +156,7 @@ def _sparse(
 def dense_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for context in (min(TOPK, sizes.contexts[0]), *sizes.contexts[1:]):
         for batch in sizes.batches:
-            if batch * context <= sizes.most_cached:
+            if batch * context <= sizes.max_cached:
                 yield _dense(make, batch, context, quantised=False)
                 yield _dense(make, batch, context, quantised=True)
 

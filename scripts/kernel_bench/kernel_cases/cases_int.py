@@ -77,12 +77,12 @@ def _one_product(make: Inputs, tokens: int) -> KernelCase:
     """Our kernel on o_proj, also where a layer takes PyTorch's; PyTorch's alone leaves the scales out."""
     x, x_scale = make.codes(tokens, O_PROJ), make.scales(tokens)
     weight, scale = make.codes(HIDDEN, O_PROJ), make.scales(HIDDEN)
-    ends = torch.full((1,), tokens, device=make.device, dtype=torch.int32)
+    row_ends = torch.full((1,), tokens, device=make.device, dtype=torch.int32)
 
     def ours() -> torch.Tensor:
         if runs_triton(x):
-            return grouped_matmul_int8_triton(x, x_scale, weight[None], scale[None], ends, make.dtype)
-        return grouped_matmul_int8_reference(x, x_scale, weight[None], scale[None], ends, make.dtype)
+            return grouped_matmul_int8_triton(x, x_scale, weight[None], scale[None], row_ends, make.dtype)
+        return grouped_matmul_int8_reference(x, x_scale, weight[None], scale[None], row_ends, make.dtype)
 
     theirs = {
         "torch _int_mm, scaled": lambda: matmul_int8_reference(x, x_scale, weight, scale, make.dtype),
@@ -102,7 +102,7 @@ def _one_product(make: Inputs, tokens: int) -> KernelCase:
 def _product(
     x: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor],
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     bits: int,
     int8_activations: bool,
     source: torch.Tensor | None = None,
@@ -111,9 +111,9 @@ def _product(
     codes = quantize_rows_int8(x) if int8_activations else (x, None)
     if runs_triton(x):
         kernel: Any = grouped_matmul_int8_triton if bits == 8 else grouped_matmul_int4_triton
-        return kernel(*codes, *weight, ends, x.dtype, source=source, gated=gated)
+        return kernel(*codes, *weight, row_ends, x.dtype, source=source, gated=gated)
     rows = [t if source is None or t is None else t.index_select(0, source) for t in codes]
-    counts = ends.diff(prepend=ends.new_zeros(1))
+    counts = row_ends.diff(prepend=row_ends.new_zeros(1))
     reference: Any = grouped_matmul_int8_reference if bits == 8 else grouped_matmul_int4_reference
     out = reference(rows[0], rows[1], *weight, counts, x.dtype)
     return silu_mul_reference(out) if gated else out
@@ -130,24 +130,24 @@ def _name(bits: int, int8_activations: bool) -> str:
     return "INT8" if bits == 8 else "INT4, W4A8" if int8_activations else "INT4, W4A16"
 
 
-def _ends(make: Inputs, groups: int, rows: int) -> torch.Tensor:
+def _row_ends(make: Inputs, groups: int, rows: int) -> torch.Tensor:
     return (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
 
 
 def _gate_up(make: Inputs, groups: int, rows: int, *, bits: int, int8_activations: bool = True) -> KernelCase:
     tokens = max(1, rows // CHOICES)
-    x, ends = make.normal(tokens, HIDDEN), _ends(make, groups, rows)
+    x, row_ends = make.normal(tokens, HIDDEN), _row_ends(make, groups, rows)
     weight = _weight(make, groups, 2 * INTERMEDIATE, HIDDEN, bits)
     plain = make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
     source = torch.randint(tokens, (rows,), device=make.device, dtype=torch.int32)
 
     def separately() -> torch.Tensor:
-        return silu_mul(grouped_matmul_torch(x.index_select(0, source), plain, ends))
+        return silu_mul(grouped_matmul_torch(x.index_select(0, source), plain, row_ends))
 
     return KernelCase(
         f"experts in {_name(bits, int8_activations)}: gather, gate and up, SwiGLU",
         shape=f"{rows:,} rows, {groups} experts",
-        run=lambda: _product(x, weight, ends, bits, int8_activations, source, gated=True),
+        run=lambda: _product(x, weight, row_ends, bits, int8_activations, source, gated=True),
         flops=4.0 * rows * INTERMEDIATE * HIDDEN,
         bytes=float(x.nbytes + sum(t.nbytes for t in weight) + rows * INTERMEDIATE * x.element_size()),
         baselines={"torch grouped_mm, not quantised": separately} if torch_has_it(x, plain) else {},
@@ -156,13 +156,13 @@ def _gate_up(make: Inputs, groups: int, rows: int, *, bits: int, int8_activation
 
 
 def _down(make: Inputs, groups: int, rows: int, *, bits: int, int8_activations: bool = True) -> KernelCase:
-    x, ends = make.normal(rows, INTERMEDIATE), _ends(make, groups, rows)
+    x, row_ends = make.normal(rows, INTERMEDIATE), _row_ends(make, groups, rows)
     weight, plain = _weight(make, groups, HIDDEN, INTERMEDIATE, bits), make.normal(groups, HIDDEN, INTERMEDIATE)
-    theirs = {"torch grouped_mm, not quantised": lambda: grouped_matmul_torch(x, plain, ends)}
+    theirs = {"torch grouped_mm, not quantised": lambda: grouped_matmul_torch(x, plain, row_ends)}
     return KernelCase(
         f"experts in {_name(bits, int8_activations)}: down",
         shape=f"{rows:,} rows, {groups} experts",
-        run=lambda: _product(x, weight, ends, bits, int8_activations),
+        run=lambda: _product(x, weight, row_ends, bits, int8_activations),
         flops=2.0 * rows * INTERMEDIATE * HIDDEN,
         bytes=float(x.nbytes + sum(t.nbytes for t in weight) + rows * HIDDEN * x.element_size()),
         baselines=theirs if torch_has_it(x, plain) else {},

@@ -30,39 +30,39 @@ GROUPS, TOP_GROUPS, FACTOR = 8, 4, 2.5
 def experts(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     """Products of a rank with 4 of 256 experts (64 ranks) in prefill, and with 4 and 32 (8 ranks) in decode."""
     for groups, rows in sizes.experts:
-        ends = (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
-        yield _gate_up(make, groups, rows, ends)
-        yield _down(make, groups, rows, ends)
+        row_ends = (torch.arange(1, groups + 1, device=make.device) * (rows // groups)).int()
+        yield _gate_up(make, groups, rows, row_ends)
+        yield _down(make, groups, rows, row_ends)
 
 
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
-    ends: torch.Tensor,
+    row_ends: torch.Tensor,
     source: torch.Tensor | None = None,
     *,
     gated: bool = False,
 ) -> torch.Tensor:
     if runs_triton(x):
-        return grouped_matmul_triton(x, weight, ends, source=source, gated=gated)
+        return grouped_matmul_triton(x, weight, row_ends, source=source, gated=gated)
     rows = x if source is None else x.index_select(0, source)
-    out = grouped_matmul_reference(rows, weight, ends.diff(prepend=ends.new_zeros(1)))
+    out = grouped_matmul_reference(rows, weight, row_ends.diff(prepend=row_ends.new_zeros(1)))
     return silu_mul_reference(out) if gated else out
 
 
-def _gate_up(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> KernelCase:
+def _gate_up(make: Inputs, groups: int, rows: int, row_ends: torch.Tensor) -> KernelCase:
     """Gathered rows, and gating in the same kernel; the other way gathers, multiplies and gates one after the other."""
     tokens = max(1, rows // CHOICES)
     x, weight = make.normal(tokens, HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
     source = torch.randint(tokens, (rows,), device=make.device, dtype=torch.int32)
 
     def separately() -> torch.Tensor:
-        return silu_mul(grouped_matmul_torch(x.index_select(0, source), weight, ends))
+        return silu_mul(grouped_matmul_torch(x.index_select(0, source), weight, row_ends))
 
     return KernelCase(
         "experts: gather, gate and up, SwiGLU",
         shape=f"{rows:,} rows, {groups} experts",
-        run=lambda: _product(x, weight, ends, source, gated=True),
+        run=lambda: _product(x, weight, row_ends, source, gated=True),
         flops=4.0 * rows * INTERMEDIATE * HIDDEN,
         bytes=float(x.nbytes + weight.nbytes + rows * INTERMEDIATE * x.element_size()),
         baselines={"torch grouped_mm": separately} if torch_has_it(x, weight) else {},
@@ -70,13 +70,13 @@ def _gate_up(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> Kernel
     )
 
 
-def _down(make: Inputs, groups: int, rows: int, ends: torch.Tensor) -> KernelCase:
+def _down(make: Inputs, groups: int, rows: int, row_ends: torch.Tensor) -> KernelCase:
     x, weight = make.normal(rows, INTERMEDIATE), make.normal(groups, HIDDEN, INTERMEDIATE)
-    theirs = {"torch grouped_mm": lambda: grouped_matmul_torch(x, weight, ends)}
+    theirs = {"torch grouped_mm": lambda: grouped_matmul_torch(x, weight, row_ends)}
     return KernelCase(
         "experts: down",
         shape=f"{rows:,} rows, {groups} experts",
-        run=lambda: _product(x, weight, ends),
+        run=lambda: _product(x, weight, row_ends),
         flops=2.0 * rows * INTERMEDIATE * HIDDEN,
         bytes=float(x.nbytes + weight.nbytes + rows * HIDDEN * x.element_size()),
         baselines=theirs if torch_has_it(x, weight) else {},
@@ -137,14 +137,14 @@ def _ranks(make: Inputs, tokens: int) -> KernelCase:
 
 def _combine(make: Inputs, tokens: int) -> KernelCase:
     y, weights = make.normal(tokens * CHOICES, HIDDEN), make.normal(tokens, CHOICES, dtype=torch.float32)
-    places = torch.randperm(tokens * CHOICES, device=make.device).int().view(tokens, CHOICES)
+    rows_of = torch.randperm(tokens * CHOICES, device=make.device).int().view(tokens, CHOICES)
     return KernelCase(
         "weighted sum of experts",
         shape=f"{tokens} tokens",
-        run=lambda: combine(y, places, weights),
+        run=lambda: combine(y, rows_of, weights),
         flops=2.0 * y.numel(),
         bytes=float(y.nbytes * (1 + 1 / CHOICES)),
-        baselines={"torch index_add": lambda: combine_reference(y, places, weights)},
+        baselines={"torch index_add": lambda: combine_reference(y, rows_of, weights)},
     )
 
 

@@ -24,7 +24,7 @@ class Sizes:
     tokens: int = 8_192  # rows of a step, for what works by row
     # Experts and token-expert pairs of a rank: in prefill one of 64 ranks and one of 8, and the same in decode.
     experts: tuple[tuple[int, int], ...] = ((4, 16_384), (32, 65_536), (4, 64), (32, 1_024))
-    most_cached: int = 4 << 20  # tokens in the caches of a decode batch
+    max_cached: int = 4 << 20  # tokens in the caches of a decode batch
 
     @classmethod
     def small(cls) -> Sizes:

@@ -16,7 +16,7 @@ from typing import Any
 from machine_code.chip_rates import RATES
 
 
-def at_most(bound: Mapping[str, Any], flops: float, needed: float, capability: int) -> dict[str, Any]:
+def upper_bound(bound: Mapping[str, Any], flops: float, needed: float, capability: int) -> dict[str, Any]:
     """Of a kernel in a case.
 
     Args:
@@ -39,5 +39,5 @@ def at_most(bound: Mapping[str, Any], flops: float, needed: float, capability: i
     if ceiling == "memory":
         units["memory"] = memory
     limit = max(units, key=lambda unit: units[unit])
-    share = units[ceiling] / units[limit] if units[ceiling] else None
-    return {"ceiling": ceiling, "limit": limit, "share": None if share is None else round(share, 3)}
+    fraction = units[ceiling] / units[limit] if units[ceiling] else None
+    return {"ceiling": ceiling, "limit": limit, "share": None if fraction is None else round(fraction, 3)}

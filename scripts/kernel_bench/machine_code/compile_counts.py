@@ -32,7 +32,7 @@ def counts(kernels: Iterable[Mapping[str, Any]], missing: Iterable[str]) -> dict
     return {"kernels": len(kernels), "spill": spilling, "not_compiled": dict(reasons)}
 
 
-def renewed(path: str, triton: str, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def renewed(path: str, triton: str, counted: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What the file at ``path`` holds, none if there is no such file, with these chips of this version in place of what
     it held of them.
 
@@ -47,7 +47,7 @@ def renewed(path: str, triton: str, found: Mapping[str, Mapping[str, Any]]) -> d
             before = dict(held["triton"])
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is no file of counts; give another name, or remove it") from None
-    versions = {**before, triton: {**before.get(triton, {}), **found}}
+    versions = {**before, triton: {**before.get(triton, {}), **counted}}
     ordered = {version: dict(sorted(chips.items(), key=_number)) for version, chips in sorted(versions.items())}
     return {**held, "triton": ordered}
 

@@ -12,7 +12,7 @@ from dsa_engine.kernels.runtime.error_line import error_line
 from kernel_cases.bench import KernelCase
 from kernel_cases.cases import CASES
 from kernel_cases.inputs import Inputs, Sizes
-from machine_code.ceiling import at_most
+from machine_code.ceiling import upper_bound
 from machine_code.loop_bound import loop_bound
 
 # Most shared memory that a program may use, in bytes, by compute capability (CUDA programming guide, table of
@@ -37,7 +37,7 @@ class Inspection(NamedTuple):
 def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
     """Compiles the kernels of the named cases for ``sm_<capability>``."""
     make = Inputs(torch.device("cpu"), torch.bfloat16, untouched=True)
-    found: dict[str, dict[str, Any]] = {}
+    compiled: dict[str, dict[str, Any]] = {}
     missing: dict[str, None] = {}
     with compile_only(capability) as launches:
         for name in names:
@@ -52,14 +52,14 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
                     missing[f"{case.kernel}: {case.shape}: {error_line(error)}"] = None
                 about = {"case": name, "operation": case.kernel, "shape": case.shape, "product": case.product}
                 for launch in launches:
-                    if launch.kernel.hash not in found:
-                        found[launch.kernel.hash] = about | _of(launch, capability)
-                    _judge(found[launch.kernel.hash], case, capability)
-    return Inspection(list(found.values()), list(missing))
+                    if launch.kernel.hash not in compiled:
+                        compiled[launch.kernel.hash] = about | _of(launch, capability)
+                    _judge(compiled[launch.kernel.hash], case, capability)
+    return Inspection(list(compiled.values()), list(missing))
 
 
 def _judge(kernel: dict[str, Any], case: KernelCase, capability: int) -> None:
-    judged = {"operation": case.kernel, **at_most(kernel["bound"], case.flops, case.bytes, capability)}
+    judged = {"operation": case.kernel, **upper_bound(kernel["bound"], case.flops, case.bytes, capability)}
     for before in kernel["at_most"]:
         if judged == {name: value for name, value in before.items() if name != "shapes"}:
             before["shapes"] += [case.shape] if case.shape not in before["shapes"] else []
@@ -81,13 +81,13 @@ def _of(launch: Launch, capability: int) -> dict[str, Any]:
 
 def faults(kernel: dict[str, Any], capability: int) -> list[str]:
     """What keeps a kernel from running well on the chip, a sentence each; empty if nothing."""
-    found = []
+    problems = []
     if kernel["spilled"]:
         where = "" if kernel["bound"]["spills"] else ", outside of its inner loop"
-        found.append(f"spills {kernel['spilled']} bytes a thread{where}")
+        problems.append(f"spills {kernel['spilled']} bytes a thread{where}")
     limit = SHARED_LIMIT[capability]
     if kernel["shared"] > limit:
-        found.append(f"needs {kernel['shared']:,} bytes of shared memory, a program has {limit:,}")
+        problems.append(f"needs {kernel['shared']:,} bytes of shared memory, a program has {limit:,}")
     if capability == 90 and kernel["product"] and kernel["mma"] and not kernel["wgmma"]:
-        found.append("multiplies with mma.sync instead of wgmma")
-    return found
+        problems.append("multiplies with mma.sync instead of wgmma")
+    return problems

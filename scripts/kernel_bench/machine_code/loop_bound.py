@@ -90,13 +90,13 @@ def main_loop(code: Sequence[Instruction]) -> Loop | None:
     """Of the innermost loops with products the one with most operations; without products, of those that do more than
     wait, the one that moves most of global memory, or the longest; None without loops."""
     descriptors = _descriptors(code)
-    found = [(loop, sum(_operations(i, descriptors) for i in loop.body)) for loop in loops(code)]
-    found = [each for each in found if each[1]] or [
-        each for each in found if not any(i.opcode.startswith(("SYNCS", "NANOSLEEP")) for i in each[0].body)
+    candidates = [(loop, sum(_operations(i, descriptors) for i in loop.body)) for loop in loops(code)]
+    candidates = [each for each in candidates if each[1]] or [
+        each for each in candidates if not any(i.opcode.startswith(("SYNCS", "NANOSLEEP")) for i in each[0].body)
     ]
     inner = [
-        each for each in found
-        if not any(set(other.body) < set(each[0].body) for other, _ in found)
+        each for each in candidates
+        if not any(set(other.body) < set(each[0].body) for other, _ in candidates)
     ]  # fmt: skip
     return max(inner, key=lambda each: (each[1], _moved(each[0]), len(each[0].body)))[0] if inner else None
 
@@ -132,15 +132,15 @@ def _operations(instruction: Instruction, descriptors: dict[int, int]) -> int:
 def _descriptors(code: Iterable[Instruction]) -> dict[int, int]:
     """By address of each product with one, its instruction descriptor: what was last moved to the register named."""
     moved: dict[str, int] = {}
-    found = {}
+    descriptors = {}
     for instruction in code:
         if instruction.opcode in ("UMOV", "UMOV.64"):
             register, _, value = instruction.operands.partition(", ")
             if re.fullmatch(r"0x[0-9a-f]+", value.strip()):
                 moved[register] = int(value, 16)
         elif named := re.search(r"idesc\[(UR\d+)\]", instruction.operands):
-            found[instruction.address] = moved.get(named[1], 0)
-    return found
+            descriptors[instruction.address] = moved.get(named[1], 0)
+    return descriptors
 
 
 def _cycles(always: Iterable[Instruction], warps: int, rates: Rates) -> dict[str, float]:

@@ -26,8 +26,8 @@ class Instruction(NamedTuple):
     @property
     def target(self) -> int | None:
         """Where a branch goes."""
-        found = _TARGET.search(self.operands) if self.opcode.startswith("BRA") else None
-        return int(found[1], 16) if found else None
+        target = _TARGET.search(self.operands) if self.opcode.startswith("BRA") else None
+        return int(target[1], 16) if target else None
 
     @property
     def conditional(self) -> bool:
@@ -49,10 +49,10 @@ def instructions(text: str) -> list[Instruction]:
     Raises:
         ValueError: there are none.
     """
-    found = [Instruction(int(address, 16), *rest) for address, *rest in _LINE.findall(text)]
-    if not found:
+    code = [Instruction(int(address, 16), *rest) for address, *rest in _LINE.findall(text)]
+    if not code:
         raise ValueError(f"no SASS in {text[:80]!r}; give what `cuobjdump -sass` prints of a cubin")
-    return found
+    return code
 
 
 def loops(code: Sequence[Instruction]) -> list[Loop]:
@@ -65,12 +65,12 @@ def loops(code: Sequence[Instruction]) -> list[Loop]:
         for head in targets:
             if block in dominators and head in dominators[block] and not _pads(blocks[block]):
                 sources.setdefault(head, set()).add(block)
-    found = []
+    inner = []
     for head in sorted(sources):
         body = _natural(head, sources[head], following)
         each_time = set.intersection(*(dominators[block] for block in sources[head])) & body
-        found.append(Loop(*(tuple(i for b in sorted(chosen) for i in blocks[b]) for chosen in (body, each_time))))
-    return found
+        inner.append(Loop(*(tuple(i for b in sorted(chosen) for i in blocks[b]) for chosen in (body, each_time))))
+    return inner
 
 
 def _pads(block: Sequence[Instruction]) -> bool:
@@ -96,8 +96,8 @@ def _following(blocks: Sequence[Sequence[Instruction]]) -> list[list[int]]:
     for i, block in enumerate(blocks):
         last = block[-1]
         targets = [number[last.target]] if last.target in number else []
-        ends = last.target is not None or last.opcode.split(".")[0] in ("EXIT", "RET")
-        if (not ends or last.conditional) and i + 1 < len(blocks):
+        leaves = last.target is not None or last.opcode.split(".")[0] in ("EXIT", "RET")
+        if (not leaves or last.conditional) and i + 1 < len(blocks):
             targets.append(i + 1)
         following.append(targets)
     return following

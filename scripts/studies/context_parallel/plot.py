@@ -17,19 +17,19 @@ def plot_forms(
     """Left: measured time against length, a line for each form. Right: modelled time on many ranks over that of the
     first form, a group of bars for each length: work, and the waiting that no work covers."""
     pyplot = load_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, (measured_axes, counted_axes) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     colors = {name: f"C{number}" for number, name in enumerate(FORMS)}
     lengths = sorted({r.length for r in results})
     for name in dict.fromkeys(r.form for r in results):
         times = [statistics.median(r.seconds) * 1e3 for r in results if r.form == name]
-        left.plot(lengths, times, marker="o", label=name, color=colors[name])
-    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="one layer, ms")
-    left.set_title(measured_title, fontsize="medium")
-    plain_log_ticks(left, lengths)
-    left.grid(alpha=0.3)
-    left.legend(fontsize="small")
-    _bars(right, counted, colors)
-    right.set_title(counted_title, fontsize="medium")
+        measured_axes.plot(lengths, times, marker="o", label=name, color=colors[name])
+    measured_axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="one layer, ms")
+    measured_axes.set_title(measured_title, fontsize="medium")
+    plain_log_ticks(measured_axes, lengths)
+    measured_axes.grid(alpha=0.3)
+    measured_axes.legend(fontsize="small")
+    _bars(counted_axes, counted, colors)
+    counted_axes.set_title(counted_title, fontsize="medium")
     save(figure, path)
 
 

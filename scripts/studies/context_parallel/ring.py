@@ -83,8 +83,8 @@ class Ring(CPForm):
         for pieces, block in self._blocks(division, keys):
             of_column = torch.cat([torch.arange(p.start, p.start + p.count, dtype=torch.int32) for p in pieces])
             of_column = of_column.to(keys.device)
-            most = max(1, self.layer.workspace // 4 // (4 * (k + len(of_column))))
-            for part, start in _parts(division.segments[self.group.index], most):
+            max_rows = max(1, self.layer.workspace // 4 // (4 * (k + len(of_column))))
+            for part, start in _parts(division.segments[self.group.index], max_rows):
                 new = self._scores(tokens, part, start, pieces, block)
                 _keep_best(scores[part], positions[part], new, of_column, division.length)
         return positions.sort(dim=-1).values
@@ -101,7 +101,7 @@ class Ring(CPForm):
             if piece.start < start + len(q):
                 seen = _segments(start, len(q), piece, q.device)
                 table = torch.arange(piece.row, piece.row + piece.count + _QUERIES, dtype=torch.int32, device=q.device)
-                found = indexer_scores(
+                block_scores = indexer_scores(
                     q,
                     weights,
                     block[:, None],
@@ -110,8 +110,8 @@ class Ring(CPForm):
                     key_format=self.layer.key_format,
                     workspace=self.layer.workspace // 2,
                 )[:, : piece.count]
-                visible = torch.arange(found.shape[1], device=q.device) < seen.visible[:, None]
-                scores[:, column : column + found.shape[1]] = found.masked_fill(~visible, float("-inf"))
+                visible = torch.arange(block_scores.shape[1], device=q.device) < seen.visible[:, None]
+                scores[:, column : column + block_scores.shape[1]] = block_scores.masked_fill(~visible, float("-inf"))
                 self.count_scored(visible)
             column += piece.count
         return scores
@@ -169,12 +169,12 @@ def _pieces(segments: list[tuple[int, int]]) -> list[Piece]:
     return pieces
 
 
-def _parts(segments: list[tuple[int, int]], most: int) -> Iterator[tuple[slice, int]]:
+def _parts(segments: list[tuple[int, int]], max_rows: int) -> Iterator[tuple[slice, int]]:
     """A rank's rows, at most so many at a time and of one segment, with the position of the first."""
     row = 0
     for start, count in segments:
-        for done in range(0, count, most):
-            yield slice(row + done, row + min(done + most, count)), start + done
+        for done in range(0, count, max_rows):
+            yield slice(row + done, row + min(done + max_rows, count)), start + done
         row += count
 
 
@@ -208,8 +208,8 @@ def _slots(selected: torch.Tensor, piece: Piece) -> torch.Tensor:
     first, end = torch.searchsorted(selected, borders).unbind(1)
     width = int((end - first).max())
     column = first[:, None] + torch.arange(width, device=selected.device)
-    found = selected.gather(1, column.clamp(max=selected.shape[1] - 1)) + (piece.row - piece.start)
-    return found.masked_fill(column >= end[:, None], -1)
+    slots = selected.gather(1, column.clamp(max=selected.shape[1] - 1)) + (piece.row - piece.start)
+    return slots.masked_fill(column >= end[:, None], -1)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:

@@ -89,7 +89,7 @@ class MLAStudy:
         self.forms = [form(weights) for form in FORMS]
         self._generator = torch.Generator(device).manual_seed(seed + 1)
 
-    def measure(self, batch_size: int, context: int, repeat: int, most_error: float) -> list[FormResult]:
+    def measure(self, batch_size: int, context: int, repeat: int, max_error: float) -> list[FormResult]:
         """Every form once for its output, then ``repeat`` times in turn, for its time.
 
         Raises:
@@ -104,7 +104,7 @@ class MLAStudy:
         outputs, added = zip(*(self._added(step) for step in steps), strict=True)
         errors = [_relative_error(out, outputs[0]) for out in outputs]
         for form, error in zip(self.forms, errors, strict=True):
-            if not error <= most_error:
+            if not error <= max_error:
                 raise RuntimeError(f"{form.name} differs from {self.forms[0].name} by {error:.1e}: not timed")
         seconds: list[list[float]] = [[] for _ in steps]
         for _ in range(repeat):
@@ -151,24 +151,24 @@ def plot_mla(counts: dict[str, Counts], results: Sequence[FormResult], path: str
     """Left: time of a step against the context, a line for each form, at the largest batch. Right: bytes and operations
     per cached token."""
     pyplot = load_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    figure, (times, counted) = pyplot.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     batch = max(r.batch_size for r in results)
     contexts = sorted({r.context for r in results})
     for name in counts:
         rows = [r for r in results if r.form == name and r.batch_size == batch]
-        left.plot(contexts, [statistics.median(r.seconds) * 1e3 for r in rows], marker="o", label=name)
-    left.set(xscale="log", yscale="log", xlabel="cached tokens of a sequence", ylabel=f"a step of batch {batch}, ms")
-    plain_log_ticks(left, contexts)
-    left.grid(alpha=0.3)
-    left.legend(fontsize="small")
-    places = range(len(counts))
+        times.plot(contexts, [statistics.median(r.seconds) * 1e3 for r in rows], marker="o", label=name)
+    times.set(xscale="log", yscale="log", xlabel="cached tokens of a sequence", ylabel=f"a step of batch {batch}, ms")
+    plain_log_ticks(times, contexts)
+    times.grid(alpha=0.3)
+    times.legend(fontsize="small")
+    ticks = range(len(counts))
     for shift, label, values in (
         (-0.2, "cache bytes", [c.cache_bytes_per_token for c in counts.values()]),
         (0.2, "operations", [c.flops_per_cached_token for c in counts.values()]),
     ):
-        right.bar([i + shift for i in places], values, 0.38, label=label)
-    right.set_xticks(places, list(counts), fontsize="small")
-    right.set(yscale="log", title="Per cached token and layer, one query (counted)")
-    right.legend(fontsize="small")
+        counted.bar([i + shift for i in ticks], values, 0.38, label=label)
+    counted.set_xticks(ticks, list(counts), fontsize="small")
+    counted.set(yscale="log", title="Per cached token and layer, one query (counted)")
+    counted.legend(fontsize="small")
     save(figure, path)

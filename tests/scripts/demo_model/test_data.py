@@ -77,10 +77,10 @@ def test_a_batch_depends_on_seed_and_step_only(documents: Documents) -> None:
 
 def test_sources_say_where_a_token_stood_before(documents: Documents) -> None:
     batch = documents.batch(1, 16, 256, plain=0.0, restate=0.3, spacing=(8.0, 20.0))
-    rows, places = np.nonzero(batch.sources >= 0)
+    rows, columns = np.nonzero(batch.sources >= 0)
     assert len(rows) > 300
-    assert (batch.sources[rows, places] < places).all()
-    assert (batch.tokens[rows, places] == batch.tokens[rows, batch.sources[rows, places]]).all()
+    assert (batch.sources[rows, columns] < columns).all()
+    assert (batch.tokens[rows, columns] == batch.tokens[rows, batch.sources[rows, columns]]).all()
     assert (batch.sources[batch.weights == ANSWER] >= 0).all() and batch.asked.sum() > 100
     guides = guides_of(batch, mtp_layer=3)
     wanted = guides[1][0].numpy()  # query t is asked for token t + 1

@@ -134,13 +134,13 @@ def test_gradients_of_the_whole_model() -> None:
             assert ".indexer." in name or name == "lm_head.weight"
             continue
         direction = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / parameter.numel() ** 0.5
-        step, kept = 1e-6, parameter.data.clone()
+        step, before = 1e-6, parameter.data.clone()
         with torch.no_grad():
-            parameter.data = kept + step * direction
+            parameter.data = before + step * direction
             up = loss()
-            parameter.data = kept - step * direction
+            parameter.data = before - step * direction
             down = loss()
-            parameter.data = kept
+            parameter.data = before
         expected = ((up - down) / (2 * step)).item()
         assert (parameter.grad * direction).sum().item() == pytest.approx(expected, rel=1e-4, abs=1e-8), name
 

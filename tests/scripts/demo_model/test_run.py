@@ -90,6 +90,6 @@ def test_muon_makes_matrices_orthogonal() -> None:
     matrices = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalise(matrices))
     assert values.min() > 0.5 and values.max() < 1.4
-    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    aligned = (left.mT @ orthogonalise(matrices) @ right.mT).diagonal(dim1=-2, dim2=-1)
+    u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+    aligned = (u.mT @ orthogonalise(matrices) @ v.mT).diagonal(dim1=-2, dim2=-1)
     assert aligned.min() > 0.5  # the same singular vectors

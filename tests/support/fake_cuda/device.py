@@ -88,7 +88,7 @@ class FakeDevice:
         self.memory = memory
         self.launches: list[Launch] = []
         self.waits: list[str] = []
-        self.live = self.peak = self.kept = self.outside = self.emptied = 0
+        self.live = self.peak = self.cached = self.outside = self.emptied = 0
         self.pools: dict[tuple[int, int] | None, int] = {}
         self.connected: set[tuple[str, int]] = set()
         self.stream = 0
@@ -140,7 +140,7 @@ class FakeDevice:
     @property
     def reserved(self) -> int:
         """Bytes that PyTorch has of the device."""
-        return self.kept + sum(self.pools.values())
+        return self.cached + sum(self.pools.values())
 
     def begin_capture(self) -> None:
         """A CUDA graph is captured from now on."""
@@ -158,7 +158,7 @@ class FakeDevice:
     def empty_cache(self) -> None:
         """Gives back what the allocator keeps and nobody uses."""
         self.emptied += 1
-        self.kept = self.live
+        self.cached = self.live
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
@@ -261,7 +261,7 @@ class FakeDevice:
         if self.capturing:
             self._captured_peak = max(self._captured_peak, self.live)
         else:
-            self.kept = max(self.kept, self.live)
+            self.cached = max(self.cached, self.live)
 
     def _pin(self, values: torch.Tensor) -> torch.Tensor:
         pinned = values.clone()
@@ -273,7 +273,7 @@ class FakeDevice:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_cuda:
                 raise ValueError(f"{kernel.__name__} is given a tensor on the CPU, {tuple(value.shape)}")
-        if any(not 0 < n <= most for n, most in zip(grid, _GRID_LIMIT, strict=False)):
+        if any(not 0 < n <= limit for n, limit in zip(grid, _GRID_LIMIT, strict=False)):
             raise ValueError(f"{kernel.__name__} is launched with the grid {grid}; CUDA takes 1 to {_GRID_LIMIT}")
         assert math.prod(grid) > 0
         self.launch(Launch("triton", kernel.__name__))

@@ -1,4 +1,4 @@
-"""Counted work beside measured times: which share of what the device can do at best a run has reached."""
+"""Counted work beside measured times: the fraction of the device's measured peak rates that a run has reached."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dsa_engine.measure.report import format_table
 from dsa_engine.system.sizes import format_bytes
 
 
-class Shares:
-    """Of one engine's runs. Made on every rank at the same time, as it measures the ceilings.
+class PeakFractions:
+    """Fractions for one engine's runs. Create it on every rank at the same time, as it measures the ceilings.
 
-    A step's bytes are those that it cannot do without (`work.py`), on the rank that has most requests: weights in their
-    format, those of the experts that the batch is expected to choose; index keys; selected latent rows. They are
-    compared with a copy, which reads and writes. Operations are compared with a matrix product in the run's dtype,
-    whatever the format of the weights.
+    A step's bytes are the minimum that it has to read (`work.py`), on the rank with the largest number of requests:
+    weights in their format, those of the experts that the batch is expected to choose; index keys; selected latent
+    rows. They are compared with a copy, which reads and writes. Operations are compared with a matrix product in the
+    run's dtype, whatever the format of the weights.
     """
 
     def __init__(self, engine: Engine):
@@ -31,7 +31,7 @@ class Shares:
         self.ceilings = Ceilings.measure(engine.mesh.device, engine.dtype)
 
     def decode(self, result: LatencyResult) -> dict[str, Any]:
-        """Of a decode step in the middle of the output; empty where none was measured."""
+        """Work of a decode step in the middle of the output; empty if none was measured."""
         if result.itl is None:
             return {}
         drafts, ranks = result.num_speculative_tokens, self._engine.mesh.world_size
@@ -52,7 +52,7 @@ class Shares:
         }
 
     def prefill(self, input_len: int, seconds: float, batch_size: int = 1, drafts: int = 0) -> dict[str, Any]:
-        """Of prefills of ``batch_size`` prompts, which take ``seconds`` together."""
+        """Work of the prefills of ``batch_size`` prompts, which take ``seconds`` together."""
         mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
         ranks = mesh.cp_ranks(0) if mesh.communicates else mesh.processes.ranks
         prompts = cdiv(batch_size, mesh.world_size // mesh.cp_size)
@@ -71,7 +71,7 @@ class Shares:
         }
 
     def of(self, result: LatencyResult) -> dict[str, Any]:
-        """Both, as far as they were measured."""
+        """Work of prefill and decode, as far as they were measured."""
         work, drafts = {}, result.num_speculative_tokens
         if result.prefill:
             work = self.prefill(result.input_len, result.prefill.median, result.batch_size, drafts)
@@ -85,8 +85,8 @@ def total(stages: Stages) -> Work:
     return sum(stages.values(), Work())
 
 
-def print_shares(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
-    """Tables of what :class:`Shares` found, a row for each size; nothing of what was not measured."""
+def print_peak_fractions(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
+    """Prints the results of :class:`PeakFractions` as tables, a row per size, as far as they were measured."""
     decodes = [(size, one["decode_step"]) for size, one in zip(sizes, listed, strict=True) if "decode_step" in one]
     if decodes:
         rows = [
@@ -98,13 +98,15 @@ def print_shares(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceiling
             )
             for size, d in decodes
         ]
-        share = f"of a copy ({ceilings.bytes_per_s / 1e9:.3g} GB/s)"
-        print("\n" + format_table(("a decode step reads", "weights", "index keys", "latent rows", "GB/s", share), rows))
+        column = f"of a copy ({ceilings.bytes_per_s / 1e9:.3g} GB/s)"
+        print(
+            "\n" + format_table(("a decode step reads", "weights", "index keys", "latent rows", "GB/s", column), rows)
+        )
     prefills = [(size, one["prefill_work"]) for size, one in zip(sizes, listed, strict=True) if "prefill_work" in one]
     if prefills:
-        share = f"of a matrix product ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
+        column = f"of a matrix product ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
         made = [
             (size, f"{p['flops'] / 1e12:.3g}", f"{p['tflops_per_s']:.3g}", f"{p['share_of_matmul']:.1%}")
             for size, p in prefills
         ]
-        print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", share), made))
+        print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", column), made))

@@ -16,7 +16,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_BLOCK_SIZE
 from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.model.layers import Float32Linear, Weighted
+from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
@@ -113,8 +113,8 @@ def _declared(config: ModelConfig) -> list[TensorSpec]:
 
 def _specs(module: Weighted, config: ModelConfig) -> Iterator[TensorSpec]:
     for source in module.sources:
-        # A Float32Linear computes in float32 whatever the checkpoint holds; other float32 weights are stored so.
-        stored_wide = source.into.dtype == torch.float32 and not isinstance(module, Float32Linear)
+        # A Float32OutputLinear computes in float32 whatever the checkpoint holds; other float32 weights are stored so.
+        stored_wide = source.into.dtype == torch.float32 and not isinstance(module, Float32OutputLinear)
         dtype = torch.float32 if stored_wide else config.dtype
         yield TensorSpec(source.name, source.shape, dtype, quantized=source.holds_codes)
 
@@ -143,6 +143,9 @@ class _Declared(Linear, GroupedExperts):
         self.sources = [Source(part.name, _CODES, (part.rows, part.columns)) for part in parts]
 
     def __call__(self, *_: object, **__: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _mlp(self, *_: object, **__: object) -> torch.Tensor:
         raise NotImplementedError
 
     def dequantized(self) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 These steps have run every collective once, so NCCL has its buffers; cuBLAS has its workspaces and kernels are loaded.
 So memory that is free afterwards stays free. Routing is forced to be even, which fills a round of a dispatch to its
-limit (`parallel/experts/`): other routing takes more rounds, not more memory. Two amounts are added: the results of earlier rounds, and rows that a given ``moe_chunk_size`` allows beyond even routing.
+limit (`parallel/experts/`): other routing takes more rounds, not more memory. Two amounts are added: the results of
+earlier rounds, and rows that a given ``moe_chunk_size`` allows beyond even routing.
 """
 
 from __future__ import annotations

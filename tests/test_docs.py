@@ -1,4 +1,4 @@
-"""The README and the docs: what they link to and name exists, every room has its page, and the README's example runs."""
+"""The README and the docs: what they name exists, every room is on a page, and the first example of the README runs."""
 
 from __future__ import annotations
 

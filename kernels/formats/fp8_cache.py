@@ -1,14 +1,13 @@
-"""The FP8 cache formats, as the field's other kernels share them. Both pools are uint8.
+"""The FP8 cache formats, which other kernels of the field use too. Both pools are uint8.
 
     latent row   [rank e4m3 | rank/128 float32 scales | rope bfloat16]      656 bytes for 512 + 64
     index keys   of one page: page_size · dim e4m3, then page_size float32 scales      132 bytes a key for 128
 
 A scale belongs to 128 values of a latent row, and to a whole index key: ``value = e4m3 · scale``. The rotated part of a
-latent row stays in bfloat16. In the index-key pool ``[pages, page_size, dim + 4]`` only the page has a meaning of its
-own: values of all its keys lie before their scales.
+latent row stays in bfloat16. In the index-key pool ``[pages, page_size, dim + 4]`` a row of the
+tensor is no key: values of all keys of a page lie before their scales.
 
-These functions define the formats and serve :mod:`.cache_format`, which everybody asks; kernels read and write the
-bytes themselves.
+These functions define the formats and serve :mod:`.cache_format`; kernels read and write the bytes themselves.
 """
 
 from __future__ import annotations

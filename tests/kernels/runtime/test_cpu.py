@@ -88,7 +88,7 @@ def test_without_a_library_the_references_run(
     elif fault == "anybody's folder":
         (tmp_path / "cache" / "native").mkdir(parents=True)
         (tmp_path / "cache" / "native").chmod(0o777)
-        reason = "everybody may write to"
+        reason = "any user may write to"
     else:
         (tmp_path / "cache").write_text("a file")
         reason = "Not a directory"

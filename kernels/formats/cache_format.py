@@ -122,7 +122,7 @@ class LatentFormat(RowFormat):
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a pool, ``[..., columns]``, as numbers ``[..., width]``: in their dtype, or in float32 from FP8."""
-        return unpack_latent_rows(rows, self.width) if self.fp8 else rows
+        return unpack_latent_rows(rows, self.rank) if self.fp8 else rows
 
     def pack_pages(self, rows: torch.Tensor) -> torch.Tensor:
         return self.pack(rows)

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests", "benchmarks")
 
-# In a name's parts (between underscores, or capitals of a class): a maximum is `max`, a position `row`, `index`, `slot`.
+# Not to be parts of a name: a maximum is `max`, a position is a `row`, an `index` or a `slot`.
 PARTS = {"most", "place", "places", "behind", "verified", "nobody", "somebody", "everybody", "everybodys", "whoever"}
 # As a whole name: these say neither of what nor which.
 WHOLE = {"ends", "share", "shares", "kept"}
@@ -72,6 +72,7 @@ def test_words_are_the_glossarys(check: Callable[[str], list[str]]) -> None:
 
 
 def test_the_test_sees_what_it_looks_for() -> None:
-    source = '"""Of a thing, for whoever wants it."""\nmost_rows = in_place + at_most  # of nobody\nclass RowPlaces:\n    ends = 1\n'
+    source = '"""Of a thing, for whoever wants it."""\n'
+    source += "most_rows = in_place + at_most  # of nobody\nclass RowPlaces:\n    ends = 1\n"
     assert bad_names(source) == ["2: the name most_rows", "3: the name RowPlaces", "4: the name ends"]
     assert len(bad_texts(source)) == 4

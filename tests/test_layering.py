@@ -124,7 +124,7 @@ def violations(source: str, module: str) -> list[str]:
         elif not in_package:
             continue
         elif top in BESIDE:
-            found.append(f"{where}, which is not installed")
+            broken.append(f"{where}, which is not installed")
         elif top == "dsa_engine":
             target = unit(name)
             if own in STANDALONE and target not in USES[own]:

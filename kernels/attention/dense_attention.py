@@ -3,7 +3,7 @@
     out[i, h] = softmax(scale · q[i, h] · k[0 … S−n+i, h]ᵀ) · v[0 … S−n+i, h]
 
 The n queries of a sequence are the last n of its S tokens (the causal mask is aligned at the bottom right). Sequences
-lie one behind the other, as ``cu_seqlens`` say; each has keys of its own, so two segments of a request's tokens, which
+lie one after the other, as ``cu_seqlens`` say; each has keys of its own, so two segments of a request's tokens, which
 see different numbers of them, are two sequences with their keys given twice.
 """
 

@@ -86,7 +86,7 @@ def dequantize_blocks_kernel(
 ):  # fmt: skip
     """A tile of one block a program, so that it has one scale; a block is ``down_tiles · across_tiles`` programs."""
     row_block, column_block = tl.program_id(1) // down_tiles, tl.program_id(0) // across_tiles
-    # Places in the block first: the matrix may begin, and end, inside of one.
+    # Indices within the block first: the matrix may begin, and end, inside of one.
     row = tl.program_id(1) % down_tiles * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) % across_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < BLOCK_ROWS) & (column < BLOCK_COLUMNS)
@@ -134,8 +134,8 @@ def dequantize_blocks(
         weight: ``[rows, columns]`` float8_e4m3fn, the whole matrix or a part of it.
         scale_inv: float32, the scales of the blocks that ``weight`` touches (shape: :func:`scale_shape`).
         block_size: rows and columns of a block.
-        start: row and column of the whole matrix at which ``weight`` begins; only the place inside a block matters.
-        dtype: of the result; each product is made in float32 and rounded once.
+        start: row and column of the whole matrix at which ``weight`` begins; only the offset inside a block matters.
+        dtype: dtype of the result; each product is made in float32 and rounded once.
 
     Returns:
         ``[rows, columns]``, a new tensor on the device of ``weight``.

@@ -43,7 +43,7 @@ _SHRINK = tuple(1 - i / 32 for i in range(13))
 
 
 def planes_for(int8_activations: bool) -> int:
-    """In how many planes the weights of a product lie in memory."""
+    """Number of planes in which the weights of a product lie in memory."""
     return 2 if int8_activations else 4
 
 
@@ -69,8 +69,8 @@ def unpack_int4(packed: torch.Tensor, planes: int = STORED) -> torch.Tensor:
 
 
 def arrange_int4_(packed: torch.Tensor, planes: int) -> None:
-    """From the stored order to planes, in place, some rows at a time: int32 ``[..., columns / 8]``, contiguous, columns
-    in 32s."""
+    """Rearranges the stored order into planes within the tensor, some rows at a time: int32 ``[..., columns / 8]``,
+    contiguous, columns in 32s."""
     if packed.is_meta:  # a model of which only the sizes are asked would take many thousand steps
         return
     rows = packed.view(-1, packed.shape[-1])
@@ -86,8 +86,8 @@ def dequantize_int4(
     Args:
         packed: int32 ``[rows, columns / 8]``.
         scale: ``[rows, columns / group]``, floating point.
-        dtype: of the result; each product is made in float32 and rounded once.
-        planes: in which the columns lie.
+        dtype: dtype of the result; each product is made in float32 and rounded once.
+        planes: number of planes in which the columns lie.
 
     Returns:
         ``[rows, columns]``.
@@ -109,7 +109,7 @@ def quantize_int4(
     Args:
         weight: ``[rows, columns]``, floating point; ``group_size`` divides the columns.
         group_size: consecutive columns with one scale: 32, 64 or 128.
-        scale_dtype: of the scales; codes are chosen for the scales as they are stored.
+        scale_dtype: dtype of the scales; codes are chosen for the scales as they are stored.
 
     Returns:
         int32 ``[rows, columns / 8]`` and scales ``[rows, columns / group_size]``.
@@ -142,7 +142,7 @@ def _quantize_rows(groups: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torc
     maximum = groups.abs().amax(dim=-1)
     best = error = None
     for shrink in _SHRINK:
-        # 7.5: the range has one step more below zero than above, and half a step more is rounded to its ends.
+        # 7.5: the range has one step more below zero than above, and half a step more is rounded into it.
         scale = (maximum * (shrink / 7.5)).to(scale_dtype).float().clamp_min(torch.finfo(scale_dtype).tiny)
         off = _codes(groups, scale).mul_(scale[..., None]).sub_(groups).square_().sum(dim=-1)
         if best is None or error is None:

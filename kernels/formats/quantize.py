@@ -76,7 +76,7 @@ def quantize_rows_kernel(
 def quantize_rows(
     values: torch.Tensor, block: int = 128, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises ``values [..., width]``, each run of ``block`` values by a scale of its own.
+    """Quantises ``values [..., width]``, each run of ``block`` values by its own scale.
 
     Args:
         values: bfloat16, float16 or float32; the last dimension contiguous.

@@ -1,11 +1,11 @@
-"""Matrix products of consecutive groups of rows, each group with a matrix of its own.
+"""Matrix products of consecutive groups of rows, each group with its own matrix.
 
 out[r] = weight[g] · x[source[r]]   for rows r of group g,  row_ends[g − 1] <= r < row_ends[g];  source[r] = r if absent
 
 With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and the sums go through it before they are
 rounded:  out[r] = silu(gate[g] · x[source[r]]) · (up[g] · x[source[r]]).
 
-The ends of the groups stay on the device, where each program works out what tiles there are and which of them it takes.
+The ends of the groups stay on the device, where each program computes which tiles it takes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def grouped_matmul_kernel(
 
 
 # By capability: the first with room for a group's rows is taken, else the last. Few rows: the weights' way from memory
-# is what takes time, so programs are small and each keeps 48 KB of weights under way. Many: 128 × 256, the most that 8
-# warps can sum up in registers, with products by warpgroup (Hopper).
+# is what takes time, so programs are small and each keeps 48 KB of weights under way. Many: 128 × 256, the largest tile
+# that 8 warps can sum up in registers, with products by warpgroup (Hopper).
 # Compiled for sm_90 and sm_120 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
     80: (Tiles(16, 64, 128, 4, 4, 2), Tiles(64, 128, 64, 4, 3, 3), Tiles(128, 128, 64, 8, 3, 1)),
@@ -140,7 +140,7 @@ def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiplies each group of rows by its own matrix.
 
-    PyTorch's ``grouped_mm`` where it applies, as nobody has measured yet that the kernel here is faster; where it does
+    PyTorch's ``grouped_mm`` where it applies, as it is not yet measured that the kernel here is faster; where it does
     not, the kernel; on a CPU a loop over the groups, which is faster than ``grouped_mm`` there.
 
     Args:

@@ -135,7 +135,7 @@ def grouped_matmul_int4_triton(
             ``[groups, 2 · out, in / 8]``, gate before up.
         scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
         row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
-        dtype: of the result.
+        dtype: dtype of the result.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
 

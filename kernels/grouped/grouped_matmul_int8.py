@@ -1,4 +1,4 @@
-"""INT8 products of consecutive groups of rows, each group with a matrix of its own; one group is a linear layer.
+"""INT8 products of consecutive groups of rows, each group with its own matrix; one group is a linear layer.
 
 out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of group g,  row_ends[g − 1] <= r < row_ends[g]
 
@@ -113,7 +113,7 @@ def grouped_matmul_int8_triton(
         weight: int8 ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
         scale: float32, one for each row of each matrix.
         row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
-        dtype: of the result.
+        dtype: dtype of the result.
         source: int32 ``[R]``, which row of x each row is made from.
         expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
 

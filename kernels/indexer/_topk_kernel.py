@@ -15,7 +15,8 @@ search for the k-th best halves a range of *keys*: integers in the order of the 
 *line* is a key that separates the scores above it from the rest. Zero has the key −1 (0, the other zero, acts alike).
 Rows are read forward: a score that equals the worst of k candidates comes too late, which is the rule for ties.
 
-Buffers lie in global memory and stay in the caches; a barrier stands between what one thread stores and another loads.
+Buffers lie in global memory and stay in the caches; a barrier separates the stores of one thread from the loads of
+another.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _above(scores, line):
 @triton.jit
 def _find_line(scores, held, floor, k, max_kept, PIECE: tl.constexpr):
     """Keys low < high: at least k of the held scores are above low, fewer than k above high. Ends when no more than
-    ``most`` are above low, or when no key lies between. All held scores are above ``floor - 1``, and the last piece is
-    filled up with −inf. Returns low, how many are above it, high, how many are above that."""
+    ``max_kept`` are above low, or when no key lies between. All held scores are above ``floor - 1``, and the last piece
+    is filled up with −inf. Returns low, how many are above it, high, how many are above that."""
     slots = tl.arange(0, PIECE)
     peak = tl.full([PIECE], -(2**31), tl.int32)
     for first in range(0, held, PIECE):
@@ -62,8 +63,8 @@ def _find_line(scores, held, floor, k, max_kept, PIECE: tl.constexpr):
 def _cut(
     scores, columns, held, floor, k, max_kept, out_scores, out_columns, KEEP_SCORES: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
-    """Copies the best of the held candidates, in order: k to ``most`` of them, exactly k where ties decide, all if they
-    are no more. The goal may be the place where they lie. Returns how many, and the floor that they set."""
+    """Copies the best of the held candidates, in order: k to ``max_kept`` of them, exactly k where ties decide, all if
+    they are no more. They may be copied over themselves. Returns their number, and the floor that they set."""
     slots = tl.arange(0, PIECE)
     tl.debug_barrier()  # the candidates are stored
     padding = held + slots
@@ -130,7 +131,7 @@ def _flush(
 
 @triton.jit
 def _read(row, groups, whole):
-    """Groups of 4 scores ``[groups, 4]``; instead of those behind the last whole one, the last, so that no load needs a
+    """Groups of 4 scores ``[groups, 4]``; instead of those after the last whole one, the last, so that no load needs a
     mask within a group, which would split it into four."""
     groups = tl.minimum(groups, whole - 1)
     return tl.load(row + 4 * groups[:, None] + tl.arange(0, 4)[None, :], mask=whole > 0)

@@ -18,7 +18,7 @@ from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Most pairs that are ranked by comparing all with all, which is one launch but takes the square of them. More are
+# Largest number of pairs that are ranked by comparing all with all: one launch, but quadratic work. More are
 # compared within blocks of so many, whose counts are added up before.
 COMPARED_PAIRS, BLOCK_PAIRS = 8192, 256
 
@@ -70,7 +70,7 @@ def order_kernel(
 
 @triton.jit
 def _keys(experts, pair, pairs, count):
-    """The expert of each pair; ``count`` where nobody serves it."""
+    """The expert of each pair; ``count`` for pairs that this rank does not serve."""
     expert = tl.load(experts + pair, mask=pair < pairs, other=-1)
     return tl.where(expert < 0, count, expert)
 
@@ -93,8 +93,8 @@ def order_row_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """A block of pairs a program. ``upto [count + 1, blocks]`` has the counts added up, expert by expert and within one
-    block by block: a pair's row is behind all that were added up before its block's, and behind the pairs of its expert
-    that stand before it in the block."""
+    block by block: a pair's row comes after all that were added up before its block's, and after the pairs of its
+    expert that precede it in the block."""
     block = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK)
     pair = block * BLOCK + inside

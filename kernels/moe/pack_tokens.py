@@ -91,10 +91,10 @@ def pack_tokens(
 
     Args:
         tokens: ``[T, hidden]`` of a dtype of at most 4 bytes.
-        experts: ``[T, k]`` int32, −1 is nobody.
+        experts: ``[T, k]`` int32, −1: no expert.
         weights: ``[T, k]`` float32.
         source: int32 ``[R]``: the token of each row; default: the tokens in their order.
-        rows: without ``source``, at least T: rows behind the tokens hold zeros and the experts −1; default: T.
+        rows: without ``source``, at least T: rows after the tokens hold zeros and the experts −1; default: T.
 
     Returns:
         int32 ``[rows, row_words(hidden, dtype, k)]``.

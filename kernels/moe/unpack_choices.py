@@ -46,7 +46,7 @@ def unpack_choices(
 
     Args:
         packed: int32 ``[R, row_words(hidden, dtype, k)]``, contiguous, of :func:`pack_tokens`.
-        hidden, dtype: of the tokens.
+        hidden, dtype: width and dtype of the tokens.
 
     Returns:
         experts ``[R, k]`` int32, counted from ``first``, −1 for those that it does not hold; weights ``[R, k]``
@@ -58,7 +58,7 @@ def unpack_choices(
     width = row_words(hidden, dtype, k)
     if packed.dtype != torch.int32 or packed.dim() != 2 or packed.shape[1] != width:
         raise ValueError(
-            f"{k} choices behind tokens of {hidden} {dtype} are rows of {width} int32, not {packed.dtype} "
+            f"{k} choices after tokens of {hidden} {dtype} are rows of {width} int32, not {packed.dtype} "
             f"{tuple(packed.shape)}"
         )
     words = token_words(hidden, dtype)

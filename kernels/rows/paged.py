@@ -3,9 +3,9 @@
 Shapes: ``pool [pages, page_size, width]``, ``block_tables [sequences, max_pages]`` int32 (page numbers in order of
 position), slots int32 or int64, −1 for nowhere.
 
-What writes rows takes its destination in two forms: a pool with the slots of the rows, or plain rows ``[R, width]``
-with any row stride and no slots, such as a part of the buffer that context parallelism gathers. Plain rows are a pool
-whose pages hold one row each (:func:`as_pool`), so a kernel knows one form only.
+Operations that write rows take their destination in two forms: a pool with the slots of the rows, or plain rows ``[R,
+width]`` with any row stride and no slots, such as a part of the buffer that context parallelism gathers. Plain rows are
+a pool whose pages hold one row each (:func:`as_pool`), so a kernel knows one form only.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: i
     """Rows of the positions ``start … stop-1`` of the sequence with ``block_table [max_pages]``: ``[stop-start,
     width]``.
 
-    For the references, which copy what they are about to read; a kernel reads the pool in place.
+    For the references, which copy what they are about to read; a kernel reads the pool itself.
     """
     page_size = pool.shape[1]
     first, last = start // page_size, cdiv(stop, page_size)

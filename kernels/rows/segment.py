@@ -71,7 +71,7 @@ class Segments:
 
     @property
     def longest(self) -> int:
-        """Most tokens that any row sees; 0 without rows."""
+        """Largest number of tokens that a row sees; 0 without rows."""
         return max((s.end for s in self.segments), default=0)
 
     def part(self, first: int, last: int) -> Segments:
@@ -122,11 +122,11 @@ class CuSeqlens:
 
     offsets: tuple[int, ...]  # n + 1 of them, from 0
     on_device: torch.Tensor  # the same, int32
-    longest: int  # most rows of a sequence
+    longest: int  # largest number of rows of a sequence
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> CuSeqlens:
-        """Of the rows of each sequence, one behind the other."""
+        """The offsets of sequences with these numbers of rows, one after the other."""
         offsets = (0, *accumulate(lengths))
         on_device = upload(torch.tensor(offsets, dtype=torch.int32), device)
         return cls(offsets, on_device, max(lengths, default=0))
@@ -143,7 +143,7 @@ class CuSeqlens:
         return CuSeqlens(offsets, self.on_device[first : last + 1] - begin, longest)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """First row of each sequence, and the one behind its last."""
+        """First row of each sequence, and the one after its last."""
         return pairwise(self.offsets)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """The CPU's kernels: C++ sources in ``kernels/native``, compiled for this machine when they are first needed.
 
-They do in float32 what the references do, which stay their definition, and take the references' place on CPU tensors
+They do in float32 what the references do, which stay their definition, and run instead of them on CPU tensors
 (:func:`serves`). A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
 waits for another.
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parents[1] / "native"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-pthread")
 _COMPILER_SECONDS = 300
-# Multiply-adds that a thread of its own is worth, some 10 µs: one that is awake takes a few to begin.
+# Multiply-adds that are worth another thread, some 10 µs: a thread that is awake takes a few to begin.
 _WORTH_A_THREAD = 1 << 18
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
@@ -82,7 +82,7 @@ def threads_for(multiply_adds: int) -> int:
 
 
 def kernels() -> ctypes.CDLL:
-    """The compiled kernels, for whoever has asked :func:`serves`."""
+    """The compiled kernels, for code that has asked :func:`serves`."""
     loaded = library()
     assert loaded is not None
     return loaded
@@ -131,7 +131,7 @@ def user_cache() -> Path:
 
 @functools.cache
 def digest() -> str:
-    """Of what the kernels are compiled from and with: the same for the same machine code.
+    """Digest of the sources, compiler, flags and processor: the same for the same machine code.
 
     Raises:
         RuntimeError: there is no compiler.
@@ -151,7 +151,7 @@ def _load() -> ctypes.CDLL:
     built.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     if built.parent.stat().st_mode & stat.S_IWOTH:
         raise RuntimeError(
-            f"everybody may write to {built.parent}, and what lies there is run; chmod o-w it, or name another folder "
+            f"any user may write to {built.parent}, and its files are run; chmod o-w it, or name another folder "
             "in DSA_ENGINE_CACHE"
         )
     with suppress(OSError):  # there is none, or it is damaged

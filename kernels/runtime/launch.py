@@ -1,8 +1,8 @@
-"""What every operation asks before it launches: Triton or the reference, and for which chip.
+"""Decisions before a launch: Triton or the reference, and for which chip.
 
 A kernel runs on CUDA tensors. Under ``TRITON_INTERPRET=1`` it also runs on CPU tensors, in Triton's interpreter, which
 is slow and proves its arithmetic; elsewhere CPU tensors take the reference, or a kernel of the CPU's own
-(:mod:`.cpu`). Launch configurations stand beside each kernel, in a table by compute capability, with the device they
+(:mod:`.cpu`). Launch configurations are beside each kernel, in a table by compute capability, with the device they
 were measured on; nothing is tuned while serving.
 """
 
@@ -17,7 +17,7 @@ import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# The interpreter has no chip of its own: it runs what Hopper would.
+# The interpreter has no chip: it runs what Hopper would.
 _INTERPRETED_AS = 90
 _INTERPRETED_MULTIPROCESSORS = 4
 

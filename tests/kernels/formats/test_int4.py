@@ -52,7 +52,7 @@ def naive_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def naive_rows(x: torch.Tensor, int8_activations: bool) -> torch.Tensor:
-    """What is multiplied, as float64."""
+    """The factors of the product, in float64."""
     if not int8_activations:
         return x.double()
     scale = x.float().abs().amax(dim=-1, keepdim=True) / 127
@@ -97,7 +97,7 @@ def test_nothing_is_arranged_on_no_device() -> None:
 
 
 def ptx(code: str, word: int) -> list[int]:
-    """What the instructions ``code`` make of a word of 32 bits, an output each."""
+    """The outputs of the instructions ``code`` for a word of 32 bits."""
     values: dict[str, int] = {}
     *_, outputs = (i for i in range(5) if f"${i}" in code)
     for line in (line.strip() for line in code.strip("{}").split(";")):

@@ -28,7 +28,7 @@ def score(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
 
 
 def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Tensor:
-    """float64 ``[n, start + n]`` of the n queries from position ``start`` on, −inf behind what they see."""
+    """float64 ``[n, start + n]`` of the n queries from position ``start`` on, −inf beyond the tokens that they see."""
     count, heads, _ = q.shape
     scores = torch.full((count, start + count), float("-inf"), dtype=torch.float64)
     for t in range(count):
@@ -41,7 +41,7 @@ def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, start: int
 
 
 def seen_by(rows: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The visible columns of all rows, one after the other: what lies behind them is not defined."""
+    """The visible columns of all rows, one after the other: columns beyond them are not defined."""
     return torch.cat([row[:visible].cpu() for row, visible in zip(rows, segments.visible.tolist(), strict=True)])
 
 
@@ -53,7 +53,7 @@ def problem(count: int, heads: int, dim: int, start: int, dtype: torch.dtype = t
 
 
 def batch(runs: list[tuple[int, int, int]]) -> list[Segment]:
-    """Segments of ``(sequence, start, length)``, one behind the other."""
+    """Segments of ``(sequence, start, length)``, one after the other."""
     segments: list[Segment] = []
     for sequence, start, length in runs:
         segments.append(Segment(segments[-1].row + segments[-1].length if segments else 0, length, sequence, start))
@@ -180,7 +180,7 @@ def test_fp8(
     scattered_pages: Scatter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every finite code of e4m3 occurs, in queries with a scale in the weights and in keys with a scale of their own.
+    """Every finite code of e4m3 occurs, in queries with a scale in the weights and in keys with their own scale.
     Chips before sm_89 decode it in the kernel."""
     if chip != 90 and not INTERPRETED:
         pytest.skip("only the interpreter can pass for another chip")
@@ -238,7 +238,7 @@ def test_queries_beyond_2_to_the_31(length: int, relative_error: Error, scattere
     q[-length:], weights[-length:] = some, some_weights
     pool, tables = scattered_pages([keys], 64)
     segments = Segments.of([Segment(length * i, length, 0, start) for i in range(count)])
-    # Of all tiles only the last is computed.
+    # Only the last tile is computed.
     size = {1: 1, 3: 4}[length]
     segments._tiles[size] = torch.tensor([[rows - length, length]], dtype=torch.int32)
     got = score(q, weights, pool, tables, segments)[-length:]
@@ -251,7 +251,7 @@ def test_queries_beyond_2_to_the_31(length: int, relative_error: Error, scattere
 def test_scores_beyond_2_to_the_31(
     length: int, relative_error: Error, scattered_pages: Scatter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of scores so far apart that the last lies 2³¹ elements behind the first."""
+    """Rows of scores so far apart that the last lies 2³¹ elements after the first."""
     q, weights, keys = problem(length, 12, 24, 60)
     pool, tables = scattered_pages([keys], 64)
     segments = Segments.of([Segment(0, length, 0, 60)])

@@ -16,7 +16,7 @@ Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def spread(*shape: int, seed: int) -> torch.Tensor:
-    """Numbers of many sizes, so that every block has a scale of its own."""
+    """Numbers of many sizes, so that every block has its own scale."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=g) * torch.randn(*shape[:-1], 1, generator=g).exp()
 

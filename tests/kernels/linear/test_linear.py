@@ -1,4 +1,4 @@
-"""Products with few rows against float64, and the same bits for a row whatever stands beside it."""
+"""Products with few rows against float64, and the same bits for a row whatever rows are beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent rows in their place, against float64: norm, rotation, page, and the bytes of FP8 rows."""
+"""Latent rows in their slots, against float64: norm, rotation, page, and the bytes of FP8 rows."""
 
 from __future__ import annotations
 

@@ -275,8 +275,8 @@ def scattered_pages() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 def measure_peak(run: Callable[[], Any]) -> int:
     """Most bytes that PyTorch's CPU allocator had given out at one time during ``run()``, beyond those held before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = run()
-    del kept
+        result = run()
+    del result
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

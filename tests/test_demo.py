@@ -79,9 +79,9 @@ def test_a_damaged_folder_is_made_anew(
     else:
         (broken / "tokenizer.json").unlink()
     # What a killed process has left of an earlier attempt; that of a living one stays.
-    dead = tmp_path / f"{folder.name}.incomplete-{NOBODY}-0123abcd@{socket.gethostname()}"
+    dead = tmp_path / f"{folder.name}.incomplete-{NO_PROCESS}-0123abcd@{socket.gethostname()}"
     alive = tmp_path / f"{folder.name}.incomplete-{os.getpid()}-0123abcd@{socket.gethostname()}"
-    elsewhere = tmp_path / f"{folder.name}.incomplete-{NOBODY}-0123abcd@another-machine"
+    elsewhere = tmp_path / f"{folder.name}.incomplete-{NO_PROCESS}-0123abcd@another-machine"
     for path in (dead, alive, elsewhere):
         path.mkdir()
     assert demo.demo_folder() == broken
@@ -91,7 +91,7 @@ def test_a_damaged_folder_is_made_anew(
     assert set(tmp_path.iterdir()) == {broken, alive, elsewhere}
 
 
-NOBODY = 2**22 + 1  # above the largest process id of Linux
+NO_PROCESS = 2**22 + 1  # above the largest process id of Linux
 
 
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def load(folder: Path, **options: Any) -> LLM:
     return LLM(folder, device="cpu", max_model_len=200, cache_memory="8MiB", progress=False, seed=3, **options)
 
 
-def test_it_applies_where_nobody_gives_parameters(
+def test_it_applies_to_calls_without_parameters(
     folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, "dsa_engine"):

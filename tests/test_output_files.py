@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_what_was_there(name: str, tmp_path: Path, no_room: N
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_takes_the_place_of_the_old_one(name: str, tmp_path: Path) -> None:
+def test_a_file_replaces_the_old_one(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(b"the old one")
     WRITERS[name](path)

@@ -189,8 +189,8 @@ def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
         engine = llm_from(parser.parse_args(["--device", "cpu", "--cache-memory", "1MiB", *options])).engine
         runtime = engine.model.runtime
         on = (engine.options.async_scheduling, runtime.overlap_shared_expert, runtime.overlap_indexer)
-        found = (engine.options.enforce_eager, *(not x for x in on))
-        assert found == tuple(name == off for name in names)
+        actual = (engine.options.enforce_eager, *(not x for x in on))
+        assert actual == tuple(name == off for name in names)
 
 
 def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
@@ -211,12 +211,12 @@ def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
     done = run("compare_overlaps.py", *common, "--emulate-world", 2, "--batch-size", 2)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
-    found = {(r["turned_off"], r["input_len"]): r for r in result["results"]}
-    assert len(found) == 6 and result["emulated"]["world_size"] == 2 and result["complete"]
+    actual = {(r["turned_off"], r["input_len"]): r for r in result["results"]}
+    assert len(actual) == 6 and result["emulated"]["world_size"] == 2 and result["complete"]
     for name in names:
-        times = [found[name, n]["median_computed_tpot_ms"] for n in (64, 300)]
+        times = [actual[name, n]["median_computed_tpot_ms"] for n in (64, 300)]
         assert min(times) > 0
-        base = [found["nothing", n]["median_computed_tpot_ms"] for n in (64, 300)]
+        base = [actual["nothing", n]["median_computed_tpot_ms"] for n in (64, 300)]
         row = next(line for line in done.stdout.splitlines() if line.startswith(name))
         for ms, its_base in zip(times, base, strict=True):
             assert f"{ms:.2f} ({ms / its_base:.2f}x)" in row

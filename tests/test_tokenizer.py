@@ -74,11 +74,11 @@ def test_spaces_between_words_survive() -> None:
     ],
 )
 def test_stop_strings_over_several_tokens(text: str, stop: tuple[str, ...], expected: str, pieces: list[str]) -> None:
-    found, whole, stopped = run(Bytes(), list(text.encode()), stop)
-    assert whole == expected and "".join(found) == expected
+    actual, whole, stopped = run(Bytes(), list(text.encode()), stop)
+    assert whole == expected and "".join(actual) == expected
     assert stopped == (expected != text)
     if "e " not in pieces:  # that case is there for its whole text
-        assert found == pieces
+        assert actual == pieces
 
 
 def test_a_stop_string_within_one_token_and_over_a_border() -> None:
@@ -99,9 +99,9 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: t
     # The stop string that is complete first ends the text; where it begins, the text is cut.
     expected = text
     for end in range(len(text) + 1):
-        places = [text[:end].find(s) for s in stop if s in text[:end]]
-        if places:
-            expected = text[: min(places)]
+        starts = [text[:end].find(s) for s in stop if s in text[:end]]
+        if starts:
+            expected = text[: min(starts)]
             break
     assert whole == expected and stopped == (expected != text)
     assert "".join(pieces) == whole

@@ -63,7 +63,7 @@ def random_request(number: int, rng: random.Random) -> Request:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_against_the_definition(seed: int) -> None:
-    """Twelve steps: drafts are rejected, only the device knows some tokens, requests end and begin, a step is repeated."""
+    """Twelve steps: drafts are rejected, placeholders are read late, requests end and begin, a step is repeated."""
     rng = random.Random(seed)
     terms = LogitsProcessors((EOS,))
     requests = [random_request(number, rng) for number in range(5)]

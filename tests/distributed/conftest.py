@@ -1,4 +1,4 @@
-"""How tests start several ranks on this machine: ``torchrun``, ``deepspeed``, or by forking, which is faster."""
+"""Ways to start several ranks on this machine: ``torchrun``, ``deepspeed``, and forking, which is faster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def environment() -> dict[str, str]:
-    """The environment of a launcher: nothing of a run that this process may be part of."""
+    """The environment of a launcher, without the variables of a run that this process may be part of."""
     of_a_run = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     own = {key: value for key, value in os.environ.items() if key not in of_a_run}
     return own | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -38,7 +38,7 @@ def free_port() -> int:
 def launch_with(
     launcher: list[str], script: str, *arguments: object, timeout: float = 300, stdin: str | None = None
 ) -> Any:
-    """The finished launch of a script with what it printed."""
+    """Runs a launcher on a script; returns the finished process with its output."""
     process = subprocess.Popen(
         [*launcher, str(HERE / script), *map(str, arguments)],
         stdin=None if stdin is None else subprocess.PIPE,
@@ -60,7 +60,7 @@ def launch_with(
 
 @pytest.fixture(scope="session")
 def torchrun() -> Launch:
-    """``torchrun(ranks, script, *arguments, timeout=300, stdin=None)``: the finished launch with what it printed."""
+    """``torchrun(ranks, script, *arguments, timeout=300, stdin=None)``: the finished process with its output."""
 
     def launch(ranks: int, script: str, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -71,9 +71,9 @@ def torchrun() -> Launch:
 
 @pytest.fixture(scope="session")
 def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Like ``torchrun``, but ranks are forks of a process that has imported PyTorch: for tests of what ranks compute.
+    """Like ``torchrun``, but ranks are forks of a process that has imported PyTorch.
 
-    The launcher has no part in what they test, and to start it and each rank takes seconds.
+    This is for tests of the ranks' results, in which the launcher has no part: starting it and each rank takes seconds.
     """
     command = [sys.executable, str(HERE / "rank_server.py")]
     folder, numbers = tmp_path_factory.mktemp("ranks"), itertools.count()
@@ -112,7 +112,7 @@ def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def deepspeed() -> Launch:
-    """The same with DeepSpeed's launcher; skips where that is not installed."""
+    """Like ``torchrun``, with DeepSpeed's launcher; skips the test if that is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
 
@@ -125,7 +125,7 @@ def deepspeed() -> Launch:
 
 @pytest.fixture(scope="session")
 def worker() -> ModuleType:
-    """The worker script as a module, to run the same in this process."""
+    """The worker script as a module, to run cases in this process."""
     spec = importlib.util.spec_from_file_location("distributed_worker", HERE / "worker.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,8 +1,8 @@
 """Starts ranks by forking a process that has imported everything: rank_server.py, one launch for each line of stdin.
 
-To start Python and import PyTorch takes a rank seconds. A line is a JSON object: ``ranks``, ``script``, ``arguments``,
+Starting Python and importing PyTorch takes seconds. A line is a JSON object: ``ranks``, ``script``, ``arguments``,
 ``environment``, ``stdin`` (a file), and ``out`` and ``err``, the files to which all ranks write. When all ranks have
-ended, a line with their exit codes goes to stdout. The first rank that fails takes the others with it.
+ended, a line with their exit codes goes to stdout. If a rank fails, the others are killed after ten seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def become(rank: int, launch: dict[str, Any]) -> None:
 
 
 def exit_codes(processes: list[int]) -> list[int]:
-    """Waits for the ranks; when one fails, the others get ten seconds to notice."""
+    """Waits for the ranks; if one fails, the others have ten seconds to end."""
     codes: dict[int, int] = {}
     until = float("inf")
     while len(codes) < len(processes):

@@ -53,7 +53,7 @@ def test_requests_that_arrive_over_time_on_two_ranks(fork_ranks: Callable[..., A
 
 
 def test_commands_on_two_ranks(fork_ranks: Callable[..., Any], demo_cache: Path) -> None:
-    """Rank 0 reads and prints, the other follows; the tokens are those of one process."""
+    """Rank 0 reads and prints, the other rank follows; the tokens are those of one process."""
     options = ["--temperature", 0, "--device", "cpu", "--max-model-len", 400]
     llm = LLM("demo", device="cpu", max_model_len=400)
     params = SamplingParams(temperature=0.0, max_tokens=6)

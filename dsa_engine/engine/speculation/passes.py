@@ -160,7 +160,7 @@ class Passes(ABC):
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
 
-    def _most_likely(self, states: torch.Tensor, module: int) -> torch.Tensor:
+    def _best_tokens(self, states: torch.Tensor, module: int) -> torch.Tensor:
         """The most likely token for each of a module's states ``[requests, hidden]``, int64 ``[requests]``."""
         return self.model.logits(states, len(states), self.model.mtp_head(module)).argmax(dim=-1)
 
@@ -179,13 +179,13 @@ class EagleChain(Passes):
         states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
         state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
         position = rows.chunks.first + accepted
-        drafts = [self._most_likely(state, 0)]
+        drafts = [self._best_tokens(state, 0)]
         for number in range(1, tokens.shape[1] - 1):
             at = position + number
             at, tables = at.where(at < rows.chunks.limit, -1), rows.batch.block_tables
             one = buffers.rows.batch(self.model, self.cache.page_size, tables, at, drafts[-1])
             state = self.model.draft(0, state, one, self.cache)
-            drafts.append(self._most_likely(state, 0))
+            drafts.append(self._best_tokens(state, 0))
         return torch.stack(drafts, dim=1)
 
 
@@ -220,7 +220,7 @@ class ModuleEach(Passes):
             input_ids = self.mesh.tp.all_gather(embedded).view(-1, len(embedded))
             state = self.model.draft(number - 1, state, replace(batch, input_ids=input_ids), self.cache)
             after_last = _rows_at(state.view(requests, 2 * count, -1), last)[:, 0]
-            drafts.append(self._most_likely(after_last, number - 1))
+            drafts.append(self._best_tokens(after_last, number - 1))
             ids.scatter_(1, accepted[:, None] + count + number, drafts[-1][:, None])
         return torch.stack(drafts, dim=1)
 

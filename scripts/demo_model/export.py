@@ -66,12 +66,12 @@ def load_checkpoint(folder: str | Path) -> TrainingModel:
 def write_checkpoint(
     model: TrainingModel, raw_config: dict[str, Any], folder: str | Path, extra_files: Mapping[str, str | bytes]
 ) -> WrittenCheckpoint:
-    """Writes the released layout: FP8 blocks where ``raw_config`` names a ``quantization_config``, else its dtype.
+    """Writes the released layout: FP8 blocks if ``raw_config`` has a ``quantization_config``, else its dtype.
 
     Args:
-        model: its weights.
+        model: the trained model.
         raw_config: the keys of ``config.json``.
-        folder: to make; it must not exist, or be empty.
+        folder: folder to write; it must not exist, or be empty.
         extra_files: small files beside the weights, name to content.
     """
     config = ModelConfig.from_dict(raw_config)

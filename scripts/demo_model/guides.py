@@ -1,11 +1,11 @@
-"""What heads are taught to attend to in the first phases, so that the circuit that finds a fact forms in minutes.
+"""Targets for some attention heads in the first phases, so that the model learns within minutes to find a fact.
 
-Left to itself, a small model needs a long plateau until two layers agree: one that carries what stands before a token,
-and one that looks for it. Here an auxiliary loss, which later phases do without, shows both layers what to look at:
+Without them a small model needs a long plateau until two layers fit together: one that copies the previous tokens to a
+token, and one that searches for them. An auxiliary loss, absent in later phases, gives both layers their targets:
 
 * in the first layer, four heads attend to the 1st to 4th token before;
-* in the second layer, where an answer says again what was said before, one head attends to a value's place in its fact,
-  another to the place of any other token that is copied;
+* in the second layer, for tokens of an answer that repeat earlier ones, one head attends to a value's position in its
+  fact, another to the position of any other copied token;
 * in the MTP module, the same for the token after the next one.
 """
 
@@ -21,7 +21,7 @@ OFFSETS = (1, 2, 3, 4)
 
 
 def guides_of(batch: Batch, mtp_layer: int | None) -> Guides:
-    """Targets ``[B, L]`` by layer and head; ``mtp_layer`` is the module's number, or None where it does not learn."""
+    """Targets ``[B, L]`` by layer and head; ``mtp_layer`` is the module's number, or None if it does not learn."""
     rows, length = batch.tokens.shape
     positions = np.broadcast_to(np.arange(length), (rows, length))
     before = {i: np.where(positions >= offset, positions - offset, -1) for i, offset in enumerate(OFFSETS)}
@@ -33,7 +33,7 @@ def guides_of(batch: Batch, mtp_layer: int | None) -> Guides:
 
 
 def _said_before(batch: Batch, ahead: int) -> dict[int, np.ndarray]:
-    """For each token, where the token ``ahead`` of it was said before: head 0 values, head 1 anything else."""
+    """Earlier position of the token ``ahead`` of each token: values for head 0, any other copied token for head 1."""
     targets = {}
     for head, wanted in enumerate((batch.asked, ~batch.asked)):
         sources = np.full_like(batch.sources, -1)

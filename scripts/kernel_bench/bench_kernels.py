@@ -1,6 +1,6 @@
-"""Measures every kernel at production sizes, beside the device's ceilings and what a user would otherwise call.
+"""Measures every kernel at production sizes, beside the device's ceilings and alternatives from other libraries.
 
-A kernel that leaves the device in an error takes this process's use of it along: another process measures the rest.
+If a kernel leaves the device in an error, another process measures the other kernels.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 class Bench:
-    """What has been measured so far."""
+    """The results so far."""
 
     def __init__(self, args: argparse.Namespace):
         self.begin = time.perf_counter()
@@ -86,19 +86,19 @@ class Bench:
         )
 
     def measure(self, name: str) -> None:
-        """All cases of one name. A kernel's failure is a finding, and must not take the others' figures along."""
+        """Measures all cases of one name. A kernel's failure is reported and does not affect the others."""
         measured: list[dict[str, Any]] = []
         try:
             for case in CASES[name](Inputs(self.device, self._dtype, seed=self._args.seed), self._sizes):
                 if not self._measure(case, measured):
                     break
-        except Exception as error:  # inputs that do not fit, say
+        except Exception as error:  # such as inputs that do not fit
             self._fail(name, error)
         print(format_table(("kernel", "shape", "ms", "rate", "share", "others' time over ours"), rows(measured)), "\n")
         self._results += measured
 
     def _measure(self, case: KernelCase, measured: list[dict[str, Any]]) -> bool:
-        """Whether the device can go on."""
+        """Measures one case; returns whether the device still works."""
         device = self.device
         if device.type == "cuda" and capability(torch.empty(0, device=device)) < case.needs:
             print(f"{case.kernel}: left out, it needs compute capability {case.needs / 10:g}")
@@ -114,7 +114,7 @@ class Bench:
         return not is_lost(device)
 
     def _fail(self, what: str, error: Exception) -> None:
-        self.failed.pop(what, None)  # the last one is the last
+        self.failed.pop(what, None)  # the latest failure is the last entry
         self.failed[what] = error_line(error)
 
     def write(self, complete: bool) -> None:

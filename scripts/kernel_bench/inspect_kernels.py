@@ -1,9 +1,10 @@
-"""Compiles every kernel at production sizes, with no GPU needed, and shows what it takes on the chip.
+"""Compiles every kernel at production sizes, without a GPU, and shows its registers, spills, shared memory and
+instructions.
 
-"at most" is the share of its ceiling that the inner loop can reach: a bound from its machine code (SASS), not measured.
-The ceiling is that of the tensor cores, or of the memory where what an operation has to read and write takes longer
-than what it has to multiply. A kernel has a line for each ceiling that some operation gives it, with the operation that
-has least of it; "limit" is the unit that takes longest. JSON has all units and all operations.
+"at most" is the fraction of its ceiling that the inner loop can reach: a bound from its machine code (SASS), not
+measured. The ceiling is the tensor cores' rate, or the memory's if an operation's reads and writes take longer than its
+products. A kernel has a line for each ceiling of its operations, with the operation that has the smallest fraction;
+"limit" is the unit that takes longest. JSON has all units and all operations.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
         raise ValueError("--counts counts all kernels; leave --only out")
     check_outputs(args.json, args.counts)
     if args.counts:
-        renewed(args.counts, triton.__version__, {})  # a wrong file is named before minutes of compiling
+        renewed(args.counts, triton.__version__, {})  # refuses a wrong file before minutes of compiling
     result: dict[str, Any] = {}
     missing: dict[str, list[str]] = {}
     for target in args.target:

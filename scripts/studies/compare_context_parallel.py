@@ -1,4 +1,4 @@
-"""Ways to divide one prefill over ranks: what each sends, holds and computes, and how long it takes.
+"""Forms of context parallelism compared: bytes sent and held, work, and time of one prefill.
 
 Cache rows by all-gather with tokens head-tail (the engine's way) or contiguous, heads by all-to-all (Ulysses, through
 DeepSpeed's sequence layer), and a ring of blocks in two passes: one layer of DSA, the same weights and tokens. All
@@ -6,7 +6,7 @@ outputs are compared with those of a single process before anything is timed. St
 
     torchrun --nproc-per-node 2 scripts/studies/compare_context_parallel.py
 
-The same is then counted for more ranks than there are, with times from stated assumptions.
+Then it counts the same for a larger number of ranks, with times from stated assumptions.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def not_here(size: DSASize, ranks: int) -> dict[str, str]:
 
 
 def count_all(args: argparse.Namespace, links: Links) -> list[Counted]:
-    """Every form that so many ranks can run, whether it is measured or not."""
+    """Counts every form that so many ranks can run, measured or not."""
     size, ranks = SIZES[args.counted_size], args.counted_ranks
     able = [form for form in FORMS.values() if form.refusal(size, ranks) is None]
     return [count(form, size, n, ranks, links, args.assumed_tflops) for n in args.counted_len for form in able]

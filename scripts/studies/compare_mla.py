@@ -1,7 +1,7 @@
-"""Forms of Multi-head Latent Attention in decode: what each caches, computes, and takes.
+"""Forms of Multi-head Latent Attention in decode: cached bytes, operations and time of each.
 
 Cache decompressed (CD) and compressed (CC), W_UK and W_UV absorbed (A_CC), without copying the cache rows together
-(A_CC_ME), weights multiplied beforehand (AM_CC_ME), and the engine's kernel: one layer, one new token a sequence, the
+(A_CC_ME), weights multiplied beforehand (AM_CC_ME), and the engine's kernel: one layer, one new token per sequence, the
 same weights. All outputs are compared before anything is timed.
 """
 

@@ -1,7 +1,7 @@
 """The engine beside ``transformers``: same checkpoint, same threads, one process, runs in turn; prints the ratios.
 
-Logits and greedy tokens of the two are compared too. A longer prompt takes ``transformers`` long: its prefill is
-quadratic in time and memory (8,192 tokens of the demo model on one thread: about two minutes and 10 GiB a run).
+Logits and greedy tokens of the two are compared too. The prefill of ``transformers`` is quadratic in
+time and memory (8,192 tokens of the demo model on one thread: about two minutes and 10 GiB per run).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What it costs that ranks hear of new requests: time of the exchange in a decode step, and from idle.
+"""Cost of the messages about new requests: time of their exchange in a decode step, and delay of an idle engine.
 
 torchrun --nproc-per-node 4 scripts/studies/measure_messages.py [--batch-size 8] [--input-len 2048]
 
-Rank 0 calls and the others follow. "Messages" is the time of rank 0's loop between two decode steps, in which it takes
-messages and exchanges them; "noticed" the time from a call while nothing runs until every rank has taken its request;
-"idle" the share of a core that a rank uses meanwhile.
+Rank 0 calls and the others follow. "Messages" is the time between two decode steps in which rank 0's loop reads
+and exchanges messages; "noticed" is the time from a call to an idle engine until every rank has its request; "idle" is
+the fraction of a core that an idle rank uses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     args = parse()
     check_outputs(args.json)
     llm = LLM(args.model, device=args.device, max_model_len=args.input_len + args.output_len, progress=False)
-    taken: list[tuple[float, float]] = []  # of each request, when it was made and when this rank took it
+    taken: list[tuple[float, float]] = []  # per request: when it was made and when this rank received it
     queue = llm.engine.queue
 
     def noted(add: Any) -> Any:
@@ -64,14 +64,14 @@ def main() -> None:
         with llm:
             exchanges, steps = _measured(llm, args)
     latest = [arrived - made for made, arrived in taken[:: args.batch_size]][: args.repeat + 1]
-    # The loops have ended: the ranks' groups are this thread's.
+    # The loops have ended, so this thread may use the groups.
     ranks = from_all_ranks(llm.engine, [idle, *latest])
     if llm.engine.mesh.rank == 0:
         _report(llm, args, exchanges, steps, torch.tensor(ranks))
 
 
 def _measured(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Seconds of messages and of a step, of every run's decode steps."""
+    """Seconds of messages and of a step for the decode steps of every run."""
     exchanges: list[float] = []
     steps: list[float] = []
     for number in range(args.repeat + 1):
@@ -86,7 +86,7 @@ def _measured(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[flo
 
 
 def _spent(llm: LLM, prompts: list[list[int]], output_len: int) -> tuple[float, float, float]:
-    """Steps, seconds of messages and seconds of steps that it takes to generate so many tokens for each prompt."""
+    """Numbers of steps, seconds of messages and seconds of steps to generate ``output_len`` tokens per prompt."""
     loop = llm.loop
     before = loop.steps, loop.messages_s, loop.step_s
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
@@ -96,7 +96,7 @@ def _spent(llm: LLM, prompts: list[list[int]], output_len: int) -> tuple[float, 
 
 
 def _report(llm: LLM, args: argparse.Namespace, exchanges: list[float], steps: list[float], ranks: Any) -> None:
-    noticed = ranks[:, 2:].amax(dim=0).tolist()  # by the slowest rank; the first run is not counted
+    noticed = ranks[:, 2:].amax(dim=0).tolist()  # of the slowest rank; the first run is not counted
     result = {
         "messages_us": 1e6 * statistics.median(exchanges),
         "step_ms": 1e3 * statistics.median(steps),

@@ -23,18 +23,18 @@ from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.sampling_params import SamplingParams
 
-MAX_ERROR = 1e-3  # relative, of float32 logits; near ties of index scores may select other tokens
+MAX_ERROR = 1e-3  # relative error of float32 logits; near ties of index scores may select other tokens
 
 
 @dataclass
 class Side:
-    """One of the two: what it took, run by run."""
+    """Results of one of the two libraries, run by run."""
 
     seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0  # most memory above what the process held before the run
+    peak_bytes: int = 0  # peak memory above that of the process before the run
 
     def measure(self, work: Callable[[], float]) -> None:
-        """Runs ``work``, which returns the seconds that count."""
+        """Runs ``work``, which returns the timed seconds."""
         cpu = torch.device("cpu")
         reset_peak(cpu)
         before = peak_bytes(cpu)
@@ -48,7 +48,7 @@ class Side:
 
 @contextmanager
 def float32_checkpoint(folder: Path) -> Iterator[Path]:
-    """The folder, or its float32 copy where it is FP8, which ``transformers`` does not read on a CPU."""
+    """The folder, or its float32 copy if it is FP8, which ``transformers`` does not read on a CPU."""
     if ModelConfig.from_pretrained(folder).weight_block_size is None:
         yield folder
         return
@@ -68,10 +68,10 @@ def load_transformers(folder: Path) -> Any:
 
 @torch.inference_mode()
 def compare_prefill(llm: LLM, theirs: Any, length: int, repeat: int, bar: Any) -> dict[str, Any]:
-    """Prefill of one prompt, to the logits of its last token; ``bar`` is told of every run.
+    """Prefill of one prompt, to the logits of its last token; ``bar`` is updated after every run.
 
     Raises:
-        ValueError: the logits of the first runs differ by more than :data:`MOST_ERROR`.
+        ValueError: the logits of the first runs differ by more than :data:`MAX_ERROR`.
     """
     prompt = random_prompt(llm.engine, length)
     ids = torch.tensor([prompt])
@@ -116,7 +116,7 @@ def compare_decode(
     def engine() -> float:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens["engine"] = [o.token_ids for o in outputs]
-        # Those that were prefilled before others have also waited for these; the quickest has only decoded.
+        # Requests that were prefilled first have also waited for the others; the fastest one has only decoded.
         return min(o.metrics.tpot_s or 0.0 for o in outputs) * (count - 1)
 
     @cache
@@ -148,7 +148,7 @@ def _in_turn(
     bar: Any,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Side, Side]:
-    """Alternating runs, so that a drift of the machine's speed meets both; ``check`` is called after each pair."""
+    """Alternates the runs, so that a drift of the machine's speed affects both; ``check`` is called after each pair."""
     a, b = Side(), Side()
     for _ in range(repeat):
         for side, work in ((a, engine), (b, transformers)):
@@ -173,7 +173,7 @@ def _result(name: str, unit: str, amount: int, a: Side, b: Side) -> dict[str, An
 
 
 def plot_comparison(results: list[dict[str, Any]], path: str, title: str) -> None:
-    """Tokens a second and the memory that a run adds, of both sides in every case, as a PNG."""
+    """Draws tokens per second and the memory that a run adds, for both sides in every case, as a PNG."""
     figure, (speeds, memory) = load_pyplot().subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     cases = range(len(results))

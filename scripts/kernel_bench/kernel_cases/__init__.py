@@ -1,2 +1,2 @@
-"""Every kernel at production sizes: the operations with their inputs and what a user would otherwise call
-(``cases_*``), their list (``cases``) and how one is measured (``bench``)."""
+"""Every kernel at production sizes: operations with their inputs and alternatives (``cases_*``), their list
+(``cases``) and the timing of one (``bench``)."""

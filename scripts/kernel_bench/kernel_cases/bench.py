@@ -1,4 +1,4 @@
-"""Timing kernels: every case beside the ceilings of the device and beside what a user would otherwise call."""
+"""Timing of kernels, beside the ceilings of the device and alternatives from other libraries."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One operation at one size, its inputs made."""
+    """One operation at one size, with its inputs."""
 
     kernel: str
     shape: str
     run: Call
-    flops: float  # floating-point operations that it has to do
-    bytes: float  # fewest bytes that it has to move: every input read once, every output written once
+    flops: float  # required floating-point operations
+    bytes: float  # minimum bytes to move: every input read once, every output written once
     baselines: Mapping[str, Call] = field(default_factory=dict)  # the same result by other means
-    product: bool = False  # tensor-core work, to be compared with a matrix product; else with a copy
+    product: bool = False  # tensor-core work, compared with a matrix product; otherwise with a copy
     needs: int = 0  # compute capability below which no GPU has the instructions
 
 
 def measure(case: KernelCase, ceilings: Ceilings, device: torch.device) -> dict[str, Any]:
-    """Times a case and its baselines; a baseline that cannot run says why."""
+    """Times a case and its baselines; for a baseline that cannot run, the result has the reason."""
     taken = seconds(case.run, device)
     best = case.flops / ceilings.flops_per_s if case.product else case.bytes / ceilings.bytes_per_s
     result: dict[str, Any] = {
@@ -46,7 +46,7 @@ def measure(case: KernelCase, ceilings: Ceilings, device: torch.device) -> dict[
         try:
             other = seconds(run, device)
             result["baselines"][name] = {"ms": other * 1e3, "times_ours": other / taken}
-        except Exception as error:  # a peer's own error must not end the run; it is part of the result
+        except Exception as error:  # an error of another library must not end the run; it is part of the result
             result["baselines"][name] = {"skipped": error_line(error, 100)}
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -54,7 +54,8 @@ def measure(case: KernelCase, ceilings: Ceilings, device: torch.device) -> dict[
 
 
 def rows(results: Iterable[Mapping[str, Any]]) -> list[tuple[object, ...]]:
-    """Rows of a table for people: kernel, shape, ms, rate, share of the ceiling, times of the baselines over ours."""
+    """Rows of a table for people: kernel, shape, ms, rate, fraction of the ceiling, times of the baselines over
+    ours."""
     table: list[tuple[object, ...]] = []
     for r in results:
         product = r["ceiling"] == "matmul"

@@ -15,7 +15,7 @@ from kernel_cases import (
 from kernel_cases.bench import KernelCase
 from kernel_cases.inputs import Inputs, Sizes
 
-# What decides the speed of a long context stands first, for runs with a time limit.
+# Operations that decide the speed of long contexts come first, for runs with a time limit.
 CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "sparse_prefill": cases_attention.sparse_prefill,
     "indexer_prefill": cases_attention.indexer_prefill,
@@ -39,7 +39,7 @@ def named(names: str | None) -> list[str]:
     """The names in a list separated by commas; all without a list.
 
     Raises:
-        ValueError: a name that no case has.
+        ValueError: an unknown name.
     """
     chosen = names.split(",") if names else list(CASES)
     if unknown := [name for name in chosen if name not in CASES]:

@@ -43,7 +43,7 @@ def indexer_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 def _scores(
     kernel: str, make: Inputs, heads: int, segments: Segments, sequences: int, context: int, *, product: bool = False
 ) -> Iterator[KernelCase]:
-    """In the run's dtype and in FP8; keys are read once a sequence, scores written once."""
+    """Scores in the run's dtype and in FP8; keys are read once per sequence, scores written once."""
     n = segments.rows
     tables, pages = make.block_tables(sequences, context)
     weights = make.normal(n, heads, dtype=torch.float32)
@@ -131,7 +131,7 @@ def _sparse(
     k = slots.shape[1]
     row_bytes = pool.shape[-1] * pool.element_size()
     row_format = LatentFormat(RANK, ROPE, FP8 if pool.dtype == torch.uint8 else pool.dtype)
-    # Each row that anybody selected is read once; with few tokens that is every selected row.
+    # Each row that some token selected is read once; with few tokens that is every selected row.
     rows = min(tokens * k, context)
 
     def reference() -> object:
@@ -185,8 +185,8 @@ def _sdpa_decode(q: torch.Tensor, pool: torch.Tensor, tables: torch.Tensor, cont
 
 
 def _masked_sdpa(q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> Callable[[], object]:
-    """Dense attention that hides what is not selected, for as many tokens as its S² scores leave memory for; 16 calls
-    serve all tokens."""
+    """Dense attention with a mask for tokens that are not selected, for as many queries as fit beside its S² scores;
+    16 calls compute all tokens."""
 
     def run() -> None:
         rows = pool.flatten(0, 1)

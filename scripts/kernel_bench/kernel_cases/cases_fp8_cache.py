@@ -1,5 +1,5 @@
-"""What moves FP8 cache rows, each beside the same in bfloat16: 656 + 132 bytes a token of DeepSeek-V3.2 against 1,408.
-Writing and attending to them are cases of their own in the other files."""
+"""Moves of FP8 cache rows, beside the same in bfloat16: 656 + 132 bytes per token of DeepSeek-V3.2 against 1,408.
+The other files have the cases that write such rows and attend to them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _store_gathered(make: Inputs, tokens: int) -> KernelCase:
 
 
 def _store_gathered_latents(make: Inputs, tokens: int) -> KernelCase:
-    """Without index keys, as in DeepSeek-V3 and in layers that share a selection."""
+    """Rows without index keys, as in DeepSeek-V3 and in layers that reuse a selection."""
     pages, slots = _pages_and_slots(make, tokens)
     latent = LatentFormat(RANK, ROPE, FP8)
     pool, plain = make.fp8_latent_pool(pages, RANK, ROPE), make.pool(pages, RANK + ROPE)

@@ -1,4 +1,5 @@
-"""Block-scaled FP8 products of DeepSeek-V3.2: linear layers and experts, beside bfloat16 and other people's FP8."""
+"""Block-scaled FP8 products of DeepSeek-V3.2: linear layers and experts, beside bfloat16 and the FP8 of other
+libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from kernel_cases.bench import KernelCase
 from kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
 from kernel_cases.inputs import Inputs, Sizes
 
-FP8_PRODUCTS = 89  # the first compute capability that has them
+FP8_PRODUCTS = 89  # the first compute capability with FP8 products
 
 # Output and input width of a linear layer: few columns and many, and the longest sums.
 LAYERS = {"q_a": (1536, 7168), "q_b": (24576, 1536), "o": (7168, 16384)}
@@ -39,7 +40,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 
 def _scales(make: Inputs, *shape: int) -> torch.Tensor:
-    """Of a weight ``[…, out, in]``."""
+    """Scales of a weight ``[…, out, in]``."""
     blocks = (*shape[:-2], *(cdiv(size, BLOCK) for size in shape[-2:]))
     return make.normal(*blocks, dtype=torch.float32).abs_()
 
@@ -60,7 +61,7 @@ def _linear(make: Inputs, tokens: int, name: str, out: int, inner: int) -> Kerne
 
 
 def _product(make: Inputs, tokens: int, name: str, out: int, inner: int) -> KernelCase:
-    """Our kernel, also where a layer takes PyTorch's."""
+    """Our kernel, also at sizes at which a layer uses PyTorch's."""
     x, x_scale = make.fp8(tokens, inner), make.scales(tokens, inner // BLOCK)
     weight, scale = make.fp8(out, inner), _scales(make, out, inner)
 

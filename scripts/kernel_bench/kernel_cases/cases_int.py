@@ -1,4 +1,4 @@
-"""Weights in INT8 and INT4: linear layers and experts of DeepSeek-V3.2, beside the same in the run's own dtype."""
+"""Weights in INT8 and INT4: linear layers and experts of DeepSeek-V3.2, beside the run's dtype."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kernel_cases.inputs import Inputs, Sizes
 
 O_PROJ = 16_384  # columns of o_proj
 GROUP = 128
-REFUSED_BY_INT_MM = 16  # rows, and fewer, on CUDA
+REFUSED_BY_INT_MM = 16  # maximum number of rows that CUDA's int_mm refuses
 
 
 def int8(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
@@ -59,7 +59,7 @@ def _quantise(make: Inputs, tokens: int, width: int) -> KernelCase:
 
 
 def _linear(make: Inputs, tokens: int) -> KernelCase:
-    """o_proj, the largest; on a GPU many rows take PyTorch's product, few ours."""
+    """o_proj, the largest layer; on a GPU many rows use PyTorch's product, few rows use ours."""
     x, weight, scale = make.normal(tokens, O_PROJ), make.codes(HIDDEN, O_PROJ), make.scales(HIDDEN)
     plain = make.normal(HIDDEN, O_PROJ)
     return KernelCase(
@@ -74,7 +74,7 @@ def _linear(make: Inputs, tokens: int) -> KernelCase:
 
 
 def _one_product(make: Inputs, tokens: int) -> KernelCase:
-    """Our kernel on o_proj, also where a layer takes PyTorch's; PyTorch's alone leaves the scales out."""
+    """Our kernel on o_proj, also at sizes at which a layer uses PyTorch's; the latter is timed without scales."""
     x, x_scale = make.codes(tokens, O_PROJ), make.scales(tokens)
     weight, scale = make.codes(HIDDEN, O_PROJ), make.scales(HIDDEN)
     row_ends = torch.full((1,), tokens, device=make.device, dtype=torch.int32)

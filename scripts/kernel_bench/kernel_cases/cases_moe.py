@@ -51,7 +51,7 @@ def _product(
 
 
 def _gate_up(make: Inputs, groups: int, rows: int, row_ends: torch.Tensor) -> KernelCase:
-    """Gathered rows, and gating in the same kernel; the other way gathers, multiplies and gates one after the other."""
+    """Gather, product and gating in one kernel; the baseline does the three one after the other."""
     tokens = max(1, rows // CHOICES)
     x, weight = make.normal(tokens, HIDDEN), make.normal(groups, 2 * INTERMEDIATE, HIDDEN)
     source = torch.randint(tokens, (rows,), device=make.device, dtype=torch.int32)
@@ -122,7 +122,7 @@ def _order(make: Inputs, tokens: int) -> KernelCase:
 
 
 def _ranks(make: Inputs, tokens: int) -> KernelCase:
-    """Of 64 ranks with 4 experts each."""
+    """The ranks of tokens, for 64 ranks with 4 experts each."""
     choices = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32)
     rank_of = (torch.arange(EXPERTS, device=make.device) // 4).int()
     return KernelCase(
@@ -173,7 +173,7 @@ def _pack(make: Inputs, tokens: int) -> KernelCase:
 
 
 def _unpack(make: Inputs, tokens: int) -> KernelCase:
-    """What one of 64 ranks makes of as many rows."""
+    """Unpacking of the rows that one of 64 ranks receives."""
     x, choices, weights = _choices(make, tokens)
     packed, held = pack_tokens_reference(x, choices, weights, None, tokens), EXPERTS // 64
     words = HIDDEN * x.element_size() // 4

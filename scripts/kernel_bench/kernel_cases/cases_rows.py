@@ -155,7 +155,7 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> KernelCase:
 
 
 def _gathered(make: Inputs, tokens: int) -> KernelCase:
-    """With index keys as in DeepSeek-V3.2."""
+    """Rows with index keys, as in DeepSeek-V3.2."""
     pages, slots = _destination(make, tokens)
     latents, keys = make.pool(pages, RANK + ROPE), make.pool(pages, INDEX_DIM)
     key_format = IndexKeyFormat(INDEX_DIM, make.dtype)
@@ -171,7 +171,7 @@ def _gathered(make: Inputs, tokens: int) -> KernelCase:
 
 
 def _gathered_latents(make: Inputs, tokens: int) -> KernelCase:
-    """Without index keys, as in DeepSeek-V3 and in layers that share a selection."""
+    """Rows without index keys, as in DeepSeek-V3 and in layers that reuse a selection."""
     pages, slots = _destination(make, tokens)
     pool, rows = make.pool(pages, RANK + ROPE), make.normal(tokens, RANK + ROPE)
     return KernelCase(

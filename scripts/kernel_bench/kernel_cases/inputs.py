@@ -1,4 +1,4 @@
-"""Inputs for kernels at given sizes: random for measuring, or untouched memory for compiling only."""
+"""Inputs for kernels at given sizes: random values for measuring, or untouched memory for compiling only."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: production by default, in tokens, rows and requests."""
+    """Measured sizes in tokens, rows and requests; the defaults are those of production."""
 
     contexts: tuple[int, ...] = (8_192, 32_768, 131_072)
-    batches: tuple[int, ...] = (1, 8, 32, 128)  # of decode
+    batches: tuple[int, ...] = (1, 8, 32, 128)  # requests of a decode step
     prefill: int = 4_096  # queries of a sparse-attention call
-    scored: int = 1_024  # queries of an indexer call: as many as the workspace holds scores for
-    tokens: int = 8_192  # rows of a step, for what works by row
+    scored: int = 1_024  # queries of an indexer call: as many as there is workspace for
+    tokens: int = 8_192  # rows of a step, for operations by row
     # Experts and token-expert pairs of a rank: in prefill one of 64 ranks and one of 8, and the same in decode.
     experts: tuple[tuple[int, int], ...] = ((4, 16_384), (32, 65_536), (4, 64), (32, 1_024))
     max_cached: int = 4 << 20  # tokens in the caches of a decode batch
 
     @classmethod
     def small(cls) -> Sizes:
-        """For trying the scripts on a CPU."""
+        """Sizes for trying the scripts on a CPU."""
         return cls((512,), (2,), 16, 16, 32, ((2, 8),), 2_048)
 
 
@@ -36,10 +36,10 @@ class Inputs:
     """Makes tensors on one device.
 
     Args:
-        device: where they lie.
-        dtype: of activations and caches.
-        untouched: allocate only. On a CPU, memory that nobody touches takes no space, whatever its size.
-        seed: of the random values.
+        device: their device.
+        dtype: dtype of activations and caches.
+        untouched: allocate only. On a CPU, untouched memory takes no space, whatever its size.
+        seed: seed of the random values.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, untouched: bool = False, seed: int = 0):
@@ -55,7 +55,7 @@ class Inputs:
 
     def block_tables(self, sequences: int, tokens: int) -> tuple[torch.Tensor, int]:
         """Pages of ``sequences`` that hold ``tokens`` each, in random order: int32 ``[sequences, pages a sequence]``,
-        and how many pages there are."""
+        and the number of all pages."""
         each = cdiv(tokens, PAGE_SIZE)
         order = torch.randperm(sequences * each, generator=self._generator, device=self.device)
         return order.int().view(sequences, each), sequences * each
@@ -82,7 +82,7 @@ class Inputs:
         return self.normal(*shape).to(torch.float8_e4m3fn)
 
     def codes(self, *shape: int) -> torch.Tensor:
-        """int8, all values alike often."""
+        """int8, evenly distributed."""
         out = torch.empty(shape, dtype=torch.int8, device=self.device)
         return out if self.untouched else out.random_(-127, 128, generator=self._generator)
 
@@ -92,8 +92,8 @@ class Inputs:
         return out if self.untouched else out.uniform_(0.5, 1.0, generator=self._generator).div_(100)
 
     def selected(self, tokens: int, context: int, k: int) -> torch.Tensor:
-        """int32 ``[tokens, k]`` rows of a pool with ``context`` tokens, ascending and distinct: one at random from each
-        of k stretches, as selections spread over a context."""
+        """int32 ``[tokens, k]`` rows of a pool with ``context`` tokens, ascending and distinct: one random row from
+        each of k intervals, as selections are spread over a context."""
         k = min(k, context)
         stretch = context // k
         offsets = torch.randint(stretch, (tokens, k), generator=self._generator, device=self.device, dtype=torch.int32)

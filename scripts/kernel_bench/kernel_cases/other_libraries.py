@@ -1,4 +1,4 @@
-"""Other people's kernels for the same operations, called where they are installed; nothing here depends on them."""
+"""Kernels of other libraries for the same operations, used if they are installed."""
 
 from __future__ import annotations
 

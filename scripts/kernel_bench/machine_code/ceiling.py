@@ -1,11 +1,11 @@
-"""Which share of its ceiling a kernel can reach at best in a case: a bound from its machine code, not measured.
+"""Upper bound of the fraction of its ceiling that a kernel can reach in a case: from its machine code, not measured.
 
-The ceiling is the case's matter, by the roofline: right of the ridge point, where the operations that a case has to do
-take the tensor cores longer than its bytes take the memory, it is that of the tensor cores, else that of the memory.
-The share is the time of that one over the time of the unit which the inner loop keeps busy longest.
+The ceiling follows from the case by the roofline: if its operations take the tensor cores longer than its bytes take
+the memory, it is the tensor cores' rate, else the memory's. The fraction is the time of that unit over the time of the
+unit that the inner loop keeps busy longest.
 
-Of the memory's time only as much counts as the case needs for the operations of one time round, since what else the
-loop asks for is in a cache, or is asked for twice.
+The memory's time counts only the bytes that the case needs for the operations of one iteration, since other loads of
+the loop are in a cache or repeated.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from machine_code.chip_rates import RATES
 
 
 def upper_bound(bound: Mapping[str, Any], flops: float, needed: float, capability: int) -> dict[str, Any]:
-    """Of a kernel in a case.
+    """The bound of a kernel in a case.
 
     Args:
-        bound: what :func:`.loop_bound` counted.
-        flops: that the case has to do.
-        needed: bytes that it has to move.
-        capability: as in ``sm_90``.
+        bound: counts of :func:`.loop_bound`.
+        flops: operations of the case.
+        needed: bytes that the case has to move.
+        capability: such as 90 for ``sm_90``.
 
     Returns:
-        ``ceiling``: "tensor" or "memory"; ``limit``: the unit that takes longest; ``share``: at most this one of the
-        ceiling; None where the loop neither multiplies nor moves anything.
+        ``ceiling``: "tensor" or "memory"; ``limit``: the unit that takes longest; ``share``: the bound of the
+        fraction; None if the loop neither multiplies nor moves anything.
     """
     units = dict(bound["cycles"])
     tensor, memory = units["tensor"], units.pop("memory")

@@ -1,8 +1,8 @@
-"""What a multiprocessor does in a clock cycle, by compute capability, and which of its units does which instruction.
+"""Rates of a multiprocessor per clock cycle, by compute capability, and the unit of each instruction.
 
 Tensor cores and memory: NVIDIA's data sheets (dense products) of the A100 SXM 80 GB, H200 SXM, B200 and RTX PRO 6000
-Blackwell. For Hopper it is the H200, as its memory is faster than the H100's (4.8 against 3.35 TB/s), so that the other
-units are asked for more.
+Blackwell. For Hopper it is the H200, as its memory is faster than the H100's (4.8 against 3.35 TB/s), which demands
+more of the other units.
 
 Lanes: "Throughput of Native Arithmetic Instructions", until CUDA 12 in the programming guide and since 13 in the best
 practices guide: float32, integer addition, multiplication and logic, MUFU, shuffles, pairs of 16-bit numbers,
@@ -22,19 +22,19 @@ from dataclasses import dataclass
 
 from dsa_engine.commands.planner.devices import DEVICES
 
-SHARED_BYTES = 128  # a cycle, read or written
-ISSUED = 4  # instructions a cycle, of warps
+SHARED_BYTES = 128  # read or written per cycle
+ISSUED = 4  # warp instructions per cycle
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a multiprocessor and cycle.
+    """Rates of a multiprocessor per cycle.
 
     Attributes:
         tensor: operations of the tensor cores (a multiplication and an addition are two) on numbers of 2 bytes; twice
             as many on one byte, half as many on 4.
         memory: bytes read or written.
-        lanes: of the other units, by their names.
+        lanes: lanes of the other units, by name.
     """
 
     tensor: int
@@ -43,7 +43,7 @@ class Rates:
 
 
 def _rates(tensor: int, flops: float, bandwidth: float, fma: int, half: int, alu: int) -> Rates:
-    """``flops`` and ``bandwidth`` are the device's, a second: their ratio is the multiprocessor's too."""
+    """Rates from the device's ``flops`` and ``bandwidth`` per second, whose ratio holds for a multiprocessor too."""
     lanes = {"fma": fma, "half": half, "alu": alu, "logic": 64, "imad": 64, "special": 16, "convert": 64, "shuffle": 32}
     return Rates(tensor, bandwidth * tensor / flops, lanes)
 
@@ -75,15 +75,15 @@ UNITS_OF = {opcode: [unit for unit, names in _UNITS.items() if opcode in names.s
 
 
 def lane_cycles(opcode: str, warps: int, rates: Rates) -> dict[str, float]:
-    """That an instruction of so many warps keeps each unit busy."""
+    """Cycles for which an instruction of so many warps keeps each unit busy."""
     base = opcode.split(".")[0]
     name = "HADD2.F32" if opcode.startswith("HADD2.F32") else base
-    pairs = 2 if base in ("FFMA2", "FADD2", "FMUL2") else 1  # two float32 a lane
+    pairs = 2 if base in ("FFMA2", "FADD2", "FMUL2") else 1  # two float32 per lane
     return {unit: warps * 32 * pairs / rates.lanes[unit] for unit in UNITS_OF.get(name, ())}
 
 
 def shared_bytes(opcode: str) -> int:
-    """That an instruction of a warp reads from shared memory or writes to it; at least a cycle's."""
+    """Bytes that an instruction of a warp reads from or writes to shared memory; at least those of a cycle."""
     base, *words = opcode.split(".")
     if base in ("LDSM", "STSM"):  # matrices of 8 × 8 numbers of 2 bytes
         return SHARED_BYTES * next((int(word) for word in words if word in ("2", "4")), 1)
@@ -93,10 +93,10 @@ def shared_bytes(opcode: str) -> int:
 
 
 def memory_bytes(opcode: str) -> int:
-    """That an instruction of a warp reads from global memory or writes to it.
+    """Bytes that an instruction of a warp reads from or writes to global memory.
 
     Raises:
-        ValueError: for a copy by the TMA, whose size no instruction says; no kernel here has one.
+        ValueError: a copy by the TMA, whose size is not in the instruction; no kernel here has one.
     """
     base, *words = opcode.split(".")
     if base in ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"):
@@ -108,5 +108,5 @@ def memory_bytes(opcode: str) -> int:
 
 
 def _words(words: list[str]) -> int:
-    """Of 4 bytes, that each thread moves."""
+    """Words of 4 bytes that each thread moves."""
     return next((int(word) // 32 for word in words if word in ("64", "128", "256")), 1)

@@ -1,4 +1,4 @@
-"""Of every version of Triton and every chip: how many kernels compile, which spill registers, what does not compile."""
+"""Counts by version of Triton and by chip: kernels that compile, that spill registers, that do not compile."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def counts(kernels: Iterable[Mapping[str, Any]], missing: Iterable[str]) -> dict[str, Any]:
-    """Of one version and chip, from what :func:`.inspect` found.
+    """Counts of one version and chip, from the results of :func:`.inspect`.
 
     Returns:
-        ``kernels``: how many compiled; ``spill``: those that spill, the bytes a thread, and whether in the inner loop;
-        ``not_compiled``: how many operations, by reason.
+        ``kernels``: number of compiled kernels; ``spill``: those that spill, the bytes per thread, and whether in the
+        inner loop; ``not_compiled``: number of operations by reason.
     """
     kernels = list(kernels)
     spilling = [
@@ -33,8 +33,8 @@ def counts(kernels: Iterable[Mapping[str, Any]], missing: Iterable[str]) -> dict
 
 
 def renewed(path: str, triton: str, counted: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the file at ``path`` holds, none if there is no such file, with these chips of this version in place of what
-    it held of them.
+    """The content of the file at ``path``, empty if there is none, with the counts of these chips and this version
+    replaced.
 
     Raises:
         ValueError: the file is something else.

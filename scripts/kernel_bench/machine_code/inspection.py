@@ -1,4 +1,4 @@
-"""Compiling every kernel at its production sizes for a chip that need not be there."""
+"""Compilation of every kernel at its production sizes, for a chip that need not be present."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kernel_cases.inputs import Inputs, Sizes
 from machine_code.ceiling import upper_bound
 from machine_code.loop_bound import loop_bound
 
-# Most shared memory that a program may use, in bytes, by compute capability (CUDA programming guide, table of
+# Maximum shared memory of a program, in bytes, by compute capability (CUDA programming guide, table of
 # technical specifications).
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 class Inspection(NamedTuple):
-    """Of a chip.
+    """The compiled kernels of a chip.
 
     Attributes:
         kernels: every compiled kernel once: the case and shape that first launched it, its grid there, the fields of
@@ -48,7 +48,7 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
                 launches.clear()
                 try:
                     case.run()
-                except Exception as error:  # a compiler's own, of whatever type
+                except Exception as error:  # a compiler's error of any type
                     missing[f"{case.kernel}: {case.shape}: {error_line(error)}"] = None
                 about = {"case": name, "operation": case.kernel, "shape": case.shape, "product": case.product}
                 for launch in launches:
@@ -80,7 +80,7 @@ def _of(launch: Launch, capability: int) -> dict[str, Any]:
 
 
 def faults(kernel: dict[str, Any], capability: int) -> list[str]:
-    """What keeps a kernel from running well on the chip, a sentence each; empty if nothing."""
+    """Problems of a kernel on the chip, a sentence each."""
     problems = []
     if kernel["spilled"]:
         where = "" if kernel["bound"]["spills"] else ", outside of its inner loop"

@@ -1,12 +1,12 @@
-"""What the inner loop of a kernel asks of each part of a multiprocessor, counted in its machine code (SASS).
+"""Work of a kernel's inner loop for each unit of a multiprocessor, counted in its machine code (SASS).
 
-Each time round, every part has so much to do, and at best all work at the same time: the loop takes at least as long as
-the busiest (`ceiling.py` makes shares of a ceiling of that). Waiting, bank conflicts and the rest of the kernel are in
-no figure, so a kernel may be far slower than its bound.
+At best all units work at the same time, so an iteration takes at least as long as the busiest unit (`ceiling.py`
+compares it with a ceiling). Waits, bank conflicts and the rest of the kernel are not counted, so a kernel may be far
+slower than its bound.
 
-Of the loop only what runs each time round counts, and products and global memory wherever they stand in it. Predicates
-count as true, and the threads of a warp as reading different words of memory. What no rate is known for (rates and
-their sources: `chip_rates.py`) takes an issue slot only.
+Instructions count if they run in each iteration; products and accesses to global memory count anywhere in the loop.
+Predicates count as true, and the threads of a warp as reading different words. Instructions without a known rate
+(rates and sources: `chip_rates.py`) only take an issue slot.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Product:
     columns: int
     depth: int
     number: int
-    warps: int  # that issue it together; 0: one thread for the whole program
-    shared: int  # bytes that it reads from shared memory itself
+    warps: int  # warps that issue it together; 0: one thread for the whole program
+    shared: int  # bytes that the instruction reads from shared memory
 
     @property
     def operations(self) -> int:
@@ -49,18 +49,17 @@ class Product:
 
 
 def loop_bound(sass: str, warps: int, capability: int) -> dict[str, Any]:
-    """Of the loop that matters (:func:`main_loop`), or of the whole code where there is no loop.
+    """The bound of the main loop (:func:`main_loop`), or of the whole code if there is no loop.
 
     Args:
-        sass: what ``cuobjdump -sass`` prints.
-        warps: of a program.
-        capability: as in ``sm_90``, one of :data:`.RATES`.
+        sass: output of ``cuobjdump -sass``.
+        warps: number of warps of a program.
+        capability: such as 90 for ``sm_90``, one of :data:`.RATES`.
 
     Returns:
-        ``loop``: whether it is one; ``instructions`` of a warp each time round; ``products`` with how often a program
-        issues each, and their ``operations``; ``cycles`` at least, by unit ("memory": all that is asked of global
-        memory, whether a cache has it or not); ``spills``: loads and stores of registers that there was no room for,
-        in the loop.
+        ``loop``: whether there is a loop; ``instructions`` of a warp per iteration; ``products`` and how often a
+        program issues each, and their ``operations``; minimum ``cycles`` by unit ("memory": all accesses to global
+        memory, cached or not); ``spills``: loads and stores of spilled registers in the loop.
     """
     code = instructions(sass)
     loop = main_loop(code)
@@ -87,8 +86,8 @@ def loop_bound(sass: str, warps: int, capability: int) -> dict[str, Any]:
 
 
 def main_loop(code: Sequence[Instruction]) -> Loop | None:
-    """Of the innermost loops with products the one with most operations; without products, of those that do more than
-    wait, the one that moves most of global memory, or the longest; None without loops."""
+    """The innermost loop with the most operations; without products, of the loops that do more than wait, the one that
+    moves the most global memory, or the longest; None without loops."""
     descriptors = _descriptors(code)
     candidates = [(loop, sum(_operations(i, descriptors) for i in loop.body)) for loop in loops(code)]
     candidates = [each for each in candidates if each[1]] or [
@@ -106,7 +105,7 @@ def _moved(loop: Loop) -> int:
 
 
 def product(instruction: Instruction, descriptors: dict[int, int]) -> Product | None:
-    """What a tensor-core instruction multiplies; None for any other. ``descriptors``: of Blackwell's, by address."""
+    """The product of a tensor-core instruction; None for any other. ``descriptors``: Blackwell's, by address."""
     base, *words = instruction.opcode.split(".")
     number = 1 if base[:-3] in ("QG", "IG", "Q", "I", "UTCQ", "UTCI", "OG", "O") else 4 if "TF32" in words else 2
     if base.endswith("GMMA"):  # a warpgroup's: HGMMA.64x256x16.F32.BF16 R24, R4, gdesc[UR8], R24
@@ -130,7 +129,7 @@ def _operations(instruction: Instruction, descriptors: dict[int, int]) -> int:
 
 
 def _descriptors(code: Iterable[Instruction]) -> dict[int, int]:
-    """By address of each product with one, its instruction descriptor: what was last moved to the register named."""
+    """Instruction descriptors by address of the product: the value last moved to the named register."""
     moved: dict[str, int] = {}
     descriptors = {}
     for instruction in code:

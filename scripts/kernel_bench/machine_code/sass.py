@@ -1,7 +1,7 @@
-"""Machine code (SASS) as ``cuobjdump -sass`` prints it: instructions, and the loops they form.
+"""Machine code (SASS) as ``cuobjdump -sass`` prints it: instructions and their loops.
 
-Loops are the natural loops of the control-flow graph: not every jump backwards is one, as compilers put what is seldom
-waited for behind the end of a kernel and jump back from there.
+Loops are the natural loops of the control-flow graph. Not every backward jump is a loop: compilers put rarely executed
+code after the end of a kernel and jump back from there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes."""
+        """Target address of a branch."""
         target = _TARGET.search(self.operands) if self.opcode.startswith("BRA") else None
         return int(target[1], 16) if target else None
 
@@ -37,14 +37,14 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions of a loop in the order of their addresses, and of these the ones that run each time round."""
+    """Instructions of a loop in the order of their addresses, and those of them that run in each iteration."""
 
     body: tuple[Instruction, ...]
     always: tuple[Instruction, ...]
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Of the one kernel in the text.
+    """Instructions of the one kernel in the text.
 
     Raises:
         ValueError: there are none.
@@ -104,7 +104,7 @@ def _following(blocks: Sequence[Sequence[Instruction]]) -> list[list[int]]:
 
 
 def _dominators(following: Sequence[Sequence[int]]) -> dict[int, set[int]]:
-    """Of every block that can be reached, the blocks through which each way to it leads, itself among them."""
+    """Dominators of every reachable block: the blocks on every path to it, itself included."""
     before: dict[int, list[int]] = {0: []}
     order, todo = [0], [0]
     while todo:

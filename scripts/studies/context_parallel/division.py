@@ -1,4 +1,4 @@
-"""Which rank has which tokens of a sequence, and how much work that is."""
+"""Division of a sequence's tokens over ranks, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Division:
 
     @cached_property
     def segments(self) -> list[list[tuple[int, int]]]:
-        """Of every rank: pairs of first position and count."""
+        """Segments of every rank: pairs of first position and count."""
         return split_sequence(0, self.length, self.ranks, self.layout)
 
     @cached_property
     def rows(self) -> int:
-        """Most tokens of a rank: what each contributes to a collective, padding included."""
+        """Maximum number of tokens of a rank: the rows of each rank in a collective, padding included."""
         return max(self.count(rank) for rank in range(self.ranks))
 
     def count(self, rank: int) -> int:
@@ -47,7 +47,7 @@ class Division:
         return sum(Segment(0, count, 0, start).visible_pairs for start, count in self.segments[rank])
 
     def attended(self, rank: int, topk: int) -> int:
-        """Query-key pairs of a rank's tokens that are left when each has selected ``topk`` of those that it sees."""
+        """Query-key pairs of a rank's tokens after each has selected ``topk`` of the tokens that it sees."""
         return sum(
             selected_pairs(start + count, topk) - selected_pairs(start, topk) for start, count in self.segments[rank]
         )
@@ -60,5 +60,5 @@ def selected_pairs(length: int, topk: int) -> int:
 
 
 def imbalance(work: Sequence[float]) -> float:
-    """The work of the most loaded rank over the mean: 1 where all have as much."""
+    """The work of the most loaded rank over the mean: 1 if all ranks have equal work."""
     return max(work) / (sum(work) / len(work))

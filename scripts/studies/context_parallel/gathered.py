@@ -1,7 +1,7 @@
 """Context parallelism by one all-gather of cache rows: the engine's way (``model/attention.py``).
 
 Each rank gets all latent rows and index keys, packed side by side, and computes all heads of its own tokens. The gather
-is issued first and covered by what needs only local tokens.
+is issued first and overlaps with work on local tokens.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class HeadTail(CPForm):
 
     @classmethod
     def held_bytes(cls, size: DSASize, division: Division, itemsize: int) -> int:
-        """Every token's cache row; what its own tokens have selected."""
+        """Bytes of every token's cache row and of the selection of its own tokens."""
         return division.length * size.cache_row * itemsize + division.rows * size.topk * 4
 
 
 class Contiguous(HeadTail):
-    """The same with one piece in a row for each rank: the last one's tokens see the most."""
+    """The same with one contiguous piece per rank: the tokens of the last rank see the most."""
 
     name = "contiguous"
     layout = "contiguous"

@@ -1,9 +1,9 @@
-"""One layer of DSA between its projections: what the forms of context parallelism are given, and what they must return.
+"""One layer of DSA between its projections: the input of the forms of context parallelism, and their expected result.
 
-A token brings its queries, its cache row (latent row and index key side by side) and what the indexer asks for it. The
-result is its attention output per head. Projections before and behind need a rank's own tokens only and are the same in
-every form; they are left out. Every token selects, also one that sees at most ``topk`` tokens (the engine attends to
-those in dense form), so that the work is one formula.
+A token has queries, a cache row (latent row and index key side by side) and index queries with weights. The result is
+its attention output per head. The projections before and after need only a rank's own tokens and are the same in every
+form, so they are left out. Every token selects, also one that sees at most ``topk`` tokens (the engine uses dense
+attention for those), so that one formula gives the work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mla.forms import SIZES as MLA_SIZES
 from mla.forms import MLASize
 
 PAGE_SIZE = 64
-_DRAWN = 512  # tokens that share a seed
+_DRAWN = 512  # tokens per seed
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DSASize:
 
     @property
     def cache_row(self) -> int:
-        """Columns of what is cached of a token: latent row and index key."""
+        """Columns of a token's cache row: latent row and index key."""
         return self.latent + self.index_dim
 
 
@@ -56,13 +56,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a rank has of its own tokens, T of them.
+    """The inputs of a rank's T tokens.
 
     Attributes:
         q: ``[T, heads, nope + rope]``, rotated, W_UK not yet absorbed.
         cache_rows: ``[T, latent + index_dim]``.
         index_q: ``[T, index_heads, index_dim]``.
-        index_weights: ``[T, index_heads]`` float32, every scale included.
+        index_weights: ``[T, index_heads]`` float32, all scales included.
     """
 
     q: torch.Tensor
@@ -91,12 +91,12 @@ class Cache:
 
 
 class Layer:
-    """Weights and random inputs of a layer, the same for the same seed whichever rank draws them.
+    """Weights and random inputs of a layer, equal for the same seed on every rank.
 
     Args:
-        size: of the layer.
-        dtype, device: of weights and inputs.
-        seed: of both.
+        size: sizes of the layer.
+        dtype, device: dtype and device of weights and inputs.
+        seed: seed of both.
         workspace: bytes for scores.
 
     Attributes:
@@ -116,7 +116,7 @@ class Layer:
         )
 
     def tokens(self, segments: Sequence[tuple[int, int]]) -> Tokens:
-        """Of the positions in ``segments``, pairs of first position and count."""
+        """Inputs at the positions in ``segments``, pairs of first position and count."""
         size, mla = self.size, self.size.mla
         weights = self._draw(2, segments, torch.float32, size.index_heads)
         return Tokens(
@@ -131,7 +131,8 @@ class Layer:
         return self._draw(3, segments, self.dtype, self.size.cache_row)
 
     def absorb(self, q: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
-        """``[T, heads, nope + rope]`` to ``[T, heads, latent]``, comparable to latent rows. ``heads``: those of q."""
+        """``[T, heads, nope + rope]`` to ``[T, heads, latent]``, to be multiplied with latent rows. ``heads``: those of
+        q."""
         nope, rank = self.size.mla.nope, self.size.mla.kv_rank
         absorbed = q.new_empty(*q.shape[:2], self.size.latent)
         torch.bmm(q[..., :nope].transpose(0, 1), self.w_uk[heads], out=absorbed[..., :rank].transpose(0, 1))
@@ -139,7 +140,7 @@ class Layer:
         return absorbed
 
     def attend(self, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """``[T, heads, kv_rank]`` of absorbed queries over the latent rows in their slots."""
+        """Attention ``[T, heads, kv_rank]`` of absorbed queries over the latent rows in their slots."""
         mla = self.size.mla
         return sparse_attention(
             q, pool, slots, row_format=self.latent_format, scale=mla.scale, workspace=self.workspace
@@ -150,11 +151,11 @@ class Layer:
         return torch.bmm(out_latent.transpose(0, 1), self.w_uv[heads].transpose(1, 2)).transpose(0, 1)
 
     def select(self, tokens: Tokens, segments: Segments, cache: Cache) -> torch.Tensor:
-        """Slots ``[T, topk]`` int32 that the tokens attend to, −1 behind the last. In :class:`Cache` a slot is a
+        """Slots ``[T, topk]`` int32 that the tokens attend to, −1 after the last. In :class:`Cache` a slot is a
         position.
 
-        On a CPU by the reference, from scores, in every form: the engine's C++ kernel keeps none, and a ring has to
-        merge them. What is compared are ways to divide, not kernels."""
+        On a CPU every form uses the reference, from scores: the engine's C++ kernel returns none, and a ring has to
+        merge them. The study compares divisions, not kernels."""
         with references() if self.device.type == "cpu" else nullcontext():
             return lightning_indexer(
                 tokens.index_q, tokens.index_weights, cache.index_keys, cache.block_tables, segments, self.size.topk,
@@ -162,8 +163,8 @@ class Layer:
             )  # fmt: skip
 
     def single_process(self, segments: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
-        """``[T, heads, value]`` of the positions in ``segments``, from a cache of all ``length`` tokens: what every
-        form has to return for them. Nothing is sent."""
+        """``[T, heads, value]`` of the positions in ``segments``, from a cache of all ``length`` tokens: the expected
+        result of every form. Nothing is sent."""
         cache, tokens = Cache.empty(self.size, length, self.dtype, self.device), self.tokens(segments)
         rows, latent = self.cache_rows([(0, length)]), self.size.latent
         cache.latent.view(-1, latent)[:length] = rows[:, :latent]
@@ -185,7 +186,7 @@ class Layer:
 
 
 def as_segments(segments: Sequence[tuple[int, int]], device: torch.device) -> Segments:
-    """A rank's tokens as its kernels see them: rows one after the other, all of the only sequence."""
+    """Segments of a rank's tokens for the kernels: consecutive rows, all of the single sequence."""
     row, made = 0, []
     for start, count in segments:
         made.append(Segment(row, count, 0, start))

@@ -1,7 +1,7 @@
-"""The forms on more ranks than there are: bytes and work by the formulas that a true run confirms, modelled times.
+"""The forms on a large number of ranks: bytes and work by formulas that a real run confirms, and modelled times.
 
-Nothing here is measured. A collective takes what :mod:`~dsa_engine.measure.emulation.links` says of its bytes; work is
-that of the busiest rank at one assumed rate.
+Nothing here is measured. :mod:`~dsa_engine.measure.emulation.links` gives the time of a collective from its bytes; work
+is that of the busiest rank at one assumed rate.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from dsa_engine.parallel.collective_log import Collective
 
 @dataclass(frozen=True)
 class Counted:
-    """One form at one length on many ranks, a layer."""
+    """One layer in one form, at one length, on many ranks."""
 
     form: str
     length: int
     ranks: int
-    sent_bytes: int  # by a rank
+    sent_bytes: int  # sent by a rank
     messages: int  # collectives, or steps of a ring
     imbalance: float
-    flops: float  # of the busiest rank
+    flops: float  # operations of the busiest rank
     held_bytes: int
     work_ms: float  # modelled
     communication_ms: float  # modelled
-    exposed_ms: float  # modelled: the communication that no work covers
+    exposed_ms: float  # modelled: communication that no work overlaps
 
     @property
     def total_ms(self) -> float:
-        """Modelled: work, and waiting for what it cannot cover."""
+        """Modelled time of work and of the communication that it does not overlap."""
         return self.work_ms + self.exposed_ms
 
     def to_json(self) -> dict[str, Any]:
@@ -42,10 +42,10 @@ class Counted:
 
 
 def count(form: type[CPForm], size: DSASize, length: int, ranks: int, links: Links, tflops: float) -> Counted:
-    """What a form costs in bfloat16.
+    """Bytes, work and modelled times of a form in bfloat16.
 
     Args:
-        tflops: assumed rate of all work, 10^12 operations a second.
+        tflops: assumed rate of all work, 10^12 operations per second.
 
     Raises:
         ValueError: the form cannot run on so many ranks.
@@ -79,7 +79,7 @@ def count(form: type[CPForm], size: DSASize, length: int, ranks: int, links: Lin
 
 
 def _covering_flops(size: DSASize) -> int:
-    """Of a token, from its cache row to the first look at others': q_b, W_UK and the indexer's wq_b."""
+    """Operations of a token between its cache row and the first use of others': q_b, W_UK and the indexer's wq_b."""
     mla = size.mla
     query = mla.q_rank * mla.heads * (mla.nope + mla.rope)
     return 2 * (query + mla.heads * mla.nope * mla.kv_rank + mla.q_rank * size.index_heads * size.index_dim)
@@ -89,6 +89,6 @@ def _seconds(collective: Collective, links: Links, machines: list[int]) -> float
     if collective.kind != "send":
         return links.seconds(collective, machines)
     # Every rank sends at the same time, and the ring is as fast as its slowest link: the one between two machines,
-    # which a single rank of each uses.
+    # which one rank of each machine uses.
     ranks = len(machines)
     return max(links.seconds(to_next(ranks, collective.bytes_sent, rank), machines) for rank in range(ranks))

@@ -1,4 +1,4 @@
-"""The comparison as a picture."""
+"""Plot of the comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def plot_forms(
     results: Sequence[FormResult], counted: Sequence[Counted], path: str, measured_title: str, counted_title: str
 ) -> None:
     """Left: measured time against length, a line for each form. Right: modelled time on many ranks over that of the
-    first form, a group of bars for each length: work, and the waiting that no work covers."""
+    first form, a group of bars for each length: work, and communication that no work overlaps."""
     pyplot = load_pyplot()
     figure, (measured_axes, counted_axes) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     colors = {name: f"C{number}" for number, name in enumerate(FORMS)}

@@ -1,15 +1,15 @@
-"""A ring: blocks of cache rows go from neighbour to neighbour, and no rank holds more than two of them.
+"""A ring: blocks of cache rows are sent from neighbour to neighbour, and no rank holds more than two of them.
 
-Ring attention takes each block once, as softmax can be merged. A selection cannot: whether a token is among a query's
-best is known when the last key has been scored. So the ring goes round twice. In the first pass index keys come by, and
-each query keeps the best ``topk`` scores so far; in the second latent rows come by, and each query attends to those of
-its selected tokens that lie in the block. Parts are merged by their log-sum-exp.
+Ring attention needs each block once, as softmax can be merged. A selection cannot: it is final only after the last key
+has been scored. So the ring runs twice. In the first pass index keys arrive, and each query keeps its best ``topk``
+scores so far. In the second pass latent rows arrive, and each query attends to its selected tokens in the block. Parts
+are merged by their log-sum-exp.
 
-Instead of the second pass a rank could ask the owners for the rows that it has selected. That pays for few queries, as
-in decode. In prefill a rank's queries select about every row many times over (length · topk / ranks picks among length
-rows): it would ask for all of them, and send numbers to say so.
+Instead of the second pass a rank could request its selected rows from their owners. That is cheaper for few queries, as
+in decode. In prefill a rank's queries select almost every row many times (length · topk / ranks selections among length
+rows): the rank would request all rows, and send their indices in addition.
 
-Blocks lie head-tail, so that a rank scores as many pairs with each of them, and no rank waits for a neighbour.
+The division is head-tail: a rank scores equally many pairs with each block, and no rank waits for a neighbour.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dsa_engine.kernels.indexer.topk import select_topk
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.parallel.collective_log import Collective
 
-# The kernels know causal segments. Queries that see a whole piece are taken so many at a time as a segment whose first
-# one sees it; the scores of the up to 63 rows behind the piece, which the others see too, are cut off.
+# The kernels take causal segments. Queries that see a whole piece are computed in groups of this size, as a segment
+# whose first query sees the piece; the scores of up to 63 rows after it, which the others see too, are cut off.
 _QUERIES = 64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive positions of a block, and the row at which they begin there."""
+    """Consecutive positions of a block, and their first row in it."""
 
     start: int
     count: int
@@ -53,7 +53,7 @@ class Ring(CPForm):
 
     def _blocks(self, division: Division, own: torch.Tensor) -> Iterator[tuple[list[Piece], torch.Tensor]]:
         """Every rank's rows ``[rows + _QUERIES, width]``, this rank's first, each with the pieces in it. The next block
-        travels while one is worked on."""
+        is sent during the work on one."""
         index, size = self.group.index, self.group.size
         here, coming = (own.new_zeros(division.rows + _QUERIES, own.shape[1]) for _ in range(2))
         here[: len(own)] = own
@@ -76,7 +76,7 @@ class Ring(CPForm):
         )
 
     def _select(self, division: Division, tokens: Tokens, keys: torch.Tensor) -> torch.Tensor:
-        """First pass: positions ``[T, topk]`` int32 of the best scores, ascending, ``length`` behind the last."""
+        """First pass: positions ``[T, topk]`` int32 of the best scores, ascending, ``length`` after the last."""
         count, k = len(tokens.q), self.layer.size.topk
         scores = torch.full((count, k), float("-inf"), device=keys.device)
         positions = torch.full((count, k), division.length, dtype=torch.int32, device=keys.device)
@@ -92,8 +92,8 @@ class Ring(CPForm):
     def _scores(
         self, tokens: Tokens, part: slice, start: int, pieces: list[Piece], block: torch.Tensor
     ) -> torch.Tensor:
-        """Of the tokens ``part``, which have the positions ``start …``, over a block: ``[n, columns]``, −inf for keys
-        that a token does not see."""
+        """Scores ``[n, columns]`` of the tokens ``part``, at positions ``start …``, over a block; −inf for keys that a
+        token does not see."""
         q, weights = tokens.index_q[part], tokens.index_weights[part]
         scores = torch.full((len(q), sum(p.count for p in pieces)), float("-inf"), device=q.device)
         column = 0
@@ -117,7 +117,7 @@ class Ring(CPForm):
         return scores
 
     def _attend(self, division: Division, tokens: Tokens, latent: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Second pass: ``[T, heads, kv_rank]``, the tokens' attention to what they have selected."""
+        """Second pass: ``[T, heads, kv_rank]``, the tokens' attention to their selection."""
         mla, q = self.layer.size.mla, self.layer.absorb(tokens.q)
         out = torch.zeros(*q.shape[:2], mla.kv_rank, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
@@ -125,7 +125,7 @@ class Ring(CPForm):
             for part, start in _parts(division.segments[self.group.index], len(q)):
                 for piece in pieces:
                     if piece.start >= start + part.stop - part.start:
-                        continue  # the future
+                        continue  # later positions
                     slots = _slots(selected[part], piece)
                     if slots.shape[1]:
                         self.count_attended(slots, mla.heads)
@@ -138,7 +138,7 @@ class Ring(CPForm):
 
     @classmethod
     def collectives(cls, size: DSASize, division: Division, itemsize: int) -> list[Collective]:
-        """A block each time, to the next rank: index keys, then latent rows."""
+        """One message per block to the next rank: index keys, then latent rows."""
         ranks = division.ranks
         return [
             to_next(ranks, division.rows * width * itemsize)
@@ -148,7 +148,7 @@ class Ring(CPForm):
 
     @classmethod
     def exposed(cls, communication: list[float], index: float, attention: float, before: float) -> float:
-        """A block travels while the one before it is worked on."""
+        """A block is sent during the work on the previous one."""
         half = len(communication) // 2
         return sum(max(0.0, key - index / (half + 1)) for key in communication[:half]) + sum(
             max(0.0, latent - attention / (half + 1)) for latent in communication[half:]
@@ -156,7 +156,7 @@ class Ring(CPForm):
 
     @classmethod
     def held_bytes(cls, size: DSASize, division: Division, itemsize: int) -> int:
-        """Two blocks of latent rows; of the best scores so far, their numbers and positions."""
+        """Bytes of two blocks of latent rows, and of the best scores so far with their positions."""
         blocks = 2 * (division.rows + _QUERIES) * size.latent * itemsize
         return blocks + division.rows * size.topk * (4 + 4)
 
@@ -170,7 +170,7 @@ def _pieces(segments: list[tuple[int, int]]) -> list[Piece]:
 
 
 def _parts(segments: list[tuple[int, int]], max_rows: int) -> Iterator[tuple[slice, int]]:
-    """A rank's rows, at most so many at a time and of one segment, with the position of the first."""
+    """Parts of a rank's rows: at most ``max_rows`` rows of one segment, with the position of the first."""
     row = 0
     for start, count in segments:
         for done in range(0, count, max_rows):
@@ -179,7 +179,7 @@ def _parts(segments: list[tuple[int, int]], max_rows: int) -> Iterator[tuple[sli
 
 
 def _segments(start: int, count: int, piece: Piece, device: torch.device) -> Segments:
-    """What the tokens ``start … start+count-1`` see of a piece that is theirs or lies before them."""
+    """Segments of the tokens ``start … start+count-1`` over their own piece or an earlier one."""
     if start < piece.start + piece.count:
         return Segments.of([Segment(0, count, 0, start - piece.start)], device)
     whole = (Segment(i, min(_QUERIES, count - i), 0, piece.count - 1) for i in range(0, count, _QUERIES))
@@ -189,8 +189,8 @@ def _segments(start: int, count: int, piece: Piece, device: torch.device) -> Seg
 def _keep_best(
     scores: torch.Tensor, positions: torch.Tensor, new: torch.Tensor, of_column: torch.Tensor, none: int
 ) -> None:
-    """The best of ``scores [n, k]`` and ``new [n, columns]`` into ``scores``, and their positions; ``none`` and −inf
-    where there are fewer than k."""
+    """Stores the best of ``scores [n, k]`` and ``new [n, columns]`` in ``scores``, with their positions; ``none`` and
+    −inf if there are fewer than k."""
     n, k = scores.shape
     both = torch.cat((scores, new), dim=1)
     positions_of_both = torch.cat((positions, of_column.expand(n, -1)), dim=1)
@@ -202,8 +202,8 @@ def _keep_best(
 
 
 def _slots(selected: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Where in the block the selected positions of a piece lie: ``[n, most that a token selected there]`` int32, −1
-    behind a token's last. ``selected`` ascends, so that they are neighbours in it."""
+    """Rows in the block of a piece's selected positions: int32 ``[n, maximum selected by a token]``, −1 after a token's
+    last. ``selected`` ascends, so they are consecutive in it."""
     borders = selected.new_tensor([piece.start, piece.start + piece.count]).expand(len(selected), 2).contiguous()
     first, end = torch.searchsorted(selected, borders).unbind(1)
     width = int((end - first).max())
@@ -213,7 +213,7 @@ def _slots(selected: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Adds attention over other rows, by their log-sum-exp; −inf stands for none."""
+    """Adds attention over other rows, by their log-sum-exp; −inf: no rows."""
     both = torch.logaddexp(lse, more_lse)
     top = both.masked_fill(both == float("-inf"), 0.0)
     out.mul_((lse - top).exp()[..., None]).addcmul_(more.float(), (more_lse - top).exp()[..., None])

@@ -1,5 +1,4 @@
-"""Bytes that a process sends to others, counted where PyTorch dispatches its collectives: whoever issues them, our
-groups or a library."""
+"""Bytes that a process sends to others, counted where PyTorch dispatches collectives, also those of libraries."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts payload while it is entered, in ``total``.
+    """Counts payload inside the context, in ``total``.
 
     An all-gather sends its input to each other rank, an all-to-all its input without this rank's own part, a message
-    its tensors. How many bytes an algorithm puts on a wire for that is its own matter.
+    its tensors. The bytes that an algorithm sends over a wire may differ.
 
     Args:
-        ranks: of the group.
+        ranks: number of ranks of the group.
     """
 
     def __init__(self, ranks: int):

@@ -1,4 +1,4 @@
-"""The forms of context parallelism on the ranks that there are: outputs compared, then counted, then timed."""
+"""The forms of context parallelism on the ranks of the run: outputs compared, bytes and work counted, runs timed."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from dsa_engine.parallel import Mesh
 
 FORMS: dict[str, type[CPForm]] = {form.name: form for form in (HeadTail, Contiguous, Ulysses, Ring)}
 
-# Relative, of all rows together. Rounding breaks a near tie at the last selected token the other way now and then,
-# which changes single rows by a hundredth; in float32 the median row may differ by a hundredth of this only.
+# Relative error of all rows together. Rounding sometimes changes the last selected token at a near tie, which changes
+# single rows by a hundredth; in float32 the median row may differ only by a hundredth of this.
 MAX_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class FormResult:
-    """One form at one length. Of several ranks the slowest, the one with the most."""
+    """One form at one length: values of the slowest rank, or maxima over the ranks."""
 
     form: str
     length: int
     ranks: int
-    seconds: list[float]  # of every repeat
-    sent_bytes: int  # counted in a run
+    seconds: list[float]  # one per repeat
+    sent_bytes: int  # counted during a run
     sent_bytes_by_formula: int
-    imbalance: float  # of the work counted in a run
+    imbalance: float  # of the counted work
     imbalance_by_formula: float
-    added_bytes: int  # most memory of a run above what was held before
-    relative_error: float  # of all ranks' outputs, against the single process
+    added_bytes: int  # peak memory of a run above that before it
+    relative_error: float  # error of all ranks' outputs against a single process
     median_row_error: float
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class FormResult:
 
 @dataclass
 class _Case:
-    """A form with its share of a sequence."""
+    """A form with its part of a sequence."""
 
     form: CPForm
     division: Division
@@ -63,9 +63,9 @@ class ContextParallelStudy:
     """The forms over one layer, on all ranks of a mesh.
 
     Args:
-        layer: the same on every rank.
-        mesh: of two ranks or more.
-        names: of the forms, keys of :data:`FORMS`.
+        layer: the layer, equal on every rank.
+        mesh: a mesh of two ranks or more.
+        names: names of the forms, keys of :data:`FORMS`.
 
     Raises:
         ValueError: one rank only, or a form that these ranks cannot run.
@@ -79,15 +79,15 @@ class ContextParallelStudy:
                 "scripts/studies/compare_context_parallel.py"
             )
         self.forms = [FORMS[name](layer, mesh.world) for name in names]
-        for form in self.forms:  # what is made on first use belongs to no figure
+        for form in self.forms:  # creates everything that is created on first use
             self._case(form, 2 * mesh.world_size).run()
 
     def measure(self, length: int, repeat: int) -> list[FormResult]:
-        """Every form once, for its output, which is compared with the single process's, its bytes, work and memory; and
-        then ``repeat`` times in turn, for its time. Every rank calls it and gets the same.
+        """Runs every form once to compare its output with a single process and to count bytes, work and memory; then
+        ``repeat`` times in turn for its time. Every rank calls it and gets the same results.
 
         Raises:
-            RuntimeError: an output that differs: nothing is timed then.
+            RuntimeError: an output differs; then nothing is timed.
         """
         cases = [self._case(form, length) for form in self.forms]
         expected = {
@@ -108,7 +108,7 @@ class ContextParallelStudy:
         return _Case(form, division, self.layer.tokens(division.segments[self.mesh.rank]))
 
     def _check(self, case: _Case, expected: torch.Tensor) -> dict[str, Any]:
-        """All of a :class:`FormResult` but times."""
+        """All fields of a :class:`FormResult` except times."""
         form, division, size, ranks = case.form, case.division, self.layer.size, self.mesh.world_size
         form.work = PairCounts()
         give_back_free_memory()
@@ -143,14 +143,14 @@ class ContextParallelStudy:
         }
 
     def _errors(self, out: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-        """Relative, of the rows of all ranks together, and of the median row of the rank where it is largest."""
+        """Relative errors: of all rows together, and the largest one of a rank's median row."""
         difference, norm = (out - expected).flatten(1).norm(dim=1), expected.flatten(1).norm(dim=1)
         whole = [sum(self._of_all(float(x.square().sum()))) for x in (difference, norm)]
         median = float((difference / norm).median()) if len(norm) else 0.0
         return (whole[0] / whole[1]) ** 0.5, max(self._of_all(median))
 
     def _seconds(self, run: Callable[[], torch.Tensor]) -> float:
-        self._of_all(0.0)  # all begin together
+        self._of_all(0.0)  # all ranks begin together
         self._wait()
         begin = time.perf_counter()
         run()
@@ -158,7 +158,7 @@ class ContextParallelStudy:
         return time.perf_counter() - begin
 
     def _of_all(self, value: float) -> list[float]:
-        """A number of every rank."""
+        """A number from every rank."""
         mine = torch.tensor([value], dtype=torch.float64, device=self.mesh.device)
         return self.mesh.world.all_gather(mine).tolist()
 

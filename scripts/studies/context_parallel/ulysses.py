@@ -1,10 +1,10 @@
 """Ulysses (DeepSpeed, 2023): tokens are divided outside of the attention and heads within it, by all-to-all.
 
-MLA has one latent row for all heads, so there is no key or value to divide: every rank needs all rows, by the gather of
-:mod:`.gathered`. And DSA selects once for all heads of a token, from a sum over all index heads: to divide those would
-mean to add up S² partial scores. So each rank selects for its own tokens, and as every rank computes some heads of all
-tokens, every selection goes to every rank: ``topk`` numbers of 4 bytes, more than the token's cache row. Queries travel
-before W_UK is absorbed and results after W_UV, where they are narrowest; a rank needs these weights of its heads only.
+MLA has one latent row for all heads, so keys and values cannot be divided: every rank needs all rows, by the gather of
+:mod:`.gathered`. DSA selects once for all heads of a token, from a sum over all index heads; dividing those would mean
+adding S² partial scores. So each rank selects for its own tokens, and as every rank computes some heads of all tokens,
+every selection is sent to every rank: ``topk`` numbers of 4 bytes, more than the token's cache row. Queries are sent
+before W_UK is absorbed and results after W_UV, where they are narrowest; a rank needs these weights for its heads only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsa_engine.parallel.group import Group
 
 
 class Ulysses(HeadTail):
-    """Tokens lie head-tail, so that the indexer has as much work on every rank; attention has so in any layout."""
+    """Head-tail division, so that the indexer has equal work on every rank; attention has that in any layout."""
 
     name = "ulysses"
 
@@ -48,7 +48,7 @@ class Ulysses(HeadTail):
         q = padded(tokens.q, division.rows)[:, None]
         if self._over_ranks is None:
             return some_heads(q)[:, 0]
-        # Keys and values of no columns: what they would hold has come as latent rows.
+        # Keys and values without columns: their content has been sent as latent rows.
         nothing = q[..., :0]
         return self._over_ranks(some_heads)(q, nothing, nothing, 1)[: len(tokens.q), 0]
 
@@ -65,13 +65,13 @@ class Ulysses(HeadTail):
 
     @classmethod
     def work_of(cls, size: DSASize, division: Division, rank: int) -> PairCounts:
-        """Its own tokens are scored, and some heads of all tokens attend."""
+        """Pairs of a rank: it scores for its own tokens, and computes some heads of all tokens."""
         of_all = sum(division.attended(r, size.topk) for r in range(division.ranks))
         return PairCounts(division.scored(rank), of_all * (size.mla.heads // division.ranks))
 
     @classmethod
     def held_bytes(cls, size: DSASize, division: Division, itemsize: int) -> int:
-        """Every token's cache row and selection."""
+        """Bytes of every token's cache row and selection."""
         return (division.length * size.cache_row) * itemsize + division.ranks * division.rows * size.topk * 4
 
     @classmethod
@@ -85,12 +85,12 @@ class Ulysses(HeadTail):
 
 
 def sequence_layer(group: Group, device: torch.device) -> Callable[[Callable[..., torch.Tensor]], Any]:
-    """DeepSpeed's ``DistributedAttention`` over a group, for whatever attention it is given.
+    """DeepSpeed's ``DistributedAttention`` over a group, for any attention function.
 
     Raises:
         ValueError: DeepSpeed is not installed.
     """
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it looks for every device it knows, and warns
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # otherwise it searches for every known device, and warns
     try:
         import deepspeed
         from deepspeed.sequence.layer import DistributedAttention
@@ -99,9 +99,9 @@ def sequence_layer(group: Group, device: torch.device) -> Callable[[Callable[...
             "ulysses runs through DeepSpeed's sequence layer, and DeepSpeed is not installed; install it with: "
             "pip install --no-build-isolation 'dsa-engine[deepspeed]', or name other --forms"
         ) from error
-    # On a CPU it would first compile an all-reduce in C++, for minutes, which nobody calls here.
+    # On a CPU it would first compile an all-reduce in C++ for minutes, which is not used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It takes the process group that there is.
+    # It uses the existing process group.
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     return lambda attention: DistributedAttention(attention, group.handle, scatter_idx=2, gather_idx=0)

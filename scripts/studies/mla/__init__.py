@@ -1,1 +1,1 @@
-"""Ways to compute Multi-head Latent Attention, compared: each gives the same numbers and reads other bytes."""
+"""Forms of Multi-head Latent Attention compared: they give the same numbers and differ in cached bytes and work."""

@@ -1,12 +1,12 @@
-"""Forms of Multi-head Latent Attention (DeepSeek-V2, section 2.1): the same attention over the same weights, in which
-other things are cached and other products are taken. One new token a sequence, as in decode.
+"""Forms of Multi-head Latent Attention (DeepSeek-V2, section 2.1): the same attention over the same weights, with
+different caches and products. One new token per sequence, as in decode.
 
 ============  =====================================================  ==========================================
-form          what is cached of a token                              a step
+form          cache row of a token                                   a step
 ============  =====================================================  ==========================================
 CD            keys and values of every head, decompressed            plain multi-head attention
 CC            the latent row and the rotated key part, compressed    keys and values are decompressed, then as CD
-A_CC          the same                                               W_UK absorbed into the query, W_UV behind the
+A_CC          the same                                               W_UK absorbed into the query, W_UV after the
                                                                      sum: attention over latent rows, whose two
                                                                      parts are first copied into one
 A_CC_ME       the same                                               the same without the copy: two products whose
@@ -51,7 +51,7 @@ class MLASize:
 
     @property
     def scale(self) -> float:
-        """Of the softmax."""
+        """Scale of the softmax."""
         return (self.nope + self.rope) ** -0.5
 
 
@@ -64,7 +64,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class MLAWeights:
-    """The weights of one layer behind the two down projections.
+    """The weights of one layer after the two down projections.
 
     Attributes:
         uq, qr: ``[heads, nope, q_rank]``, ``[heads, rope, q_rank]``: queries from the query's latent row.
@@ -81,7 +81,7 @@ class MLAWeights:
 
     @classmethod
     def random(cls, size: MLASize, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> MLAWeights:
-        """Normally distributed, so that results stay near 1."""
+        """Normally distributed weights, scaled so that results stay near 1."""
         shapes = {
             "uq": (size.heads, size.nope, size.q_rank),
             "qr": (size.heads, size.rope, size.q_rank),
@@ -105,24 +105,24 @@ class MLAWeights:
 
 
 class PagedRows(NamedTuple):
-    """Latent rows in pages, and which of them the queries see."""
+    """Latent rows in pages, and the segments of the queries."""
 
     pool: torch.Tensor
     block_tables: torch.Tensor
     segments: Segments
 
 
-Cache = tuple[Any, ...]  # of tensors, or PagedRows
+Cache = tuple[Any, ...]  # tensors, or PagedRows
 
 
 class MLAForm(ABC):
     """One way to compute the attention.
 
     Args:
-        weights: of the layer.
+        weights: weights of the layer.
 
     Attributes:
-        name: of the form.
+        name: name of the form.
         weights: the tensors that a step reads.
     """
 
@@ -135,7 +135,7 @@ class MLAForm(ABC):
 
     @abstractmethod
     def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
-        """What this form keeps of ``latent [B, S, kv_rank]`` and ``rotated [B, S, rope]``."""
+        """This form's cache for ``latent [B, S, kv_rank]`` and ``rotated [B, S, rope]``."""
 
     @abstractmethod
     def decode(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -188,7 +188,7 @@ class CacheDecompressed(_Unabsorbed):
 
     def __init__(self, weights: MLAWeights):
         super().__init__(weights)
-        self.weights = (weights.uq, weights.qr, weights.o)  # the other two are needed once a token, not in every step
+        self.weights = (weights.uq, weights.qr, weights.o)  # the other two are needed once per token, not in every step
 
     def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> Cache:
         return self.decompress(latent, rotated)
@@ -219,7 +219,7 @@ class Absorbed(MLAForm):
         return latent.clone(), rotated.clone()
 
     def absorbed_query(self, q_latent: torch.Tensor) -> torch.Tensor:
-        """``[B, heads, kv_rank]``: comparable to latent rows."""
+        """``[B, heads, kv_rank]``, to be multiplied with latent rows."""
         return _through(_per_head(q_latent, self.uq), self.uk)
 
     def project(self, summed: torch.Tensor) -> torch.Tensor:

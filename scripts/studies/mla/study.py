@@ -1,4 +1,4 @@
-"""The forms of MLA compared: what a step costs counted, its outputs checked, and its time measured."""
+"""Comparison of the forms of MLA: work of a step counted, outputs checked, time measured."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mla.forms import FORMS, PAGE_SIZE, Cache, EngineForm, MLAForm, MLASize, MLA
 
 @dataclass(frozen=True)
 class Counts:
-    """What one step of a form costs, whatever the hardware."""
+    """Bytes and operations of one step of a form."""
 
-    cache_bytes_per_token: float  # of one layer, in bfloat16
+    cache_bytes_per_token: float  # in one layer, in bfloat16
     flops_per_cached_token: float  # two for a multiply-add
-    flops_per_new_token: float  # projections, whatever the context
-    weight_bytes: int  # that a step reads, in bfloat16
+    flops_per_new_token: float  # projections, independent of the context
+    weight_bytes: int  # read by a step, in bfloat16
 
 
 def count(form: type[MLAForm], size: MLASize) -> Counts:
     """Counted from the products and tensors of two steps with different contexts."""
-    device = "cpu" if form is EngineForm else "meta"  # the kernel's loops need their sizes, the others only shapes
+    device = "cpu" if form is EngineForm else "meta"  # the kernel's loops need values of sizes, the others only shapes
     made = form(MLAWeights.random(size, torch.bfloat16, device))
     few, more = (_step_counts(made, tokens, device) for tokens in (PAGE_SIZE, 2 * PAGE_SIZE))
     flops = (more[0] - few[0]) / PAGE_SIZE
@@ -65,10 +65,10 @@ class FormResult:
     form: str
     batch_size: int
     context: int
-    seconds: list[float]  # of every repeat
+    seconds: list[float]  # one per repeat
     cache_bytes: int
-    added_bytes: int  # most memory of a step above what was held before
-    relative_error: float  # of the output, against the first form's
+    added_bytes: int  # peak memory of a step above that before it
+    relative_error: float  # error of the output against the first form
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"median_ms": statistics.median(self.seconds) * 1e3}
@@ -78,9 +78,9 @@ class MLAStudy:
     """The forms over one layer's weights.
 
     Args:
-        size: of the layer.
-        dtype, device: of weights, caches and products.
-        seed: of weights, caches and queries.
+        size: sizes of the layer.
+        dtype, device: dtype and device of weights, caches and products.
+        seed: seed of weights, caches and queries.
     """
 
     def __init__(self, size: MLASize, dtype: torch.dtype, device: torch.device, seed: int = 0):
@@ -90,10 +90,10 @@ class MLAStudy:
         self._generator = torch.Generator(device).manual_seed(seed + 1)
 
     def measure(self, batch_size: int, context: int, repeat: int, max_error: float) -> list[FormResult]:
-        """Every form once for its output, then ``repeat`` times in turn, for its time.
+        """Runs every form once for its output, then ``repeat`` times in turn for its time.
 
         Raises:
-            RuntimeError: outputs differ by more than ``most_error``, relative: nothing is timed then.
+            RuntimeError: outputs differ by more than ``max_error``, relative; then nothing is timed.
         """
         latent = self._randn(batch_size, context, self.size.kv_rank)
         rotated = self._randn(batch_size, context, self.size.rope)

@@ -253,7 +253,7 @@ def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
             f"block-scaled products need float8_e4m3fn weights and float32 scales, not {weight.dtype} and "
             f"{weight_scale.dtype}"
         )
-    needed = (*weight.shape[:-2], *(-(-size // BLOCK) for size in weight.shape[-2:]))
+    needed = (*weight.shape[:-2], *(cdiv(size, BLOCK) for size in weight.shape[-2:]))
     if tuple(weight_scale.shape) != needed:
         raise ValueError(
             f"scales of a weight {list(weight.shape)} must be {list(needed)}, not {list(weight_scale.shape)}"

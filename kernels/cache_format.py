@@ -24,9 +24,8 @@ from dsa_engine.kernels.fp8_cache import (
     unpack_latent_rows,
 )
 from dsa_engine.kernels.hadamard import check_size
-from dsa_engine.kernels.quantize import quantize_rows_reference
-
-FP8 = torch.float8_e4m3fn
+from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.quantize import FP8, quantize_rows_reference
 
 ROW_ALIGNMENT = 16  # bytes: a row of the packed buffer is loaded 16 bytes at a time
 
@@ -213,4 +212,4 @@ class CacheFormat:
         bytes."""
         columns = self.latent.columns + (self.index_key.columns if index_key and self.index_key else 0)
         step = ROW_ALIGNMENT // self.latent.pool_dtype.itemsize
-        return -(-columns // step) * step
+        return cdiv(columns, step) * step

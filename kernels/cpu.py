@@ -117,13 +117,16 @@ def user_cache() -> Path:
     """Where files that can be made again are kept: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
 
     Raises:
-        RuntimeError: the user has no home folder, and none was named.
+        OSError: the user has no home folder, and none was named.
     """
     if os.environ.get("DSA_ENGINE_CACHE"):
         return Path(os.environ["DSA_ENGINE_CACHE"])
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "dsa_engine"
-    return Path.home() / ".cache" / "dsa_engine"
+    try:
+        return Path.home() / ".cache" / "dsa_engine"
+    except RuntimeError as error:
+        raise OSError("there is no home folder for the cache; set DSA_ENGINE_CACHE to a folder") from error
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from dsa_engine.kernels.grouped_tiles import (
     store_tile,
     weight_rows,
 )
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import config_for
 
 # Rows of x that the reference multiplies at a time: their sums take 4 bytes, and 4 more on the way to the result.
@@ -39,7 +40,7 @@ def matmul_int8_reference(
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    pieces = -(-x.shape[0] // _REFERENCE_ROWS)  # about as many rows each: on CUDA PyTorch's product refuses 16 or fewer
+    pieces = cdiv(x.shape[0], _REFERENCE_ROWS)  # about as many rows each: on CUDA PyTorch's product refuses 16 or fewer
     for part, rows, row_scale in zip(*(t.chunk(pieces) for t in (out, x, x_scale)), strict=True):
         part.copy_(torch._int_mm(rows, weight.t()).float().mul_(row_scale[:, None]).mul_(scale))
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.kernels.cache_format import IndexKeyFormat
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.segment import Segments
 
 
@@ -35,7 +36,7 @@ def check_indexer_arguments(
 def read_index_keys(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Index keys of the positions ``start … stop-1`` in float32 ``[stop-start, dim]``."""
     page_size = pool.shape[1]
-    first, last = start // page_size, -(-stop // page_size)
+    first, last = start // page_size, cdiv(stop, page_size)
     pages = pool.index_select(0, block_table[first:last])
     keys = IndexKeyFormat.of_pool(pool).unpack_pages(pages).flatten(0, 1)
     return keys[start - first * page_size : stop - first * page_size].float()

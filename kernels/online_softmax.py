@@ -108,8 +108,8 @@ def choose_splits(programs: int, steps: int, processors: int, most: int) -> int:
     """
 
     def cost(splits: int) -> float:
-        rounds = -(-programs * splits // processors)
-        return rounds * (-(-steps // splits) + 2) + (programs * splits / 30 if splits > 1 else 0)
+        rounds = cdiv(programs * splits, processors)
+        return rounds * (cdiv(steps, splits) + 2) + (programs * splits / 30 if splits > 1 else 0)
 
     return min(range(1, max(1, min(most, steps)) + 1), key=cost)
 
@@ -128,7 +128,7 @@ class Plan:
         """Parts for at most ``longest`` rows a query, whose float32 results fit in ``workspace`` bytes."""
         tokens, heads, _ = self.q.shape
         room = workspace // max(1, 4 * tokens * heads * (self.value_dim + 1))
-        steps = -(-longest // self.rows)
+        steps = cdiv(longest, self.rows)
         return choose_splits(self.programs, steps, multiprocessors(self.q), min(MOST_SPLITS, room))
 
     def results(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -134,7 +134,7 @@ def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: i
     For the references, which copy what they are about to read; a kernel reads the pool in place.
     """
     page_size = pool.shape[1]
-    first, last = start // page_size, -(-stop // page_size)
+    first, last = start // page_size, cdiv(stop, page_size)
     pages = pool.index_select(0, block_table[first:last])
     return pages.view(-1, pool.shape[-1])[start - first * page_size : stop - first * page_size]
 

@@ -20,7 +20,8 @@ from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.kernels.operation import operation
 
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+FP8 = torch.float8_e4m3fn
+E4M3_MAX = torch.finfo(FP8).max  # 448
 
 # Values a program, 32 a thread: 4 loads of 16 bytes in flight hide the latency of memory; nothing else to choose.
 _TILE, _WARPS = 4096, 4

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import argument_parser, run
+from dsa_engine.config.model import DTYPES
 from dsa_engine.kernels.error_line import error_line
 from dsa_engine.kernels.launch import capability
 from dsa_engine.measure.ceilings import Ceilings
@@ -21,8 +22,7 @@ from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes
 from dsa_engine.measure.lost_device import in_another_process, is_lost
 from dsa_engine.measure.report import environment, format_table, read_so_far, write_so_far
-from dsa_engine.model.config import DTYPES
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 
 def parse() -> argparse.Namespace:

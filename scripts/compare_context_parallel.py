@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import argument_parser, lengths, reported, run
+from dsa_engine.config.model import DTYPES
 from dsa_engine.measure.context_parallel.layer import SIZES, DSASize, Layer
 from dsa_engine.measure.context_parallel.many_ranks import Counted, count
 from dsa_engine.measure.context_parallel.plot import plot_forms
@@ -26,11 +27,10 @@ from dsa_engine.measure.context_parallel.study import FORMS, ContextParallelStud
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_so_far
-from dsa_engine.model.config import DTYPES
-from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.progress import progress_bar
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes
 
 
 def forms(text: str) -> list[str]:

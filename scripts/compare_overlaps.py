@@ -22,8 +22,8 @@ from dsa_engine.measure.emulation.arguments import add_emulation_arguments, head
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
 from dsa_engine.measure.lost_device import in_another_process, is_lost
 from dsa_engine.measure.report import format_table, read_so_far, run_report, write_so_far
-from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel.launch_environment import several_processes
+from dsa_engine.system.output_files import check_outputs
 
 # What is turned off, and the options that do it.
 VARIANTS = {

@@ -26,9 +26,9 @@ from dsa_engine.measure.transformers_comparison import (
     plot_comparison,
 )
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.output_files import check_outputs
-from dsa_engine.progress import progress_bar
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:

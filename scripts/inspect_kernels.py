@@ -20,7 +20,7 @@ from dsa_engine.measure.kernel_cases.cases import CASES, named
 from dsa_engine.measure.kernel_cases.compile_counts import counts, renewed
 from dsa_engine.measure.kernel_cases.inspection import SHARED_LIMIT, faults, inspect
 from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 COLUMNS = (
     "kernel",

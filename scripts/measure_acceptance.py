@@ -11,7 +11,7 @@ import json
 from dsa_engine.arguments import add_engine_arguments, argument_parser, llm_from, reported, run
 from dsa_engine.measure.latency_command import draft_counts
 from dsa_engine.measure.report import format_table, run_report, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 from dsa_engine.training.drafting import measure_drafting, report
 from dsa_engine.training.evaluate import held_out
 

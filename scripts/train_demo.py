@@ -17,7 +17,7 @@ import torch
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment
-from dsa_engine.output_files import check_outputs, write_text
+from dsa_engine.system.output_files import check_outputs, write_text
 from dsa_engine.training import recipe
 from dsa_engine.training.loop import Run
 from dsa_engine.training.pictures import plot_losses

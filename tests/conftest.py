@@ -275,8 +275,8 @@ def scattered_pages() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 def measure_peak(run: Callable[[], Any]) -> int:
     """Most bytes that PyTorch's CPU allocator had given out at one time during ``run()``, beyond those held before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = run()
-    del kept
+        result = run()
+    del result
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -344,10 +344,10 @@ def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
 
     def make(tokens: int, **options: Any) -> Any:
         from dsa_engine import LLM
+        from dsa_engine.config.model import ModelConfig
+        from dsa_engine.config.speculative import SpeculativeConfig
         from dsa_engine.demo import demo_folder
-        from dsa_engine.model.config import ModelConfig
         from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-        from dsa_engine.speculative_config import SpeculativeConfig
 
         keys = TINY | options.pop("hf_overrides", {})
         config = ModelConfig.from_pretrained(demo_folder(), keys)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.config.fields import options_of
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import CompletionOutput, RequestOutput
-from dsa_engine.parallel.option_fields import options_of
 from dsa_engine.vllm_options import answer, method_answer, sampling_answer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "COMING_FROM_VLLM.md"

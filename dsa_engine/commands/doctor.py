@@ -15,7 +15,7 @@ import torch
 
 from dsa_engine.measure.doctor import Finding, doctor_mesh, findings
 from dsa_engine.measure.report import environment, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 _MARKS = {True: "✓", False: "✗", None: "–"}
 

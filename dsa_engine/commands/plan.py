@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from dsa_engine.arguments import json_object
-from dsa_engine.checkpoint import released_config
-from dsa_engine.checkpoint.released import RELEASED_CONFIGS
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.measure.planner.check import Check
 from dsa_engine.measure.planner.deployment import CACHES, DISPATCHES, WEIGHTS
 from dsa_engine.measure.planner.devices import DEVICES, Device, device_named
@@ -21,10 +21,9 @@ from dsa_engine.measure.planner.sweep import AXES, plot_sweep, sweep, sweep_json
 from dsa_engine.measure.planner.tables import print_not_fitting, print_plan, print_what_is_not_known
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import write_json
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.output_files import check_outputs
-from dsa_engine.progress import progress_bar
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
 
 TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
 SPLIT = "Split: prefill and decode on devices of their own (the engine does not do this yet)"

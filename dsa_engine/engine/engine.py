@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.messages import Add, Run
 from dsa_engine.engine.requests.new_request import check_prompt, new_requests
 from dsa_engine.engine.requests.request import Request
@@ -30,14 +31,13 @@ from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.result import RequestTokens, StepResult
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 
 class Engine:

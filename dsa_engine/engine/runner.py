@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.sampling.prompt_logprobs import prompt_logprobs
 from dsa_engine.engine.sampling.sampler import Sampler, StepResult
@@ -17,7 +18,6 @@ from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.transfer import upload
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.dummy_steps import try_steps
 from dsa_engine.engine.startup.kernel_check import trial_tokens
@@ -31,12 +32,11 @@ from dsa_engine.kernels.error_line import error_line
 from dsa_engine.llm import LLM
 from dsa_engine.measure.lost_device import is_lost
 from dsa_engine.measure.weight_memory import rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 PROMPT = "def main():\n    key 4821 is 97\n"
 _OLDEST = {"torch": (2, 11), "triton": (3, 6)}

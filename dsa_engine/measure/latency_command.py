@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from dsa_engine.arguments import add_engine_arguments, json_object, lengths, reported
+from dsa_engine.config.speculative import MAX_DRAFTS
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
@@ -25,8 +26,7 @@ from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
-from dsa_engine.output_files import check_outputs
-from dsa_engine.speculative_config import MOST_DRAFTS
+from dsa_engine.system.output_files import check_outputs
 
 OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
@@ -190,9 +190,9 @@ def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance 
 def draft_counts(text: str) -> list[int]:
     """ "0,1,2,3" as numbers of drafts."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) <= MOST_DRAFTS for part in parts):
+    if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
         raise argparse.ArgumentTypeError(
-            f"give numbers from 0 to {MOST_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
+            f"give numbers from 0 to {MAX_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
         )
     return [int(part) for part in parts]
 

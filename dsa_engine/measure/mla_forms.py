@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsa_engine.kernels.dense_mla import dense_mla
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.segment import Segment, Segments
 
@@ -265,7 +266,7 @@ class EngineForm(Absorbed):
 
     def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> PagedRows:
         batch, count, _ = latent.shape
-        pages = -(-count // PAGE_SIZE)
+        pages = cdiv(count, PAGE_SIZE)
         pool = latent.new_zeros(batch * pages, PAGE_SIZE, self.size.kv_rank + self.size.rope)
         rows = pool.view(batch, pages * PAGE_SIZE, -1)[:, :count]
         rows[..., : self.size.kv_rank], rows[..., self.size.kv_rank :] = latent, rotated

@@ -21,7 +21,7 @@ from dsa_engine.measure.prefill_tables import print_prefill
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
-from dsa_engine.output_files import check_outputs, whole_file
+from dsa_engine.system.output_files import check_outputs, whole_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dsa_engine.llm import LLM
-from dsa_engine.output_files import write_text
+from dsa_engine.system.output_files import write_text
 from dsa_engine.version import __version__
 
 

@@ -9,7 +9,7 @@ from dsa_engine.arguments import add_engine_arguments, llm_from, reported
 from dsa_engine.measure.report import run_report, write_json
 from dsa_engine.measure.serving_benchmark import Load, check_serving, measure_serving
 from dsa_engine.measure.serving_tables import print_serving, read_goals
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsa_engine.model.profile_stages import STAGES, set_observer
-from dsa_engine.output_files import whole_file
+from dsa_engine.system.output_files import whole_file
 
 # What only stands in for the other ranks of an emulated one: timed like a stage, and no part of the rank's work.
 EMULATION = "emulation"

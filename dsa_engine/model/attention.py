@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 
+from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.dense_attention import dense_attention
 from dsa_engine.kernels.dense_mla import dense_mla
@@ -30,7 +31,6 @@ from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.sparse_attention import sparse_attention
 from dsa_engine.kernels.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.store_latent import store_latent
-from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.paged import slots_of
 from dsa_engine.kernels.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rope import apply_rope
 from dsa_engine.kernels.store_index_keys import store_index_keys
-from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.cache_format import FP8, CacheFormat
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

@@ -13,9 +13,9 @@ import sys
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.router import route
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage

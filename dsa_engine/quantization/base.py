@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.parallel.experts.dispatch import Received
 
 
@@ -143,9 +143,9 @@ class GroupedExperts(Weights):
             tokens, experts, weights, served_fraction=fraction, served=served, uncounted_bytes=uncounted_bytes
         )
 
-    @abstractmethod
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
         """The format's kernel, with its weights."""
+        raise NotImplementedError
 
 
 class WeightFormat(ABC):

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.block_scaled_experts import block_scaled_experts
 from dsa_engine.kernels.block_scaled_libraries import library_product
 from dsa_engine.kernels.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
 from dsa_engine.kernels.fp8 import dequantize_blocks
-from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.quantize import FP8
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
-
-FP8 = torch.float8_e4m3fn
 
 
 def blocks_of(size: int) -> int:
     """Number of blocks of ``size`` rows or columns; the last may be partial."""
-    return -(-size // BLOCK)
+    return cdiv(size, BLOCK)
 
 
 def _sources(part: Matrix, codes: torch.Tensor, scales: torch.Tensor) -> list[Source]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_engine.model.quantization_config import QuantizationConfig, WeightScheme
+from dsa_engine.config.quantization import QuantizationConfig, WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat, WeightFormat
 from dsa_engine.quantization.block_fp8 import BlockFP8
 from dsa_engine.quantization.int4 import Int4

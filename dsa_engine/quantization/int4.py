@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.expert_mlp_int4 import expert_mlp_int4
 from dsa_engine.kernels.int4 import GROUP_SIZES, arrange_int4_, check_groups, dequantize_int4, planes_for
 from dsa_engine.kernels.linear_int4 import linear_int4
-from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 

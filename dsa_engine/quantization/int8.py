@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint import Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.expert_mlp_int8 import expert_mlp_int8
 from dsa_engine.kernels.linear_int8 import linear_int8
-from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.training import recipe
 from dsa_engine.training.attention import Mode
 from dsa_engine.training.data import TEXT, Batch, Documents

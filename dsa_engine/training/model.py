@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.training.attention import Indexer, Mode, attend, guide_loss, rotate_pairs
 
 COMMON_STD = 0.7  # of the part of the first embeddings that all tokens share; of the rest it is 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.training import recipe
 from dsa_engine.training.corpus import Corpus, standard_library
 from dsa_engine.training.data import WORDS, Documents, Library, Writer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.training.vocabulary import VOCAB_SIZE
 
 SEED = 10

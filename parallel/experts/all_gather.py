@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 
 # A round is filled in steps of this fraction of its bound, or finer ones.
@@ -46,7 +47,7 @@ def parts_of(served: list[int], together: int, tokens: int, max_pairs: int) -> l
         served: served choices of each ``together`` consecutive tokens; the last count may be of fewer tokens.
     """
     rounds = len(_filled(served, max_pairs))
-    even = -(-sum(served) // rounds) + max(served)
+    even = cdiv(sum(served), rounds) + max(served)
     groups = _filled(served, min(max_pairs, even))
     offsets = [0, *accumulate(map(len, groups))]
     return [

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.packed_tokens import pack_tokens
 from dsa_engine.kernels.permute import Order, expert_order
 from dsa_engine.kernels.permute import combine as weighted_sum
@@ -63,7 +64,7 @@ def rounds_needed(served: int, max_pairs: int, size: int, k: int) -> int:
     """
     if served <= max_pairs:
         return 1
-    return -(-served // max(size, max_pairs - size * k))
+    return cdiv(served, max(size, max_pairs - size * k))
 
 
 def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:

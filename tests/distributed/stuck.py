@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
-from dsa_engine.output_files import whole_file
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.failure import peers, reporter, watch
+from dsa_engine.system.output_files import whole_file
 
 FOLDER = Path(sys.argv[1])
 watch._POLL_S = 0.05

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.start import start
 from dsa_engine.measure.fake_cuda import FakeConfig, FakeDevice

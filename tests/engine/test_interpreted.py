@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import write_random_checkpoint
 from dsa_engine.demo import demo_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 # Prefill in chunks, then decode of a ragged batch in which one sequence selects and one is shorter than index_topk.
 ENGINE = """

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.kernels.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans, prefill_plans_of
@@ -25,7 +26,6 @@ from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.generation_benchmark import measure_latency
 from dsa_engine.measure.stage_timer import current_stage
 from dsa_engine.measure.weight_memory import rank_model, rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_format
 
 PICKS = ("aten::index", "aten::index_select", "aten::embedding")

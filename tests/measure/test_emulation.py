@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.links import Links

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
 from dsa_engine.cli import main
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.llm import LLM
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.work import Work
@@ -26,7 +27,6 @@ from dsa_engine.measure.planner.published import POINTS
 from dsa_engine.measure.planner.search import Planner
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 
 H200 = DEVICES["H200"]
 # What a test need not search.

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -20,7 +21,6 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.routing import balanced_choices, check_loads, weighted_choices
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.config import MoeDispatch
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup.start import start
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.emulation.config import EmulatedConfig

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
 from dsa_engine.cli import main as dsa_engine_command
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.kernels.cache_format import FP8, CacheFormat
 from dsa_engine.kernels.dense_mla import dense_mla
 from dsa_engine.kernels.hadamard import hadamard
@@ -22,7 +23,6 @@ from dsa_engine.kernels.sparse_attention import sparse_attention
 from dsa_engine.kernels.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.store_index_keys import store_index_keys
 from dsa_engine.kernels.store_latent import store_latent
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 
 CPU = torch.device("cpu")

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import CheckpointReader, Source, write_random_checkpoint
+from dsa_engine.checkpoint import CheckpointReader, Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.demo import demo_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.engine.startup.weights import load_weights
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.fp8 import quantize_blocks
 from dsa_engine.model.model import Model
-from dsa_engine.model.quantization_config import WeightScheme
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, choose
 from dsa_engine.quantization.base import StoredFormat
@@ -93,9 +94,6 @@ class NaiveExperts(GroupedExperts):
                 hidden = gate / (1 + torch.exp(-gate)) * up
                 out[t] += weights[t, j] * (down[e] @ coded(hidden))
         return out.to(tokens.dtype)
-
-    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class Naive(StoredFormat):

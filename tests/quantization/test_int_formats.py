@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import quantize_checkpoint
+from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.quantization import Matrix, weight_format
 from dsa_engine.quantization.int4 import Int4Experts

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import quantize_checkpoint
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.outputs import RequestOutput
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.training.attention import Mode, attend
 from dsa_engine.training.export import write_checkpoint
 from dsa_engine.training.model import Extra, Gate, MTPLayer, TrainingModel

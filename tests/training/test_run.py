@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.training.data import WORDS, Documents
 from dsa_engine.training.loop import Run
 from dsa_engine.training.optimiser import orthogonalise

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.integers import cdiv
 
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that ``tokens`` tokens fill."""
-    return -(-tokens // page_size)
+    return cdiv(tokens, page_size)
 
 
 class PageAllocator:

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.parallel import Mesh

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 import triton
 
-from dsa_engine.demo import cache_folder
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.startup.dummy_steps import try_steps
 from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
-from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels import cpu, launch, operation
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.error_line import first_line
 from dsa_engine.kernels.launch import INTERPRETED
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
@@ -121,8 +119,8 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
     for source in sorted(Path(operation.__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     try:
-        folder = cache_folder() / "kernel_checks"
+        folder = cpu.user_cache() / "kernel_checks"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, CheckpointError):
+    except OSError:
         return None
     return folder / f"{digest.hexdigest()}.json"

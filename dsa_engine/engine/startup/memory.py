@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.errors import CapacityError
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.launch_environment import local_world_size
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 # A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
 _CPU_DEFAULT_CACHE = 4 << 30

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.scheduler import Scheduler
@@ -29,15 +30,14 @@ from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.kernels.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
-from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.progress import progress_bar
 from dsa_engine.quantization import Unquantized, quantization_name, weight_format
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 

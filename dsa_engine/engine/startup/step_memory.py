@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -19,7 +20,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
@@ -99,7 +100,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     if mesh.config.moe_dispatch == "all_to_all":
         most, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
     else:
-        most, rounds, rows = max(chunk, k), -(-even // chunk), 2
+        most, rounds, rows = max(chunk, k), cdiv(even, chunk), 2
     more = max(0, min(most, size * even) - even // rounds)
     return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 

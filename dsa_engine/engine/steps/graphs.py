@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model

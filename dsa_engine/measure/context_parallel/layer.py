@@ -15,6 +15,7 @@ from zlib import crc32
 
 import torch
 
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import references
 from dsa_engine.kernels.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.segment import Segment, Segments
@@ -80,7 +81,7 @@ class Cache:
     @classmethod
     def empty(cls, size: DSASize, length: int, dtype: torch.dtype, device: torch.device) -> Cache:
         """Pages in order of position, so that a token's slot is its position."""
-        pages = -(-length // PAGE_SIZE)
+        pages = cdiv(length, PAGE_SIZE)
         return cls(
             latent=torch.empty(pages, PAGE_SIZE, size.latent, dtype=dtype, device=device),
             index_keys=torch.empty(pages, PAGE_SIZE, size.index_dim, dtype=dtype, device=device),
@@ -170,7 +171,7 @@ class Layer:
         generator = torch.Generator(self.device)
         parts = [torch.empty(0, *shape, dtype=dtype, device=self.device)]
         for start, count in segments:
-            for block in range(start // _DRAWN, -(-(start + count) // _DRAWN)):
+            for block in range(start // _DRAWN, cdiv(start + count, _DRAWN)):
                 generator.manual_seed(crc32(f"{self.seed} {what} {block}".encode()))  # a CPU's takes 32 bits
                 drawn = torch.randn(_DRAWN, *shape, generator=generator, dtype=dtype, device=self.device)
                 first = block * _DRAWN

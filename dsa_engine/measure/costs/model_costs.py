@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
@@ -25,8 +27,6 @@ from dsa_engine.measure.costs.work import (
     times,
 )
 from dsa_engine.measure.emulation.mesh import deals_evenly
-from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.quantization import Unquantized
 from dsa_engine.sampling_params import SamplingParams
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.arguments import json_object, llm_from, parallel_from
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model_folder import resolve_model
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from dsa_engine.config.checks import integer, is_integer, is_number
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.device import choose_device
-from dsa_engine.parallel.value_checks import integer, is_integer, is_number
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EmulatedConfig(ParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("emulate_world", "machine_size"):
-            integer(least=1)(name, getattr(self, name))
+            integer(minimum=1)(name, getattr(self, name))
         rank, world, loads = self.emulate_rank, self.emulate_world, self.expert_loads
         if not is_integer(rank) or not 0 <= rank < world:
             raise ValueError(

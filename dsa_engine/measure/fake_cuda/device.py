@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from triton.runtime.jit import JITFunction
 
 from dsa_engine.checkpoint import DummyReader
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import cuda_runtime
 from dsa_engine.measure.fake_cuda.events import Capture, Launch
@@ -248,7 +249,7 @@ class FakeDevice:
         """Counts a storage as long as it lives."""
         if id(storage) in self._storages:
             return
-        key, size = id(storage), -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+        key, size = id(storage), cdiv(storage.nbytes(), _ALIGNED) * _ALIGNED
 
         def gone(_: object) -> None:
             self.live -= size

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dsa_engine.kernels.cache_format import FP8, stored_dtype
 from dsa_engine.kernels.dense_mla import dense_mla
 from dsa_engine.kernels.indexer_scores import indexer_scores, indexer_scores_reference
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.segment import Segments
 from dsa_engine.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from dsa_engine.kernels.topk import select_topk
@@ -94,7 +95,7 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     for heads in (128, 64):
         for context in sizes.contexts:
             tokens = sizes.prefill
-            pages = -(-context // PAGE_SIZE)
+            pages = cdiv(context, PAGE_SIZE)
             q, slots = make.normal(tokens, heads, LATENT), make.selected(tokens, context, TOPK)
             pool = make.pool(pages, LATENT)
             yield _sparse("sparse attention, prefill", q, pool, slots, context, make, product=True)
@@ -104,7 +105,7 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 def sparse_decode(make: Inputs, sizes: Sizes) -> Iterator[Case]:
     context = sizes.contexts[-1]
-    pages = -(-context // PAGE_SIZE)
+    pages = cdiv(context, PAGE_SIZE)
     pool, pool8 = make.pool(pages, LATENT), make.fp8_latent_pool(pages, RANK, ROPE)
     for batch in sizes.batches:
         q, slots = make.normal(batch, 128, LATENT), make.selected(batch, context, TOPK)

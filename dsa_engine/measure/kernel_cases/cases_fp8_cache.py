@@ -9,6 +9,7 @@ import torch
 
 from dsa_engine.kernels.cache_format import FP8, CacheFormat, LatentFormat
 from dsa_engine.kernels.gather_latent import gather_latent
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.paged import gather_rows, store_rows
 from dsa_engine.kernels.store_cache_rows import store_cache_rows
 from dsa_engine.measure.kernel_cases.bench import Case
@@ -27,7 +28,7 @@ def fp8_cache(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 def _pages_and_slots(make: Inputs, tokens: int) -> tuple[int, torch.Tensor]:
     """Pages of a cache twice as large as the step, and a slot in it for every token, in random order."""
-    pages = -(-2 * tokens // PAGE_SIZE)
+    pages = cdiv(2 * tokens, PAGE_SIZE)
     return pages, torch.randperm(pages * PAGE_SIZE, device=make.device)[:tokens].int()
 
 

@@ -17,6 +17,7 @@ from dsa_engine.kernels.block_scaled_matmul import (
     block_scaled_matmul_triton,
 )
 from dsa_engine.kernels.expert_mlp import expert_mlp
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.launch import runs_triton
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
@@ -39,7 +40,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
 
 def _scales(make: Inputs, *shape: int) -> torch.Tensor:
     """Of a weight ``[…, out, in]``."""
-    blocks = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+    blocks = (*shape[:-2], *(cdiv(size, BLOCK) for size in shape[-2:]))
     return make.normal(*blocks, dtype=torch.float32).abs_()
 
 

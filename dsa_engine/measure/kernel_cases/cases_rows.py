@@ -9,6 +9,7 @@ import torch
 from dsa_engine.kernels.cache_format import CacheFormat
 from dsa_engine.kernels.fp8 import dequantize_blocks, dequantize_blocks_reference
 from dsa_engine.kernels.hadamard import hadamard, hadamard_reference
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.kernels.paged import slots_of, store_rows
 from dsa_engine.kernels.quantize import quantize_rows, quantize_rows_reference
 from dsa_engine.kernels.quantize_index_queries import quantize_index_queries, quantize_index_queries_reference
@@ -72,7 +73,7 @@ def _angles(make: Inputs, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _destination(make: Inputs, tokens: int) -> tuple[int, torch.Tensor]:
     """Pages of a cache four times as large as the step, and a slot in it for every token."""
-    pages = -(-4 * tokens // PAGE_SIZE)
+    pages = cdiv(4 * tokens, PAGE_SIZE)
     slots = torch.randperm(pages * PAGE_SIZE, device=make.device)[:tokens].int()
     return pages, slots
 
@@ -226,7 +227,7 @@ def _hadamard(make: Inputs, tokens: int) -> Case:
 
 def _dequantise(make: Inputs, rows: int, columns: int) -> Case:
     weight = make.fp8(rows, columns)
-    scales = make.normal(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
+    scales = make.normal(cdiv(rows, 128), cdiv(columns, 128), dtype=torch.float32)
     return Case(
         "dequantise 128 x 128",
         shape=f"{rows} x {columns}",

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.ceilings import Ceilings
@@ -231,7 +232,7 @@ def _work(llm: LLM, case: Case) -> Stages:
         plans = prefill_plans_of(engine, case.tokens)
         stages, steps = costs.prefill(plans, mesh.rank), len(plans)
     else:
-        own, context = -(-case.requests // mesh.world_size), case.tokens + OUTPUT // 2
+        own, context = cdiv(case.requests, mesh.world_size), case.tokens + OUTPUT // 2
         stages, steps, rows = costs.decode(Decode(own, case.requests, context)), 1, case.requests
     if mesh.world_size == 1:
         return stages

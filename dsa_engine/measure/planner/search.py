@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.integers import cdiv
 from dsa_engine.measure.planner.deployment import CACHES, DISPATCHES, WEIGHTS, Deployment, Placed
 from dsa_engine.measure.planner.devices import Device
 from dsa_engine.measure.planner.efficiency import Efficiencies
 from dsa_engine.measure.planner.plan import DRAFTS, CannotCut, Load, NothingFits, Plan
 from dsa_engine.measure.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
-from dsa_engine.model.config import ModelConfig
 
 CHUNKS = (2048, 4096, 8192, 16384)
 MOST_REQUESTS = 512  # of a rank, in a decode step
@@ -163,7 +164,7 @@ class Planner:
             if base.ranks % cp:
                 continue
             fitting = []
-            whole = -(-load.input_len // cp)
+            whole = cdiv(load.input_len, cp)
             for chunk in self._choices("chunk", sorted({min(n, whole) for n in CHUNKS})):
                 for dispatch in self._choices("moe_dispatch", DISPATCHES):
                     how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch)
@@ -200,7 +201,7 @@ class Planner:
         """
         most = self._most_requests(how, load, reserved)
         if load.requests is not None and most:
-            return [min(-(-load.requests // count), most)]
+            return [min(cdiv(load.requests, count), most)]
         if load.tpot is None or most < 2:
             return [most] if most else []
         low, high = 1, most

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.linear import linear
+from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.parallel.group import Group
 
 

@@ -14,8 +14,8 @@ import torch
 
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.config.model import DTYPES
-from dsa_engine.kernels.error_line import error_line
-from dsa_engine.kernels.launch import capability
+from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.launch import capability
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.kernel_cases.bench import Case, measure, rows
 from dsa_engine.measure.kernel_cases.cases import CASES, named

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
-from dsa_engine.kernels.error_line import error_line
+from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.generation_benchmark import check_latency, measure_latency

@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 import torch
 
-from dsa_engine.kernels.cpu import user_cache
+from dsa_engine.kernels.runtime.cpu import user_cache
 from dsa_engine.measure.lost_device import is_lost
 
 # Time decides no test: on a busy machine an example may take any time.
@@ -86,7 +86,7 @@ FIRST = (
     "tests/test_scripts.py",
     "tests/measure/test_kernel_cases.py",
     "tests/model/test_oracle.py",
-    "tests/kernels/test_topk.py",
+    "tests/kernels/indexer/test_topk.py",
 )
 
 

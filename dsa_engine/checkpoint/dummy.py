@@ -8,8 +8,8 @@ import math
 import torch
 
 from dsa_engine.checkpoint.reader import Source
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.quantize import E4M3_MAX, FP8
+from dsa_engine.kernels.formats.quantize import E4M3_MAX, FP8
+from dsa_engine.kernels.runtime.integers import cdiv
 
 RANDOM_BLOCK_ELEMENTS = 1 << 22  # elements drawn from one generator
 

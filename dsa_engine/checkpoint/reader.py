@@ -18,8 +18,8 @@ import torch
 
 from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.fp8 import dequantize_blocks
-from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.system.interrupts import uninterrupted
 
 SCALE_SUFFIX = "_scale_inv"

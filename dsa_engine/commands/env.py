@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dsa_engine.engine.startup.memory import available_bytes
-from dsa_engine.kernels.cpu import user_cache
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.cpu import user_cache
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.report import write_json
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes

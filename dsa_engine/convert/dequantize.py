@@ -14,7 +14,7 @@ from dsa_engine.checkpoint.tensor_spec import TensorSpec
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.config.model import DTYPES, ModelConfig, read_config_json
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.quantize import FP8
+from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.system.progress import progress_bar
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}

@@ -13,10 +13,10 @@ from dsa_engine.config.keys import Keys
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import RELEASED_BLOCK_SIZE, RELEASED_QUANTIZATION
-from dsa_engine.kernels.fp8 import quantize_blocks, scale_shape
-from dsa_engine.kernels.int4 import check_groups, quantize_int4
-from dsa_engine.kernels.int8 import quantize_rows_int8_reference
-from dsa_engine.kernels.quantize import FP8
+from dsa_engine.kernels.formats.fp8 import quantize_blocks, scale_shape
+from dsa_engine.kernels.formats.int4 import check_groups, quantize_int4
+from dsa_engine.kernels.formats.int8 import quantize_rows_int8_reference
+from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.model.layout import released_tensors
 
 GROUP_SIZE = 128

@@ -20,7 +20,7 @@ from dsa_engine.checkpoint.tensor_spec import TensorSpec
 from dsa_engine.checkpoint.writer import DEFAULT_SHARD_SIZE, SafetensorsWriter, WrittenCheckpoint
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_QUANTIZATION
-from dsa_engine.kernels.fp8 import quantize_blocks
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.layout import released_tensors
 from dsa_engine.system.progress import progress_bar
 

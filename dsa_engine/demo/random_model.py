@@ -22,7 +22,7 @@ from dsa_engine.checkpoint.leftovers import remove_leftovers
 from dsa_engine.config.released import released_config
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.cpu import user_cache
+from dsa_engine.kernels.runtime.cpu import user_cache
 
 CHECKSUMS = "checksums.json"  # in the folder: the SHA-256 of every other file
 VERSION = 2  # to be raised when weights or tokenizer change but the configuration does not

@@ -26,9 +26,9 @@ from dsa_engine.engine.startup.dummy_steps import try_steps
 from dsa_engine.engine.startup.kernel_check import trial_tokens
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.engine.startup.start import start
-from dsa_engine.kernels import cpu, operation
-from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
-from dsa_engine.kernels.error_line import error_line
+from dsa_engine.kernels.linear.block_scaled_matmul import multiplies_fp8
+from dsa_engine.kernels.runtime import cpu, operation
+from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.llm import LLM
 from dsa_engine.measure.lost_device import is_lost
 from dsa_engine.measure.weight_memory import rank_weight_bytes

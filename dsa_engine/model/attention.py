@@ -20,17 +20,17 @@ from collections.abc import Callable
 import torch
 
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.dense_attention import dense_attention
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.gather_latent import gather_latent
-from dsa_engine.kernels.head_product import head_product
-from dsa_engine.kernels.paged import store_rows
-from dsa_engine.kernels.rms_norm import rms_norm
-from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
-from dsa_engine.kernels.store_latent import store_latent
+from dsa_engine.kernels.attention.dense_attention import dense_attention
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import CacheFormat, LatentFormat
+from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul
+from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_latent import store_latent
+from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache
@@ -117,16 +117,16 @@ class Attention(Weighted):
             with stage("communication"):
                 rows = gathering()
             with stage("MLA prolog"):
-                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping)
+                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping, cache_format)
 
         if indexer and index_query and key_pool is not None:
-            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch)
+            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, cache_format)
         with stage("sparse flash attention"):
-            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots)
+            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots, cache_format.latent)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._mha(q_mha, latent_pool, batch, out)
+            self._mha(q_mha, latent_pool, batch, out, cache_format.latent)
         with stage("MLA epilog"):
-            head_product(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
+            per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
@@ -146,6 +146,7 @@ class Attention(Weighted):
             batch.sin,
             into,
             slots,
+            row_format=cache_format.latent,
             interleaved=self.config.rope_interleaved,
             power_of_two=cache_format.power_of_two,
         )
@@ -167,13 +168,18 @@ class Attention(Weighted):
             return self.runtime.mesh.cp.all_gather_async(rows)
 
     def _store_gathered(
-        self, rows: torch.Tensor, latent_pool: torch.Tensor, key_pool: torch.Tensor | None, slots: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        latent_pool: torch.Tensor,
+        key_pool: torch.Tensor | None,
+        slots: torch.Tensor,
+        cache_format: CacheFormat,
     ) -> None:
         """Writes gathered rows directly to their causal slots."""
-        if key_pool is None:
+        if key_pool is None or cache_format.index_key is None:
             store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], slots)
         else:
-            store_cache_rows(latent_pool, key_pool, rows, slots)
+            store_cache_rows(latent_pool, key_pool, rows, slots, cache_format.index_key)
 
     def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and queries of the other rows with W_UK
@@ -186,37 +192,44 @@ class Attention(Weighted):
             turned = mha[..., nope:]
             apply_rope(turned, batch.cos[:border], batch.sin[:border], interleaved=interleaved, out=turned)
         mqa = q.new_empty(others.shape[0], config.num_attention_heads, config.latent_dim)
-        head_product(others[..., :nope], self.w_uk, mqa[..., :rank])
+        per_head_matmul(others[..., :nope], self.w_uk, mqa[..., :rank])
         apply_rope(
             others[..., nope:], batch.cos[border:], batch.sin[border:], interleaved=interleaved, out=mqa[..., rank:]
         )
         return mha, mqa
 
     def _mqa(
-        self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, topk_slots: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        batch: ForwardBatch,
+        topk_slots: torch.Tensor | None,
+        row_format: LatentFormat,
     ) -> torch.Tensor:
         """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: dense rows attend to all visible tokens, the
         sparse rows after them to the selected ones."""
-        value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.runtime.workspace
+        scale, workspace = self.config.softmax_scale, self.runtime.workspace
         border = batch.dense_mqa.rows
         parts = []
         if border:
             tables = batch.block_tables
             over_all = dense_mla(
-                q[:border], pool, tables, batch.dense_mqa, value_dim=value_dim, scale=scale, workspace=workspace
+                q[:border], pool, tables, batch.dense_mqa, row_format=row_format, scale=scale, workspace=workspace
             )
             parts.append(over_all[0])
         if q.shape[0] > border:
             assert topk_slots is not None, "sparse rows need a selection, and the first layer makes one"
             over_selected = sparse_attention(
-                q[border:], pool, topk_slots, value_dim=value_dim, scale=scale, workspace=workspace
+                q[border:], pool, topk_slots, row_format=row_format, scale=scale, workspace=workspace
             )
             parts.append(over_selected[0])
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], value_dim)
+        return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)
 
-    def _mha(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def _mha(
+        self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor, row_format: LatentFormat
+    ) -> None:
         """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
 
         Keys and values are expanded piece by piece: as many segments, and as many of their heads, as the workspace
@@ -233,7 +246,7 @@ class Attention(Weighted):
             step = max(1, max_keys // part.cu_seqlens_k.rows)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
-                k, v = self._expand(pool, part.key_slots, heads, eighth)
+                k, v = self._expand(pool, part.key_slots, heads, eighth, row_format)
                 dense_attention(
                     q[rows, heads],
                     k,
@@ -246,7 +259,7 @@ class Attention(Weighted):
                 )
 
     def _expand(
-        self, pool: torch.Tensor, slots: torch.Tensor, heads: slice, workspace: int
+        self, pool: torch.Tensor, slots: torch.Tensor, heads: slice, workspace: int, row_format: LatentFormat
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``. Latent
         rows are gathered piece by piece, as many as the workspace holds."""
@@ -258,9 +271,9 @@ class Attention(Weighted):
         block = max(_MIN_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
         for first in range(0, slots.shape[0], block):
             some = slice(first, first + block)
-            latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype)[:, None].split((rank, rope), dim=-1)
+            latent, k_rope = gather_latent(pool, slots[some], row_format, dtype)[:, None].split((rank, rope), dim=-1)
             for_heads = latent.expand(-1, k.shape[1], -1)
-            head_product(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
+            per_head_matmul(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
             k[some, :, nope:] = k_rope
-            head_product(for_heads, w_uv.transpose(1, 2), v[some])
+            per_head_matmul(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.transfer import upload
 
 _INITIAL_SIZE = 64  # rows, and pages of a row
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
+from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.attention import Attention
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache

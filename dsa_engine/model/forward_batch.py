@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import CuSeqlens, Segment, Segments
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.runtime.transfer import upload
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.lightning_indexer import lightning_indexer
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.quantize_index_queries import quantize_index_queries
-from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.store_index_keys import store_index_keys
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
+from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
@@ -49,6 +49,7 @@ class Indexer(Weighted):
     ) -> None:
         """Stores index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row without
         ``slots``."""
+        assert cache_format.index_key is not None
         store_index_keys(
             self.wk(x),
             self.k_norm_weight,
@@ -58,6 +59,7 @@ class Indexer(Weighted):
             batch.sin,
             into,
             slots,
+            key_format=cache_format.index_key,
             interleaved=self.config.index_rope_interleaved,
             power_of_two=cache_format.power_of_two,
         )
@@ -87,8 +89,11 @@ class Indexer(Weighted):
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights
 
-    def select(self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def select(
+        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
+    ) -> torch.Tensor:
         """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to."""
+        assert cache_format.index_key is not None
         with stage("lightning indexer"):
             topk_indices = lightning_indexer(
                 q,
@@ -97,6 +102,7 @@ class Indexer(Weighted):
                 batch.block_tables,
                 batch.sparse_mqa,
                 self.config.index_topk,
+                key_format=cache_format.index_key,
                 workspace=self.runtime.workspace,
             )
             return slots_of(topk_indices, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])

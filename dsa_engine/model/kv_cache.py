@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.cache_format import FP8, CacheFormat
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
 from dsa_engine.model.block_tables import BlockTables
 
 

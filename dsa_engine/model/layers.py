@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.kernels.linear import linear
-from dsa_engine.kernels.silu_mul import silu_mul
+from dsa_engine.kernels.linear.linear import linear
+from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, Weights
 

@@ -14,8 +14,8 @@ import torch
 from dsa_engine.checkpoint import Source, TensorSpec
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_BLOCK_SIZE
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.quantize import FP8
+from dsa_engine.kernels.formats.quantize import FP8
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime

@@ -14,8 +14,8 @@ import sys
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
-from dsa_engine.kernels.router import route
+from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
+from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage

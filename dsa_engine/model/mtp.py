@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.rms_norm import rms_norm
+from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache

@@ -14,12 +14,12 @@ import torch
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.block_scaled_experts import block_scaled_experts
-from dsa_engine.kernels.block_scaled_libraries import library_product
-from dsa_engine.kernels.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
-from dsa_engine.kernels.fp8 import dequantize_blocks
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.quantize import FP8
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.formats.quantize import FP8
+from dsa_engine.kernels.linear.block_scaled_libraries import library_product
+from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
+from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 

@@ -2,7 +2,7 @@
 
 Inputs stay as they are (W4A16) or are quantised to INT8 by the row (W4A8). In a checkpoint (``compressed-tensors``):
 ``NAME.weight_packed``, ``NAME.weight_scale`` and ``NAME.weight_shape``, which only repeats the configuration. In memory
-the words' columns are arranged for the products (:mod:`~dsa_engine.kernels.int4`).
+the words' columns are arranged for the products (:mod:`~dsa_engine.kernels.formats.int4`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.expert_mlp_int4 import expert_mlp_int4
-from dsa_engine.kernels.int4 import GROUP_SIZES, arrange_int4_, check_groups, dequantize_int4, planes_for
-from dsa_engine.kernels.linear_int4 import linear_int4
+from dsa_engine.kernels.formats.int4 import GROUP_SIZES, arrange_int4_, check_groups, dequantize_int4, planes_for
+from dsa_engine.kernels.linear.linear_int4 import linear_int4
+from dsa_engine.kernels.moe.expert_mlp_int4 import expert_mlp_int4
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 

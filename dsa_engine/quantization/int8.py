@@ -12,8 +12,8 @@ import torch
 
 from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
-from dsa_engine.kernels.expert_mlp_int8 import expert_mlp_int8
-from dsa_engine.kernels.linear_int8 import linear_int8
+from dsa_engine.kernels.linear.linear_int8 import linear_int8
+from dsa_engine.kernels.moe.expert_mlp_int8 import expert_mlp_int8
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.kernels.expert_mlp import expert_mlp
-from dsa_engine.kernels.linear import linear
+from dsa_engine.kernels.linear.linear import linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat
 
 

@@ -11,7 +11,7 @@ import torch
 
 from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, Source, WrittenCheckpoint
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.fp8 import quantize_blocks
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.layout import released_tensors
 from dsa_engine.training.model import TrainingModel
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 
 # A round is filled in steps of this fraction of its bound, or finer ones.

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.packed_tokens import pack_tokens
-from dsa_engine.kernels.permute import Order, expert_order
-from dsa_engine.kernels.permute import combine as weighted_sum
-from dsa_engine.kernels.token_ranks import token_ranks
+from dsa_engine.kernels.moe.combine import combine as weighted_sum
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
+from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
@@ -40,7 +40,7 @@ class SendPlan(NamedTuple):
 
     @classmethod
     def of(cls, experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
-        """The plan for physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.token_ranks.token_ranks`."""
+        """The plan for physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.token_ranks.token_ranks`."""
         ranks, first, counts = token_ranks(experts, rank_of, size)
         return cls(expert_order(first, size), ranks, counts)
 
@@ -72,14 +72,14 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
     order, ranks, counts = plan
     size, device = len(counts), ranks.device
     source = order.tokens[:rows]
-    rank = torch.searchsorted(order.ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
+    rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
     served = (ranks[source] == rank[:, None]).sum(dim=1)
     choices = counts[:, 1].long()
     before = served.cumsum(0) - served - (choices.cumsum(0) - choices)[rank]  # choices of the same rank before a row's
     number = before * rounds // choices[rank].clamp(min=1)
     by_round = number.argsort(stable=True)
     moved = torch.empty_like(by_round).scatter_(0, by_round, torch.arange(rows, device=device)).int()
-    choice_rows = order.places
+    choice_rows = order.pair_rows
     if rows:
         choice_rows = moved[choice_rows.clamp(min=0)].masked_fill_(choice_rows < 0, -1)
     each = torch.zeros(rounds * size, 2, dtype=torch.int32, device=device)

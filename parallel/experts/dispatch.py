@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from dsa_engine.kernels.packed_tokens import tokens_of, unpack_choices
+from dsa_engine.kernels.moe.pack_tokens import tokens_of
+from dsa_engine.kernels.moe.unpack_choices import unpack_choices
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 
 MoeDispatch = Literal["all_to_all", "all_gather"]

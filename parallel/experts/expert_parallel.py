@@ -18,8 +18,8 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.packed_tokens import pack_tokens
-from dsa_engine.kernels.transfer import download
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
+from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
 from dsa_engine.parallel.experts.dispatch import Dispatch, MoeDispatch, Received, SingleRound, unpacked
@@ -124,7 +124,7 @@ class ExpertParallel:
         whole, largest = self.exchange_counts(plan.counts)
         rows, rounds = sum(whole.send), rounds_needed(largest, max_pairs, group.size, k)
         if rounds == 1:
-            source, choice_rows, plans = plan.order.tokens[:rows], plan.order.places, [whole]
+            source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
             source, choice_rows, counts = in_rounds(plan, rows, rounds)
             plans = self.exchange_rounds(counts)

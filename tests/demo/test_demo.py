@@ -18,7 +18,7 @@ from dsa_engine.checkpoint import CheckpointReader, Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import random_model as demo
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.cpu import user_cache
+from dsa_engine.kernels.runtime.cpu import user_cache
 from dsa_engine.model.layout import released_tensors
 
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels import indexer_scores, launch
+from dsa_engine.kernels.indexer import indexer_scores
+from dsa_engine.kernels.runtime import launch
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.stage_timer import current_stage
@@ -111,9 +112,9 @@ def test_index_keys_are_read_once_for_all_drafts(
     read: list[int] = []
     original = indexer_scores.read_index_keys
 
-    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int, *more: Any) -> torch.Tensor:
         read.append(stop - start)
-        return original(pool, table, start, stop)
+        return original(pool, table, start, stop, *more)
 
     monkeypatch.setattr(indexer_scores, "read_index_keys", counted)
     layers, rows = llm.engine.config.num_hidden_layers, {}

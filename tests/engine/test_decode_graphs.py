@@ -23,8 +23,8 @@ from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.block_tables import BlockTables
 
 CUDA = torch.cuda.is_available() and not INTERPRETED

@@ -21,7 +21,7 @@ from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 ENGINE = """
 import json, sys, torch
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 assert INTERPRETED
 folder, out, options = sys.argv[1:]
 llm = LLM(folder, device="cpu", max_model_len=512, max_num_batched_tokens=96, page_size=16, cache_memory="4MiB",

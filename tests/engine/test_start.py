@@ -14,7 +14,7 @@ from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.errors import CapacityError
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import FakeDevice
 from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.options import EngineOptions

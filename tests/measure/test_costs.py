@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
-from dsa_engine.kernels.launch import references
+from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans, prefill_plans_of
 from dsa_engine.measure.costs.shares import Shares, total

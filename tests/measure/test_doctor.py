@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from dsa_engine.cli import main
-from dsa_engine.kernels import cpu
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure import doctor
 from dsa_engine.measure.doctor import NotHere, Unwell, check_device, check_room, doctor_mesh
 from dsa_engine.measure.fake_cuda import FakeConfig, FakeDevice

@@ -12,7 +12,7 @@ import torch
 
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup.start import start
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import watched

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import FakeDevice
 from dsa_engine.model.block_tables import BlockTables
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.model.forward_batch import MHASegments
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.kernels.permute import combine
+from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.parallel.experts.all_to_all import SendPlan, in_rounds, rounds_needed
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement

@@ -19,7 +19,7 @@ from dsa_engine.demo import demo_config
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.engine.startup.weights import load_weights
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.fp8 import quantize_blocks
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.model import Model
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, choose

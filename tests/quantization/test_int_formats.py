@@ -258,7 +258,7 @@ def test_dummy_weights(name: str, stored: Callable[[str], Path]) -> None:
     assert moe is not None
     made = moe.experts
     if isinstance(made, Int4Experts):
-        from dsa_engine.kernels.int4 import dequantize_int4, planes_for
+        from dsa_engine.kernels.formats.int4 import dequantize_int4, planes_for
 
         planes = planes_for(name == "w4a8")
         weight = dequantize_int4(made.gate_up[0][0], made.gate_up[1][0], torch.float32, planes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError
-from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.runtime.integers import cdiv
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import log_probabilities, ranked
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.model import Model
 from dsa_engine.outputs import Logprobs
 

@@ -14,7 +14,7 @@ from dsa_engine.engine.sampling.draw import log_probabilities, sample
 from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted, is_biased
 from dsa_engine.engine.sampling.result import NOT_FINITE, NOTHING_LEFT, StepResult
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
-from dsa_engine.kernels.transfer import download, upload
+from dsa_engine.kernels.runtime.transfer import download, upload
 from dsa_engine.parallel import Mesh
 
 # Puts likely drafts in the place of chosen tokens: of the rows' requests, their logits and the tokens.

@@ -32,7 +32,7 @@ from dsa_engine.engine.speculation.passes import Passes, verifies
 from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows, gathered_rows
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.transfer import download, upload
+from dsa_engine.kernels.runtime.transfer import download, upload
 
 
 class GraphKey(NamedTuple):

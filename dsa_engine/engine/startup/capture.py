@@ -8,7 +8,7 @@ from typing import Any
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.startup.dummy_steps import GREEDY, decode_step
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
-from dsa_engine.kernels.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 

@@ -17,7 +17,7 @@ from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.cache_format import CacheFormat
+from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.parallel import Mesh

@@ -21,10 +21,10 @@ import triton
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.startup.dummy_steps import try_steps
 from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
-from dsa_engine.kernels import cpu, launch, operation
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.error_line import first_line
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime import cpu, launch, operation
+from dsa_engine.kernels.runtime.error_line import first_line
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
@@ -116,7 +116,7 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
     if device.type == "cpu" and not INTERPRETED and cpu.library() is not None:  # only another rank may have one
         digest.update(cpu.digest().encode())
-    for source in sorted(Path(operation.__file__).parent.glob("*.py")):
+    for source in sorted(Path(operation.__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
     try:
         folder = cpu.user_cache() / "kernel_checks"

@@ -19,8 +19,8 @@ from dsa_engine.engine.startup.dummy_steps import DRAWN, WITH_HOST, decode_step,
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dsa_engine.kernels.indexer_scores import indexer_scores
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.topk import select_topk
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.measure.context_parallel.division import Division
 from dsa_engine.measure.context_parallel.form import Form, to_next
 from dsa_engine.measure.context_parallel.layer import DSASize, Tokens
@@ -102,7 +102,13 @@ class Ring(Form):
                 seen = _segments(start, len(q), piece, q.device)
                 table = torch.arange(piece.row, piece.row + piece.count + _QUERIES, dtype=torch.int32, device=q.device)
                 found = indexer_scores(
-                    q, weights, block[:, None], table[None], seen, workspace=self.layer.workspace // 2
+                    q,
+                    weights,
+                    block[:, None],
+                    table[None],
+                    seen,
+                    key_format=self.layer.key_format,
+                    workspace=self.layer.workspace // 2,
                 )[:, : piece.count]
                 visible = torch.arange(found.shape[1], device=q.device) < seen.visible[:, None]
                 scores[:, column : column + found.shape[1]] = found.masked_fill(~visible, float("-inf"))
@@ -124,7 +130,7 @@ class Ring(Form):
                     if slots.shape[1]:
                         self.count_attended(slots, mla.heads)
                         more = sparse_attention(
-                            q[part], block[:, None], slots, value_dim=mla.kv_rank, scale=mla.scale,
+                            q[part], block[:, None], slots, row_format=self.layer.latent_format, scale=mla.scale,
                             workspace=self.layer.workspace,
                         )  # fmt: skip
                         _merge(out[part], lse[part], *more)

@@ -12,7 +12,7 @@ from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.cache_format import CacheFormat
+from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import (
     Attended,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
 from dsa_engine.measure.costs.work import Stages, Work, times

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.measure.emulation.routing import balanced_choices, weighted_choices
 from dsa_engine.measure.emulation.stand_ins import stand_in
 from dsa_engine.parallel.experts.placement import ExpertPlacement

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter
 from triton.runtime.jit import JITFunction
 
 from dsa_engine.checkpoint import DummyReader
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.fake_cuda import cuda_runtime
 from dsa_engine.measure.fake_cuda.events import Capture, Launch
 from dsa_engine.measure.fake_cuda.indexing import Indexing
@@ -162,7 +162,7 @@ class FakeDevice:
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
-        skipped = ("/fake_cuda/", "/kernels/transfer.py")  # of interest is who calls these
+        skipped = ("/fake_cuda/", "/kernels/runtime/transfer.py")  # of interest is who calls these
         frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in skipped)]
         ours = [f"{f.filename.rpartition('/')[2]}:{f.name}" for f in frames if "/dsa_engine/" in f.filename]
         at = f"{what} in {ours[-1]}" if ours else what

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from dsa_engine.kernels.cache_format import FP8, CacheFormat, LatentFormat
-from dsa_engine.kernels.gather_latent import gather_latent
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.paged import gather_rows, store_rows
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.rows.paged import gather_rows
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_rows import store_rows
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 
@@ -38,7 +39,7 @@ def _gather(make: Inputs, tokens: int) -> Case:
     return Case(
         "gather latent rows, FP8",
         shape=f"{tokens} tokens",
-        run=lambda: gather_latent(pool, slots, RANK, ROPE, make.dtype),
+        run=lambda: gather_latent(pool, slots, LatentFormat(RANK, ROPE, FP8), make.dtype),
         flops=0.0,
         bytes=float(tokens * (pool.shape[-1] + (RANK + ROPE) * make.dtype.itemsize)),
         baselines={"torch index_select of plain rows": lambda: gather_rows(plain, slots)},
@@ -55,10 +56,14 @@ def _store_gathered(make: Inputs, tokens: int) -> Case:
     return Case(
         "store gathered rows, FP8",
         shape=f"{tokens} tokens",
-        run=lambda: store_cache_rows(*pools, rows, slots),
+        run=lambda: store_cache_rows(*pools, rows, slots, IndexKeyFormat(INDEX_DIM, FP8)),
         flops=0.0,
         bytes=2.0 * rows.nbytes,
-        baselines={"plain rows": lambda: store_cache_rows(*plain_pools, plain_rows, slots)},
+        baselines={
+            "plain rows": lambda: store_cache_rows(
+                *plain_pools, plain_rows, slots, IndexKeyFormat(INDEX_DIM, make.dtype)
+            )
+        },
     )
 
 

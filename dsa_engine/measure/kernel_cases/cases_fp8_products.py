@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.block_scaled_experts import block_scaled_experts
-from dsa_engine.kernels.block_scaled_libraries import by_torch, takes
-from dsa_engine.kernels.block_scaled_matmul import (
+from dsa_engine.kernels.linear.block_scaled_libraries import by_torch, takes
+from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
     block_scaled_linear,
     block_scaled_matmul_reference,
     block_scaled_matmul_triton,
 )
-from dsa_engine.kernels.expert_mlp import expert_mlp
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.measure.kernel_cases.bench import Case
 from dsa_engine.measure.kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
 from dsa_engine.measure.kernel_cases.inputs import Inputs, Sizes

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.kernels.cache_format import FP8, IndexKeyFormat, LatentFormat, RowFormat
-from dsa_engine.kernels.integers import cdiv
-from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat, RowFormat
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 
 PAGE_SIZE = 64
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import Decode, prefill_plans
 from dsa_engine.measure.costs.work import Stages
 from dsa_engine.measure.planner.deployment import Deployment, Placed

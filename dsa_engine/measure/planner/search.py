@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.kernels.integers import cdiv
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.planner.deployment import CACHES, DISPATCHES, WEIGHTS, Deployment, Placed
 from dsa_engine.measure.planner.devices import Device
 from dsa_engine.measure.planner.efficiency import Efficiencies

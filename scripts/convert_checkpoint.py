@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # So that a terminated run removes its temporary folder, or leaves it to be resumed, as an interrupted one does.
+    # A terminated run removes its temporary folder or keeps it for a resumed run, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     written = quantized(arguments) if arguments.quantize else plain(arguments)
     if arguments.json:
@@ -98,8 +98,8 @@ def quantized(arguments: argparse.Namespace) -> WrittenCheckpoint:
 def statistics(arguments: argparse.Namespace) -> dict[str, torch.Tensor]:
     text = read_text(arguments.calibration)
     source = resolve_model(arguments.source)
-    expanded = "dequantize" if ModelConfig.from_pretrained(source).quantization else None
-    llm = LLM(source, quantization=expanded, max_num_seqs=1, enforce_eager=True)
+    stored = ModelConfig.from_pretrained(source).quantization
+    llm = LLM(source, quantization="dequantize" if stored else None, max_num_seqs=1, enforce_eager=True)
     return calibrate(llm, text, arguments.calibration_tokens)
 
 

@@ -60,7 +60,7 @@ def read_config(config: str, overrides: str) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    # So that a terminated run removes its temporary folder, as an interrupted one does.
+    # A terminated run removes its temporary folder, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raw = read_config(arguments.config, arguments.overrides)
     if arguments.dtype in DTYPES:

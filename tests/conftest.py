@@ -21,8 +21,8 @@ import hypothesis
 import pytest
 import torch
 
+from dsa_engine.commands.doctor.lost_device import is_lost
 from dsa_engine.kernels.runtime.cpu import user_cache
-from dsa_engine.measure.lost_device import is_lost
 
 # Time decides no test: on a busy machine an example may take any time.
 hypothesis.settings.register_profile("dsa_engine", deadline=None)
@@ -83,8 +83,9 @@ def pytest_configure() -> None:
 # The longest groups, in this order; all others follow.
 FIRST = (
     "tests/distributed",
-    "tests/test_scripts.py",
-    "tests/measure/test_kernel_cases.py",
+    "tests/scripts/test_compare_overlaps.py",
+    "tests/scripts/test_bench_prefill.py",
+    "tests/scripts/test_kernel_cases.py",
     "tests/model/test_oracle.py",
     "tests/kernels/indexer/test_topk.py",
 )

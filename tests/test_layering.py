@@ -18,8 +18,10 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 # of their own.
 LAYERS = (
     ("__main__",),
-    ("cli", "training"),
+    ("cli",),
     ("commands",),
+    ("commands.planner",),
+    ("commands.bench", "commands.doctor"),
     ("measure",),
     ("arguments", "convert"),
     ("llm",),
@@ -59,6 +61,13 @@ LEVEL["__init__"] = -1  # dsa_engine itself: it exports LLM, so it stands above 
 # The two folders at the top of the repository use these packages only, and of ours only the rooms in USES.
 STANDALONE = {"kernels": {"torch", "triton", "flash_attn", "flash_attn_interface"}, "parallel": {"torch"}}
 USES = {"kernels": {"kernels"}, "parallel": {"parallel", "config", "kernels"}}
+
+# Packages that lie beside the scripts and the tests, and that nothing installed may import.
+BESIDE = {
+    path.parent.name
+    for folder in ("scripts", "scripts/studies", "scripts/kernel_bench", "tests/support")
+    for path in (ROOT / folder).glob("*/__init__.py")
+}
 
 
 def python_files() -> Iterator[Path]:
@@ -114,6 +123,8 @@ def violations(source: str, module: str) -> list[str]:
             found.append(f"{where}; the name is dsa_engine.{top} (`{top}` belongs to another package)")
         elif not in_package:
             continue
+        elif top in BESIDE:
+            found.append(f"{where}, which is not installed")
         elif top == "dsa_engine":
             target = unit(name)
             if own in STANDALONE and target not in USES[own]:
@@ -167,6 +178,8 @@ def test_the_tree_keeps_its_layers() -> None:
         ("dsa_engine.checkpoint.reader", "from dsa_engine.model.layers import Runtime", "above it"),
         ("dsa_engine.llm", "def f():\n    from dsa_engine.measure import plots", "above it"),
         ("dsa_engine.brand_new", "", "has no layer"),
+        ("dsa_engine.commands.bench.plots", "from demo_model import recipe", "not installed"),
+        ("scripts.demo_model.loop", "from demo_model import recipe", None),
     ],
 )
 def test_the_check_finds_what_it_should(

@@ -1,4 +1,4 @@
-"""``dsa-engine info``: what a model needs, from its config.json alone."""
+"""``dsa-engine info``: memory that a model needs, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> None:
-    """Prints what the weights take in each format, and how many cached tokens fit beside them.
+    """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them.
 
     Raises:
         ValueError, OSError: an option or the configuration is not possible.
@@ -58,17 +58,17 @@ def run_info(args: argparse.Namespace) -> None:
         (quantization_name(stored) or "as stored", stored, torch.bfloat16)
     ]
     for name in ("int8", "int4-experts"):
-        with suppress(ValueError):  # sizes that groups of 128 do not divide
+        with suppress(ValueError):  # raised for sizes that groups of 128 do not divide
             if name != forms[0][0]:
                 forms.append((name, stored_as(name, config), torch.bfloat16))
     forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
     fp8 = _fp8_cache_bytes(config)
     rows: list[dict[str, Any]] = []
-    for name, kept, dtype in forms:
-        weights = rank_weight_bytes(config, kept, dtype, args.ranks, args.tp_size)
-        per_token, left = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
+    for name, quantization, dtype in forms:
+        weights = rank_weight_bytes(config, quantization, dtype, args.ranks, args.tp_size)
+        per_token, free = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
         row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
-        row |= {"tokens_that_fit": left // per_token, "tokens_that_fit_in_fp8_caches": left // fp8 if fp8 else None}
+        row |= {"tokens_that_fit": free // per_token, "tokens_that_fit_in_fp8_caches": free // fp8 if fp8 else None}
         rows.append(row)
     module = _module_bytes(config, *forms[0][1:], args.ranks, args.tp_size, rows[0]) if counts.mtp else None
     if args.json:
@@ -113,14 +113,14 @@ def _module_bytes(
     tp_size: int,
     without: dict[str, Any],
 ) -> tuple[int, int]:
-    """What an MTP module takes beside ``without``, a row of the table: of weights, and of the cache of a token."""
+    """Bytes that an MTP module adds to ``without``, a row of the table: of weights, and of a token in the caches."""
     weights = rank_weight_bytes(config, stored, dtype, ranks, tp_size, modules=1)
     cached = cache_bytes_per_token(config.with_mtp(1), cache_format(config, dtype))
     return weights - without["weight_bytes"], cached - without["cache_bytes_per_token"]
 
 
 def _fp8_cache_bytes(config: ModelConfig) -> int | None:
-    """Of a token; None where the model's sizes have no FP8 format."""
+    """Bytes of a token in FP8 caches; None if the model's sizes have no FP8 format."""
     try:
         return cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
     except ValueError:

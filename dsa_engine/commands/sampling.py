@@ -33,7 +33,7 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None
     """The :class:`SamplingParams` that the options describe; ``--seed`` is an option of the engine.
 
     Args:
-        defaults: of the model folder (``LLM.default_sampling``); without them the options are checked only.
+        defaults: defaults of the model folder (``LLM.default_sampling``); without them the options are checked only.
 
     Raises:
         ValueError: an option is not possible.

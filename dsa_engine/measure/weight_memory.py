@@ -1,4 +1,5 @@
-"""What the weights of a rank take, counted by making its model on no device: every format, cut and copy as in a run."""
+"""Memory of a rank's weights, counted by building its model on the meta device: formats, cuts and copies as in a
+run."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ def rank_weight_bytes(
     tp_size: int = 1,
     modules: int = 0,
 ) -> int:
-    """Bytes of the weights on the rank that holds most.
+    """Bytes of the weights on the rank with the most routed experts.
 
     Args:
         config: the model.
-        stored: the format in which they are kept; None: all in ``dtype``.
-        dtype: of activations, and of what is not quantised.
-        ranks: over which the experts are divided.
-        tp_size: neighbours that share embedding, output projections and LM head.
-        modules: MTP modules that draft; their copies of embedding and head are not kept.
+        stored: their format in memory; None: all in ``dtype``.
+        dtype: dtype of activations and of weights that are not quantised.
+        ranks: number of ranks over which the experts are divided.
+        tp_size: number of neighbouring ranks over which embedding, output projections and LM head are cut.
+        modules: number of MTP modules that draft; their copies of embedding and head are not loaded.
 
     Raises:
         ValueError: sizes that do not divide, or a format that has no class.
@@ -49,7 +50,7 @@ def rank_model(
     tp_size: int = 1,
     mtp_modules: int = 0,
 ) -> Model:
-    """The model of the rank that holds most, on no device; see :func:`rank_weight_bytes`."""
+    """The model of the rank with the most routed experts, on the meta device; see :func:`rank_weight_bytes`."""
     mesh = EmulatedMesh(EmulatedConfig(emulate_world=ranks, tp_size=tp_size), _META)
     with torch.inference_mode():
         made = weight_format(stored, quantization_name(stored), dtype, _META)

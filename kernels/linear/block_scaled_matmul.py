@@ -102,7 +102,7 @@ def sum_parts_kernel(parts, out, count, splits, SIZE: tl.constexpr):
 # By capability: the first with room for the rows is taken, else the last. Few rows: the weights' way from memory is
 # what takes time, and each program keeps 48 KB of them under way. Many: a block's sum and the whole sum are both in
 # registers, so tiles are half of what bfloat16 takes.
-# Compiled for sm_90 and sm_100 (scripts/inspect_kernels.py), not yet measured on a device.
+# Compiled for sm_90 and sm_100 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
     89: (Tiles(16, 64, 128, 4, 3, 3), Tiles(64, 128, 128, 8, 3, 1)),
     90: (Tiles(16, 128, 128, 4, 4, 3, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 8, 4, 1)),

@@ -16,9 +16,9 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.measure.fake_cuda import FakeDevice
 from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.sampling_params import SamplingParams
+from fake_cuda import FakeDevice
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),

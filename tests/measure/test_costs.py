@@ -12,18 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.commands.bench.generation_benchmark import measure_latency
+from dsa_engine.commands.bench.peak_fractions import PeakFractions, total
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans, prefill_plans_of
-from dsa_engine.measure.costs.shares import Shares, total
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Served, Shape
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.filled_requests import add_filled
-from dsa_engine.measure.generation_benchmark import measure_latency
 from dsa_engine.measure.stage_timer import current_stage
 from dsa_engine.measure.weight_memory import rank_model, rank_weight_bytes
 from dsa_engine.model.kv_cache import cache_format
@@ -169,28 +169,30 @@ def test_the_sizes_of_deepseek_v32() -> None:
 @pytest.mark.parametrize("stored", ["fp8", None])
 def test_all_weights_are_in_some_stage(stored: str | None) -> None:
     config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 5})
-    kept = config.quantization if stored else None
-    weights = WeightBytes.of(rank_model(config, kept, torch.bfloat16, ranks=16, tp_size=4))
+    quantization = config.quantization if stored else None
+    weights = WeightBytes.of(rank_model(config, quantization, torch.bfloat16, ranks=16, tp_size=4))
     held = weights.embedding + weights.head
     for kind in zip(config.mlp_layer_types, config.indexer_types, strict=True):
         for name, size in weights.layers[kind].items():
             held += size * (weights.held if name == "MoE experts" else name != "index keys")
     in_float32 = 2 * 2 * 256 * 7168 + 5 * 2 * 64 * 7168  # gates and head weights, on no device twice as wide
-    assert held + in_float32 == rank_weight_bytes(config, kept, torch.bfloat16, 16, 4)
+    assert held + in_float32 == rank_weight_bytes(config, quantization, torch.bfloat16, 16, 4)
 
 
 def test_shares_of_the_ceilings(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e10))
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
-    shares = Shares(llm.engine)
+    fractions = PeakFractions(llm.engine)
     flops = sum(work.flops for work in ModelCosts.of(llm.engine).prefill(prefill_plans_of(llm.engine, 700), 0).values())
-    found = shares.prefill(700, seconds=0.5, batch_size=2)["prefill_work"]
-    assert found["flops"] == 2 * flops and found["share_of_matmul"] == pytest.approx(2 * flops / 0.5 / 1e12)
+    work = fractions.prefill(700, seconds=0.5, batch_size=2)["prefill_work"]
+    assert work["flops"] == 2 * flops and work["share_of_matmul"] == pytest.approx(2 * flops / 0.5 / 1e12)
     two = LLM("demo-random", parallel=EmulatedConfig(emulate_world=2, cp_size=1), device="cpu", progress=False)
-    pairs = [Shares(two.engine).prefill(64, 1.0, n)["prefill_work"]["stages"]["MoE experts"]["flops"] for n in (1, 2)]
+    pairs = [
+        PeakFractions(two.engine).prefill(64, 1.0, n)["prefill_work"]["stages"]["MoE experts"]["flops"] for n in (1, 2)
+    ]
     assert pairs[1] == 2 * pairs[0], "each rank's experts serve the prompts of both groups"
     result = measure_latency(llm, 300, 3, batch_size=2, warmup=0, repeat=1, fill_cache=True)
     assert result.itl is not None
-    step = shares.of(result)["decode_step"]
+    step = fractions.of(result)["decode_step"]
     assert step["share_of_copy"] == pytest.approx(sum(step["bytes_read"].values()) / result.itl.median / 1e10)
-    assert "prefill_work" not in shares.of(result), "caches were filled"
+    assert "prefill_work" not in fractions.of(result), "caches were filled"

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.commands.bench.generation_benchmark import measure_latency
+from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, replay, watched
-from dsa_engine.measure.generation_benchmark import measure_latency
-from dsa_engine.measure.prefill_benchmark import measure_prefill
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.stage_timer import DeviceClock
 from dsa_engine.parallel import ParallelConfig
@@ -87,7 +87,7 @@ def test_torchrun_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> 
         EmulatedConfig(emulate_world=64).create_mesh("cpu")
 
 
-def test_groups_have_their_size_and_place() -> None:
+def test_groups_have_their_size_and_rank() -> None:
     mesh = EmulatedConfig(emulate_world=64, emulate_rank=21, cp_size=16, tp_size=8).create_mesh("cpu")
     assert isinstance(mesh, EmulatedMesh)
     assert (mesh.rank, mesh.world_size, mesh.is_leader) == (21, 64, True)
@@ -190,7 +190,7 @@ def played(*program: tuple[str, float, float]) -> Communication:
         ([], 0, 0),
     ],
 )
-def test_what_hides_behind_what(program: list[tuple[str, float, float]], total: float, stalled: float) -> None:
+def test_what_overlaps_with_what(program: list[tuple[str, float, float]], total: float, stalled: float) -> None:
     result = played(*program)
     assert (result.seconds, result.stalled_seconds) == (total, stalled)
 

@@ -47,8 +47,8 @@ def test_balanced(sizes: tuple[int, int, int, int], tokens: int) -> None:
     experts, top_k, groups, top_groups = sizes
     chosen = balanced_choices(tokens, top_k, experts, groups, top_groups, CPU)
     assert chosen.shape == (tokens, top_k) and chosen.dtype == torch.int32
-    found = counts(chosen, experts)
-    assert len(found) == experts and max(found) - min(found) <= 1
+    counted = counts(chosen, experts)
+    assert len(counted) == experts and max(counted) - min(counted) <= 1
     assert_distinct(chosen)
     if tokens and top_k % top_groups == 0:
         of_groups = [len(set((row // (experts // groups)).tolist())) for row in chosen]
@@ -71,8 +71,8 @@ def test_weighted(loads: list[int], top_k: int, tokens: int) -> None:
     chosen = weighted_choices(tokens, top_k, len(loads), loads, CPU)
     assert chosen.shape == (tokens, top_k)
     assert_distinct(chosen)
-    for found, load in zip(counts(chosen, len(loads)), loads, strict=True):
-        assert abs(found - load / sum(loads) * tokens * top_k) < 1 + 1e-6
+    for counted, load in zip(counts(chosen, len(loads)), loads, strict=True):
+        assert abs(counted - load / sum(loads) * tokens * top_k) < 1 + 1e-6
 
 
 def test_weighted_choices_of_neighbours_differ() -> None:
@@ -87,7 +87,7 @@ def test_weighted_choices_of_neighbours_differ() -> None:
     ("loads", "message"),
     [
         ([1.0] * 7, "there are 7 expert loads, the model has 8 routed experts; give one for each"),
-        ([9.0] + [1.0] * 7, "expert 0 has 56.2% of the load; a token chooses 2 different experts, so that one gets at"),
+        ([9.0] + [1.0] * 7, "expert 0 has 56.2% of the load; a token chooses 2 different experts, so one gets at"),
     ],
 )
 def test_loads_that_no_router_can_give(loads: list[float], message: str) -> None:
@@ -99,10 +99,10 @@ def test_loads_that_no_router_can_give(loads: list[float], message: str) -> None
 
 
 def assigned(ranks: int, rank: int, experts: int, tokens: Any = None, loads: Any = None) -> AssignedExperts:
-    found = AssignedExperts(ExpertPlacement.contiguous(experts, ranks, CPU), rank, loads)
+    assigned = AssignedExperts(ExpertPlacement.contiguous(experts, ranks, CPU), rank, loads)
     if tokens is not None:
-        found.begin_step(tokens)
-    return found
+        assigned.begin_step(tokens)
+    return assigned
 
 
 def test_every_rank_assigns_the_same() -> None:
@@ -170,7 +170,7 @@ def test_rows_between_which_there_is_padding() -> None:
 
 
 @pytest.mark.parametrize("loads", [None, tuple(float(1 + e % 3) for e in range(9))])
-def test_what_a_graph_reads_is_updated_in_place(loads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_a_graph_are_updated_and_not_replaced(loads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of steps padded to 2 and 4 rows: before each step what they read is that step's, padding included."""
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -214,16 +214,18 @@ def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, expe
             for most_pairs in (sys.maxsize, 5):
                 dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), most_pairs)
                 arrived = 0
-                found = []
+                chosen = []
                 for number in range(dispatch.rounds):
                     here = dispatch.receive(number)
                     arrived += len(here.tokens)
                     assert len(here.tokens) == len(here.experts) == len(here.weights)
-                    found += here.experts[here.experts >= 0].tolist()
+                    chosen += here.experts[here.experts >= 0].tolist()
                     assert math.isfinite(float(here.weights.sum()))
                     dispatch.send_back(number, torch.randn(len(here.tokens), 6))
                 assert dispatch.combine().shape == (count, 6)
                 if method == "all_gather":
                     assert arrived == 4 * max(tokens)
                 held = firsts[rank + 1] - firsts[rank]
-                assert counts(torch.tensor(found, dtype=torch.int32), held) == expected[firsts[rank] : firsts[rank + 1]]
+                assert (
+                    counts(torch.tensor(chosen, dtype=torch.int32), held) == expected[firsts[rank] : firsts[rank + 1]]
+                )

@@ -17,10 +17,10 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.emulation.stand_ins import StandIns, stand_in
-from dsa_engine.measure.fake_cuda import FakeDevice
 from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
+from fake_cuda import FakeDevice
 
 CPU = torch.device("cpu")
 

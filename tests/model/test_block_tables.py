@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-from dsa_engine.measure.fake_cuda import FakeDevice
 from dsa_engine.model.block_tables import BlockTables
+from fake_cuda import FakeDevice
 
 
 class _Table(BlockTables):

@@ -17,8 +17,8 @@ import torch
 
 from dsa_engine import arguments
 from dsa_engine.checkpoint import CheckpointReader, Source
+from dsa_engine.commands.bench.plots import plot_prefill
 from dsa_engine.demo import trained_folder
-from dsa_engine.measure.plots import plot_prefill
 from dsa_engine.measure.report import write_json
 from dsa_engine.measure.stage_timer import chrome_trace
 from dsa_engine.system import output_files

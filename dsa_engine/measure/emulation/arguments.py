@@ -1,4 +1,4 @@
-"""Measuring one rank of many on one device: the options of the scripts, and what their reports say about it."""
+"""Options of the scripts for measuring one rank of many on one device, and the report of such a run."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
-    """The model that the options describe, and the links on which an emulated rank would communicate.
+    """The model that the options describe, and the links of an emulated rank.
 
     Raises:
-        ValueError, OSError: an option or a file is not possible; then nothing has been loaded.
+        ValueError, OSError: an option or a file is invalid; then nothing has been loaded.
     """
     if args.emulate_world is None:
         for option in ("emulate_rank", "expert_loads", "links"):
@@ -66,7 +66,7 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
     if not isinstance(loads, list):
         raise ValueError(f"{path} must hold a JSON list of numbers, one for each expert, not {loads!r:.80}")
     try:
-        EmulatedConfig(emulate_world=2, expert_loads=tuple(loads))  # that they are numbers
+        EmulatedConfig(emulate_world=2, expert_loads=tuple(loads))  # checks that they are numbers
         check_loads(loads, config.n_routed_experts, config.num_experts_per_tok)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -74,7 +74,7 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
 
 
 def heading(engine: Engine, links: Links) -> str:
-    """What stands above every table of an emulated run; "" elsewhere."""
+    """The line above every table of an emulated run; "" for other runs."""
     mesh = emulated(engine.mesh)
     if mesh is None:
         return ""
@@ -86,7 +86,7 @@ def heading(engine: Engine, links: Links) -> str:
 
 
 def title(engine: Engine) -> str:
-    """What stands above a plot; "" where nothing is emulated."""
+    """The part of a plot's title that describes the emulated run; "" for other runs."""
     mesh = emulated(engine.mesh)
     if mesh is None:
         return ""
@@ -94,7 +94,7 @@ def title(engine: Engine) -> str:
 
 
 def to_json(engine: Engine, links: Links) -> dict[str, Any]:
-    """The key "emulated" of a result; nothing where nothing is."""
+    """The key "emulated" of a result; empty for other runs."""
     mesh = emulated(engine.mesh)
     if mesh is None:
         return {}

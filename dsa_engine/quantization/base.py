@@ -143,9 +143,9 @@ class GroupedExperts(Weights):
             tokens, experts, weights, served_fraction=fraction, served=served, uncounted_bytes=uncounted_bytes
         )
 
-    @abstractmethod
     def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
         """The format's kernel, with its weights."""
+        raise NotImplementedError
 
 
 class WeightFormat(ABC):

@@ -95,9 +95,6 @@ class NaiveExperts(GroupedExperts):
                 out[t] += weights[t, j] * (down[e] @ coded(hidden))
         return out.to(tokens.dtype)
 
-    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class Naive(StoredFormat):
     def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device):

@@ -74,7 +74,7 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
 
 
 def heading(engine: Engine, links: Links) -> str:
-    """What stands above every table of an emulated run; "" elsewhere."""
+    """The line above every table of an emulated run; "" for other runs."""
     mesh = emulated(engine.mesh)
     if mesh is None:
         return ""
@@ -86,7 +86,7 @@ def heading(engine: Engine, links: Links) -> str:
 
 
 def title(engine: Engine) -> str:
-    """What stands above a plot; "" where nothing is emulated."""
+    """The part of a plot's title that describes the emulated run; "" for other runs."""
     mesh = emulated(engine.mesh)
     if mesh is None:
         return ""
@@ -94,7 +94,7 @@ def title(engine: Engine) -> str:
 
 
 def to_json(engine: Engine, links: Links) -> dict[str, Any]:
-    """The key "emulated" of a result; nothing where nothing is."""
+    """The key "emulated" of a result; empty for other runs."""
     mesh = emulated(engine.mesh)
     if mesh is None:
         return {}

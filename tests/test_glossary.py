@@ -1,0 +1,77 @@
+"""What docs/GLOSSARY.md says of words, held for every Python file: names, docstrings and comments."""
+
+from __future__ import annotations
+
+import ast
+import io
+import keyword
+import os
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests", "benchmarks")
+
+# In a name's parts (between underscores, or capitals of a class): a maximum is `max`, a position `row`, `index`, `slot`.
+PARTS = {"most", "place", "places", "behind", "verified", "nobody", "somebody", "everybody", "everybodys", "whoever"}
+# As a whole name: these say neither of what nor which.
+WHOLE = {"ends", "share", "shares", "kept"}
+USUAL = re.compile("at_most|in_place", re.IGNORECASE)
+# A rank, a request, a thread, a caller is called that.
+PEOPLE = re.compile(r"\b(?:some|any|every|no)body\b|\bwho(?:ever)?\b", re.IGNORECASE)
+
+
+def python_files() -> Iterator[Path]:
+    for folder in FOLDERS:
+        for where, folders, names in os.walk(ROOT / folder):
+            folders[:] = sorted(name for name in folders if name != "__pycache__")
+            yield from (Path(where, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def parts_of(name: str) -> list[str]:
+    """The words of a name, in small letters: max_tokens, MaxTokens and MAX_TOKENS have the same ones."""
+    return [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def bad_names(source: str) -> list[str]:
+    bad = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = token.string
+        if token.type != tokenize.NAME or keyword.iskeyword(name):
+            continue
+        if name in WHOLE or PARTS & set(parts_of(USUAL.sub("", name))):
+            bad.append(f"{token.start[0]}: the name {name}")
+    return bad
+
+
+def bad_texts(source: str) -> list[str]:
+    bad = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node) or ""
+            line = node.body[0].lineno if node.body else 1
+            if re.match(r"Of\b", text):
+                bad.append(f"{line}: a docstring begins with 'Of'")
+            bad += [f"{line}: {match} in a docstring" for match in PEOPLE.findall(text)]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if re.match(r"# *[Oo]f\b", token.string):
+                bad.append(f"{token.start[0]}: a comment begins with 'of'")
+            bad += [f"{token.start[0]}: {match} in a comment" for match in PEOPLE.findall(token.string)]
+    return bad
+
+
+@pytest.mark.parametrize("check", [bad_names, bad_texts])
+def test_words_are_the_glossarys(check: Callable[[str], list[str]]) -> None:
+    bad = {str(path.relative_to(ROOT)): check(path.read_text()) for path in python_files()}
+    assert {path: lines for path, lines in bad.items() if lines} == {}
+
+
+def test_the_test_sees_what_it_looks_for() -> None:
+    source = '"""Of a thing, for whoever wants it."""\nmost_rows = in_place + at_most  # of nobody\nclass RowPlaces:\n    ends = 1\n'
+    assert bad_names(source) == ["2: the name most_rows", "3: the name RowPlaces", "4: the name ends"]
+    assert len(bad_texts(source)) == 4

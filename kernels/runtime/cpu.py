@@ -4,38 +4,27 @@ They do in float32 what the references do, which stay their definition, and run 
 (:func:`serves`). A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
 waits for another.
 
-The library lies in the user's cache folder (:func:`user_cache`), under the digest of its sources, its compiler and the
-processor's features. Where there is no compiler, or ``DSA_ENGINE_NATIVE=0`` says so, the references run.
+The library lies in the user's cache folder (:func:`user_cache`, `native_library.py`). Without one, or with
+``DSA_ENGINE_NATIVE=0``, the references run.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
-import hashlib
 import logging
 import os
-import platform
-import shlex
-import shutil
-import stat
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
-from dsa_engine.kernels.runtime import launch
+from dsa_engine.kernels.runtime import launch, native_library
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parents[1] / "native"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-pthread")
-_COMPILER_SECONDS = 300
 # Multiply-adds that are worth another thread, some 10 µs: a thread that is awake takes a few to begin.
 _WORTH_A_THREAD = 1 << 18
 
@@ -99,7 +88,7 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("DSA_ENGINE_NATIVE") == "0":
         return None
     try:
-        loaded = _load()
+        loaded = native_library.load(_SOURCES, user_cache() / "native")
         for name, (arguments, result) in _FUNCTIONS.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, result
@@ -131,80 +120,5 @@ def user_cache() -> Path:
 
 @functools.cache
 def digest() -> str:
-    """Digest of the sources, compiler, flags and processor: the same for the same machine code.
-
-    Raises:
-        RuntimeError: there is no compiler.
-    """
-    command = _compiler()
-    version = subprocess.run([*command, "--version"], capture_output=True, timeout=_COMPILER_SECONDS, check=True)
-    about = hashlib.blake2b(repr((command, _FLAGS, platform.machine(), _features())).encode(), digest_size=10)
-    about.update(version.stdout)
-    for source in sorted(_SOURCES.iterdir()):
-        about.update(source.read_bytes())
-    return about.hexdigest()
-
-
-def _load() -> ctypes.CDLL:
-    """Compiles the library unless it is there. Of several processes one compiles, the others wait for it."""
-    built = user_cache() / "native" / f"kernels-{digest()}.so"
-    built.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    if built.parent.stat().st_mode & stat.S_IWOTH:
-        raise RuntimeError(
-            f"any user may write to {built.parent}, and its files are run; chmod o-w it, or name another folder "
-            "in DSA_ENGINE_CACHE"
-        )
-    with suppress(OSError):  # there is none, or it is damaged
-        return ctypes.CDLL(str(built))
-    with open(built.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # is let go with the process
-        with suppress(OSError):  # another process has made it since
-            return ctypes.CDLL(str(built))
-        _compile(built)
-        return ctypes.CDLL(str(built))
-
-
-def _compile(built: Path) -> None:
-    """Writes the library whole or not at all."""
-    unfinished = built.with_suffix(f".{os.getpid()}")
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    logger.info("compiling the CPU kernels, once for this machine: some seconds")
-    try:
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [os.path.join(folder, f"{source.stem}.o") for source in sources]
-            [*pool.map(lambda source, into: _run("-c", "-o", into, str(source)), sources, objects)]
-            _run("-shared", "-o", str(unfinished), *objects)
-        unfinished.chmod(0o755)
-        unfinished.replace(built)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _run(*arguments: str) -> None:
-    """The compiler; ``RuntimeError`` with its first error where it has one."""
-    done = subprocess.run(
-        [*_compiler(), *_FLAGS, *arguments],
-        capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS,
-    )  # fmt: skip
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-        raise RuntimeError(f"they do not compile: {lines[0]:.300}")
-
-
-def _compiler() -> list[str]:
-    """The command of ``$CXX``, else g++, c++ or clang++; the first that there is."""
-    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
-        words = shlex.split(name)
-        if words and (compiler := shutil.which(words[0])):
-            return [compiler, *words[1:]]
-    raise RuntimeError("there is no C++ compiler; install g++, or set CXX")
-
-
-def _features() -> str:
-    """The processor's, as far as Linux tells: what ``-march=native`` compiles for."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = ("flags", "Features", "model", "CPU part", "vendor_id")
-    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in named}))
+    """Names the machine code of the kernels."""
+    return native_library.digest(_SOURCES)

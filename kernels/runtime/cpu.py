@@ -65,7 +65,7 @@ def serves(*tensors: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     if not launch.runs_native():
         return False
     graded = torch.is_grad_enabled()
-    for x in tensors:  # plainly: it is asked many times a step
+    for x in tensors:  # a plain loop: this runs many times a step
         if x.dtype != dtype or not x.is_cpu or (graded and x.requires_grad):
             return False
     return library() is not None
@@ -77,7 +77,7 @@ def runs_kernel(x: torch.Tensor) -> bool:
 
 
 def threads_for(multiply_adds: int) -> int:
-    """How many threads so much work is given: those that PyTorch may use, and fewer where it is not worth them."""
+    """Number of threads for this much work: those that PyTorch may use, and fewer for little work."""
     return max(1, min(torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
 
 
@@ -89,7 +89,8 @@ def kernels() -> ctypes.CDLL:
 
 
 def row_threads(numbers: int) -> int:
-    """:func:`threads_for`, of an operation that reads and writes so many and multiplies little: it waits for memory."""
+    """:func:`threads_for` of an operation that reads and writes these numbers and multiplies little: it waits for
+    memory."""
     return threads_for(4 * numbers)
 
 
@@ -114,7 +115,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def user_cache() -> Path:
-    """Where files that can be made again are kept: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
+    """Folder for files that can be made again: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
 
     Raises:
         RuntimeError: the user has no home folder, and none was named.
@@ -154,7 +155,7 @@ def _load() -> ctypes.CDLL:
     with suppress(OSError):  # there is none, or it is damaged
         return ctypes.CDLL(str(built))
     with open(built.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # is let go with the process
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process
         with suppress(OSError):  # another process has made it since
             return ctypes.CDLL(str(built))
         _compile(built)
@@ -198,7 +199,7 @@ def _compiler() -> list[str]:
 
 
 def _features() -> str:
-    """The processor's, as far as Linux tells: what ``-march=native`` compiles for."""
+    """Features of the processor, as far as Linux lists them: ``-march=native`` compiles for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

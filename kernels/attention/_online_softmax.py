@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 
 
 class Tilings(NamedTuple):
-    """Tiles by what lies in shared memory."""
+    """Tiles by the type of the rows in shared memory."""
 
     half: Tiles  # rows of 2 bytes a number
     fp8: Tiles  # rows of 656 bytes, and their 2-byte numbers
@@ -94,9 +94,8 @@ def choose_splits(programs: int, steps: int, processors: int, max_splits: int) -
     """Number of parts, at most ``max_splits``, into which the steps of each of ``programs`` programs are cut to finish
     first.
 
-    Counted in steps, of about 2 µs: as many rounds as the parts need on the chip, each as long as its steps and
-    another two to begin and end; and a thirtieth for each part, which writes 128 KB and has them read again to be
-    merged.
+    The cost is counted in steps of about 2 µs: the rounds that the parts need on the chip, each with its steps and two
+    more to begin and end; and a thirtieth for each part, whose 128 KB are written and read again to be merged.
     """
 
     def cost(splits: int) -> float:
@@ -117,7 +116,7 @@ class AttentionLaunch:
     constants: dict[str, Any]  # constants of the kernel, its warps and stages
 
     def splits(self, longest: int, workspace: int) -> int:
-        """Parts for at most ``longest`` rows a query, whose float32 results fit in ``workspace`` bytes."""
+        """Number of parts for at most ``longest`` rows a query, whose float32 results fit in ``workspace`` bytes."""
         tokens, heads, _ = self.q.shape
         room = workspace // max(1, 4 * tokens * heads * (self.value_dim + 1))
         steps = cdiv(longest, self.rows)
@@ -246,9 +245,10 @@ def attend_to_rows(
 ):  # fmt: skip
     """Attention of a program's heads to the rows ``first … stop-1`` of its token, one at least, and its results.
 
-    ``ROW(INDEX(source, entry, stop), source, entry, stop)`` are the rows of the pool at ``entry [BLOCK_ROWS]``, and
-    those of the last one from ``stop`` on: loads need no mask. INDEX loads what ROW computes with. ``hole`` is the
-    first entry that is left out, for HOLES in ``source[0]``, else ``stop``."""
+    ``INDEX(source, entry, stop)`` loads the slots or pages of the entries ``entry [BLOCK_ROWS]``, and
+    ``ROW(index, source, entry, stop)`` computes their rows of the pool; entries from ``stop`` on repeat the last one,
+    so that loads need no mask. The steps before ``hole`` leave out no entry. With HOLES ``source[0]`` points to slots,
+    and entries whose slot is negative are left out."""
     q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
     top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)

@@ -32,7 +32,7 @@ from dsa_engine.kernels.runtime.operation import operation
 def dense_mla_block_reference(
     q: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``visible [T]``: how many of ``rows [R, width]`` each query sees."""
+    """``visible [T]``: the number of ``rows [R, width]`` that each query sees."""
     count, heads, width = q.shape
     rows = rows.float()
     scores = (q.reshape(-1, width).float() @ rows.t()).view(count, heads, -1).mul_(scale)
@@ -146,7 +146,8 @@ def dense_mla(
         pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: segments of the queries.
-        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
+        row_format: format of the pool; plain rows have q's dtype, and the first ``rank`` numbers of a row are its
+            value.
         scale: softmax scale.
         workspace: bytes for the scores (reference) or for partial results (kernel, where few queries are split).
 

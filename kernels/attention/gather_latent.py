@@ -50,7 +50,7 @@ def gather_latent(
     Args:
         pool: ``[pages, page_size, columns]`` in ``row_format``.
         slots: ``[n]`` int32 or int64 rows of the flattened pool, in any order, none of them −1.
-        row_format: the pool's; plain rows have the dtype ``dtype``.
+        row_format: format of the pool; plain rows have the dtype ``dtype``.
         dtype: dtype of the result.
 
     Returns:

@@ -136,7 +136,7 @@ def _launch(
 def _run_native(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By ``native/sparse_attention.cpp``: a token at a time and thread, whose rows are all gathered."""
+    """Runs ``native/sparse_attention.cpp``: a thread takes a token at a time and gathers all its rows."""
     (tokens, heads, width), k = q.shape, slots.shape[1]
     library = cpu.kernels()
     out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads)
@@ -172,9 +172,10 @@ def sparse_attention(
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
         pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
-        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
+        row_format: format of the pool; plain rows have q's dtype, and the first ``rank`` numbers of a row are its
+            value.
         scale: softmax scale.
-        counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); later
+        counts: ``[T]`` int32, the number of leading entries of each row of ``slots`` that count (k if not given); later
             entries may be anything.
         workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split);
             the CPU's kernel takes what the rows of a token for each thread need.

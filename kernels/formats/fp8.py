@@ -8,8 +8,8 @@ This is the format of released DeepSeek and GLM checkpoints (``NAME.weight`` and
     scale_inv  [ceil(rows / block_rows), ceil(columns / block_columns)]     float32
 
 Blocks at the lower and right edge may be partial. A rank that keeps a part of a matrix need not cut at block borders:
-``start`` says where the part begins in the whole, and ``scale_inv`` then holds the scales of exactly those blocks that
-the part touches, so that ``scale_inv[0, 0]`` belongs to ``weight[0, 0]``.
+``start`` is the row and column of the whole where it begins, and ``scale_inv`` then holds the scales of exactly those
+blocks that the part touches, so that ``scale_inv[0, 0]`` belongs to ``weight[0, 0]``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _REFERENCE_ROWS = 256
 def scale_shape(
     shape: tuple[int, int], block_size: tuple[int, int], start: tuple[int, int] = (0, 0)
 ) -> tuple[int, int]:
-    """How many blocks, down and across, a part of ``shape`` touches that begins at ``start`` of the whole matrix."""
+    """Number of blocks, down and across, that a part of ``shape`` touches which begins at ``start`` of the whole
+    matrix."""
     rows, columns = (
         (offset % block + size + block - 1) // block
         for size, block, offset in zip(shape, block_size, start, strict=True)

@@ -4,7 +4,7 @@
     w[i, j]             = scale[i, j // group] · code[i, j]
     packed[i, j // 8]   has  code[i, j] + 8  in its bits  4 · (j mod 8) …,   int32 [rows, columns / 8]
 
-so that, byte by byte, even columns are the low halves and odd columns the high ones.
+so that even columns are the low halves and odd columns the high ones.
 
 In memory every 32 columns (16 bytes) are arranged in planes of consecutive columns, 4 of 8 for products of 16 bits
 (W4A16) and 2 of 16 for products of 8 bits (W4A8). With n planes, column ``32/n · p + u`` of the 32 is nibble ``p`` of
@@ -30,7 +30,7 @@ GROUP_SIZES = (32, 64, 128)
 
 STORED = 1  # "planes" of the stored order
 
-# Columns that are arranged together, and words in which that is done at a time.
+# Columns that are arranged together, and words that are arranged at a time.
 _ARRANGED = 32
 _ARRANGED_WORDS = 1 << 21
 
@@ -71,7 +71,7 @@ def unpack_int4(packed: torch.Tensor, planes: int = STORED) -> torch.Tensor:
 def arrange_int4_(packed: torch.Tensor, planes: int) -> None:
     """Rearranges the stored order into planes within the tensor, some rows at a time: int32 ``[..., columns / 8]``,
     contiguous, columns in 32s."""
-    if packed.is_meta:  # a model of which only the sizes are asked would take many thousand steps
+    if packed.is_meta:  # sizes of a model alone would take many thousand steps
         return
     rows = packed.view(-1, packed.shape[-1])
     for part in rows.split(max(1, _ARRANGED_WORDS // max(1, rows.shape[1]))):

@@ -146,7 +146,7 @@ def gate_and_up(
         row_ends: int32 ``[groups]``, the index after the last row of each group.
         weight, weight_scale: ``[groups, 2, width, in]`` codes and ``[groups, 2, …]`` scales.
         power_of_two: whether the result's scales are powers of two.
-        expected: how many rows are served, as far as the host can tell; chooses tiles, nothing else.
+        expected: number of served rows, as far as the host knows; chooses tiles only.
 
     Returns:
         Codes ``[R, width]`` and scales ``[R, ceil(width / 128)]``; rows beyond the last group hold anything.

@@ -75,7 +75,8 @@ def score_tile_kernel(
     head = lane % BLOCK_HEADS
     q += row * HEADS * DIM
     weights += row * HEADS
-    # The number of stages is the launch's: given to the loop it would stage the weights too, and two programs not fit.
+    # The launch sets the number of stages: set here, the loop would stage the weights too, and two programs would not
+    # fit.
     for i in tl.range(begin, count, QUERIES):
         known = (i + query < count) & (head < HEADS)
         line = (i + query) * HEADS + head

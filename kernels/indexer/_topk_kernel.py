@@ -39,7 +39,7 @@ def _above(scores, line):
 def _find_line(scores, held, floor, k, max_kept, PIECE: tl.constexpr):
     """Keys low < high: at least k of the held scores are above low, fewer than k above high. Ends when no more than
     ``max_kept`` are above low, or when no key lies between. All held scores are above ``floor - 1``, and the last piece
-    is filled up with −inf. Returns low, how many are above it, high, how many are above that."""
+    is filled up with −inf. Returns low, the number above it, high, and the number above that."""
     slots = tl.arange(0, PIECE)
     peak = tl.full([PIECE], -(2**31), tl.int32)
     for first in range(0, held, PIECE):
@@ -86,7 +86,7 @@ def _cut(
         selected = above | (level & (levels < ties))
         goal = done + (before & 0xFFFF) + tl.minimum(levels, ties)
         goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue: see _flush
-        tl.debug_barrier()  # all have read this piece: what is kept moves to its beginning or further down
+        tl.debug_barrier()  # this piece is read: selected candidates move to its beginning or before it
         tl.store(out_columns + goal, positions_of, mask=selected)
         if KEEP_SCORES:
             tl.store(out_scores + goal, values, mask=selected)
@@ -101,13 +101,13 @@ def _flush(
     scores, columns, payload, staged, held, floor, k, max_kept,
     HAS_PAYLOAD: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """The scores above the floor of the staged groups join the candidates; returns how many these are now, and the
+    """The scores above the floor of the staged groups join the candidates; returns their number, and the
     floor."""
     tl.debug_barrier()  # the groups are stored
     for first in range(0, 4 * staged, PIECE):
         slots = first + tl.arange(0, PIECE)
         values = tl.load(scores + CAPACITY + slots)
-        values = tl.where(values == values, values, float("nan"))  # of either sign: this one
+        values = tl.where(values == values, values, float("nan"))  # one NaN for those of either sign
         values = tl.where(slots < 4 * staged, values, float("-inf"))
         added = tl.sum(_above(values, floor).to(tl.int32))
         if (held + added > CAPACITY) & (floor < NAN):
@@ -219,7 +219,7 @@ def select_topk_kernel(
                     staged += added
                 is_last = first + CHUNK // 4 >= (length + 3) // 4
                 if (staged > CHUNK // 4) | is_last:
-                    if is_last & (4 * whole < length):  # less than a group is left
+                    if is_last & (4 * whole < length):  # less than a group remains
                         rest = tl.load(source + 4 * whole + quad, mask=quad < length - 4 * whole, other=float("-inf"))
                         tl.store(candidate_scores + CAPACITY + 4 * staged + quad, rest)
                         tl.store(candidate_columns + CAPACITY + staged, begin + 4 * whole)

@@ -7,8 +7,8 @@ dim]`` in the dtype of q; scores are float32 ``[T, S]``, S the largest number of
 beyond a row's visible tokens are not defined and must not be read.
 
 In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the FP8 index-key format of
-`formats/cache_format.py`. A scale is positive and relu is homogeneous: the scale of a query row is part
-of ``w[t, h]``, to which the caller adds it, and that of a key is multiplied in after the sum over heads.
+`formats/cache_format.py`. A scale is positive and relu is homogeneous: the caller multiplies
+the scale of a query row into ``w[t, h]``; that of a key is multiplied in after the sum over heads.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def indexer_scores(
         pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: segments of the queries.
-        key_format: the pool's, of q's dtype.
+        key_format: format of the pool, of q's dtype.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
 
     Returns:

@@ -49,8 +49,8 @@ def lightning_indexer(
         pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``.
         block_tables: ``[sequences, max_pages]`` int32.
         segments: segments of the queries.
-        k: how many to select.
-        key_format: the pool's, of q's dtype.
+        k: number of tokens to select.
+        key_format: format of the pool, of q's dtype.
         workspace: bytes for scores and intermediate products.
 
     Returns:

@@ -91,7 +91,7 @@ def select_topk_reference(
 
 
 def slices_of(rows: int, width: int, k: int, processors: int) -> int:
-    """Into how many slices a row is cut: 1 unless there are many times more processors than rows.
+    """Number of slices into which a row is cut: 1 unless there are many times more processors than rows.
 
     The time is that of a slice and then of the k best of each: least where both are as long. Follows from the matrix's
     shape, not from the lengths, which only the device knows.
@@ -157,9 +157,9 @@ def select_topk(
 
     Args:
         scores: any row stride; columns follow one another.
-        k: how many to select. The kernel takes up to 4096; beyond, the reference runs.
-        lengths: ``[R]`` int32, how many columns of each row count. All, if not given. The reference overwrites the
-            columns after them, the kernel does not.
+        k: number of positions to select. The kernel takes up to 4096; beyond, the reference runs.
+        lengths: ``[R]`` int32, the number of columns of each row that count; all if not given. The reference overwrites
+            the columns after them, the kernel does not.
         out: int32 ``[R, k]``, contiguous: gets the positions; default: a new tensor.
 
     Returns:

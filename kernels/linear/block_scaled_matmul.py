@@ -100,8 +100,8 @@ def sum_parts_kernel(parts, out, count, splits, SIZE: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-# By capability: the first with room for the rows is taken, else the last. Few rows: the weights' way from memory is
-# what takes time, and each program keeps 48 KB of them under way. Many: a block's sum and the whole sum are both in
+# By capability: the first with room for the rows is taken, else the last. Few rows: reading the weights takes the
+# time, and each program has 48 KB of them in flight. Many: a block's sum and the whole sum are both in
 # registers, so tiles are half of what bfloat16 takes.
 # Compiled for sm_90 and sm_100 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
@@ -188,7 +188,7 @@ def block_scaled_linear(
 
 
 def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-    """``weight [..., out, in]`` and its scales, as :func:`block_scaled_linear` takes them."""
+    """Raises an error unless :func:`block_scaled_linear` takes ``weight [..., out, in]`` and its scales."""
     if weight.dtype != torch.float8_e4m3fn or weight_scale.dtype != torch.float32:
         raise TypeError(
             f"block-scaled products need float8_e4m3fn weights and float32 scales, not {weight.dtype} and "

@@ -2,8 +2,8 @@
 
     y = x · weightᵀ
 
-PyTorch's product, but on a CPU for few rows, as in decode: it packs the weight and divides it over threads by rules of
-its own, which takes longer than reading the weight once (``native/linear.cpp``). There a row's result is the same bits
+PyTorch's product, but on a CPU for few rows, as in decode: it packs the weight and divides it over threads by its own
+rules, which takes longer than reading the weight once (``native/linear.cpp``). There a row's result is the same bits
 whatever rows are beside it.
 """
 

@@ -4,8 +4,7 @@
     y[r] = down[e] · h[r]                             h quantised straight from float32, rounded nowhere between
     out[t] = Σ_j weight[t, j] · y[r(t, j)]            e = expert[t, j];  −1: served elsewhere
 
-Products are those of :mod:`.linear.block_scaled_matmul`; rows are sorted by expert as in :mod:`.expert_mlp`. The kernel
-gathers rows, multiplies by gate and up, gates and quantises in one pass: between the two products a value is a byte.
+Products are those of `grouped/grouped_matmul_fp8.py`; rows are sorted by expert as in :mod:`.experts`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def experts_by_torch(x: torch.Tensor, order: Order, gate_up: torch.Tensor, down:
 def _run_native(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """By ``native/expert_mlp.cpp``: an expert at a time and thread."""
+    """Runs ``native/expert_mlp.cpp``: a thread takes an expert at a time."""
     (tokens, choices), (count, hidden, intermediate) = experts.shape, down.shape
     library = cpu.kernels()
     out = torch.empty_like(x)
@@ -99,7 +99,7 @@ def expert_mlp(
         weights: ``[T, k]`` float32.
         gate_up: ``[experts, 2·intermediate, hidden]``.
         down: ``[experts, hidden, intermediate]``.
-        served_fraction: part of the choices that is expected to be served here: chooses the kernel, never the result.
+        served_fraction: expected fraction of the choices that are served here: chooses the kernel, never the result.
         served: number of choices that are served here, where the host knows it.
         uncounted_bytes: largest number of bytes of rows for which unserved choices get rows too, so that
             nothing waits for the device (decode, CUDA graphs).

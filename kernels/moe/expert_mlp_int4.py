@@ -1,4 +1,4 @@
-"""The experts of one rank in packed INT4: see ``expert_mlp.py`` for what is summed.
+"""The experts of one rank in packed INT4; ``expert_mlp.py`` says what is summed.
 
 W4A16 multiplies tokens as they are. W4A8 quantises a token once, and the gated rows once more before they go down.
 """

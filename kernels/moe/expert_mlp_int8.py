@@ -1,4 +1,4 @@
-"""The experts of one rank in INT8: see ``expert_mlp.py`` for what is summed.
+"""The experts of one rank in INT8; ``expert_mlp.py`` says what is summed.
 
 A token is quantised once for all its experts, and the gated rows once more before they go down.
 """

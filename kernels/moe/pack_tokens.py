@@ -1,8 +1,8 @@
 """Tokens with their experts and weights beside them, in one row of 32-bit words: a dispatch sends them at once.
 
-    row = [token, in its own dtype | experts, int32 · k | weights, float32 · k | zeros]
+    row = [token, in its dtype | experts, int32 · k | weights, float32 · k | zeros]
 
-Tokens begin every row and rows are whole 16 bytes, so that the experts read them where they have arrived
+Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
 (:func:`tokens_of`); only the choices are written anew, counted within the experts of the rank.
 """
 

@@ -20,7 +20,7 @@ from dsa_engine.kernels.runtime.operation import operation
 
 
 def _top(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the ``count`` largest of ``values [T, n]`` in each row, best first, the lower of equals before."""
+    """Indices of the ``count`` largest of ``values [T, n]`` in each row, best first, the lower of equals before."""
     if values.numel() <= 1024:  # a few tokens: one operation costs less than the five below
         return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     # float32 in an order of integers, and below that the index: no two keys are equal, topk has nothing to decide.
@@ -136,7 +136,7 @@ def _run(
     *,
     native: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``native``: by ``native/router.cpp``, else by Triton."""
+    """Runs ``native/router.cpp`` if ``native``, else the Triton kernel."""
     rows, count = logits.shape
     logits, bias = logits.contiguous(), bias.contiguous()
     live = None if live is None else live.contiguous()

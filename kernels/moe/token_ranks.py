@@ -1,4 +1,4 @@
-"""Which ranks tokens go to: each token once to every rank that holds some of its experts.
+"""The ranks that tokens go to: each token once to every rank that holds some of its experts.
 
 ranks[t, j] = rank_of[experts[t, j]];   first[t, j] = ranks[t, j] where no choice i < j of the token has it, else −1
 counts[r] = (how many first are r: tokens that go there,  how many ranks are r: choices that it serves)
@@ -74,12 +74,12 @@ def token_ranks_kernel(
 
 @operation()
 def token_ranks(experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> TokenRanks:
-    """Which ranks the tokens of a dispatch go to, with no synchronisation of host and device.
+    """Finds the ranks that the tokens of a dispatch go to, with no synchronisation of host and device.
 
     Args:
         experts: int32 ``[T, k]``, experts of all ranks; −1: no expert.
-        rank_of: int32 ``[experts]``: where each lies.
-        size: how many ranks there are.
+        rank_of: int32 ``[experts]``: the rank of each.
+        size: number of ranks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.

@@ -1,4 +1,4 @@
-"""The choices of packed tokens (`pack_tokens.py`), as the rank sees them that holds their experts."""
+"""The choices of packed tokens (`pack_tokens.py`), counted within the experts of one rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unpack_choices_kernel(
 def unpack_choices(
     packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int, first: int, held: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The choices of packed rows, as the rank sees them that holds the experts ``first … first + held - 1``.
+    """Reads the choices of packed rows for the rank that holds the experts ``first … first + held - 1``.
 
     Args:
         packed: int32 ``[R, row_words(hidden, dtype, k)]``, contiguous, of :func:`pack_tokens`.

@@ -124,7 +124,7 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_native(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
-    """``x, out [T, heads, dim]``, by ``native/rows.cpp``."""
+    """Runs ``native/rows.cpp``; ``x, out [T, heads, dim]``."""
     tokens, heads, dim = x.shape
     cpu.kernels().dsa_rope(
         x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2,
@@ -167,9 +167,9 @@ def apply_rope(
 
     Args:
         x: any strides, but the last dimension contiguous: ``q[..., nope:]`` needs no copy.
-        interleaved: which dimensions make a pair; see the top of this file.
-        out: where the result goes, shaped like ``x``, with any strides; ``x`` itself is overwritten. Otherwise
-            it must not overlap ``x``. Default: a new tensor.
+        interleaved: the dimensions that make a pair; see the top of this file.
+        out: tensor for the result, shaped like ``x``, with any strides: ``x`` itself, or one that does not overlap it.
+            Default: a new tensor.
 
     Returns:
         ``out``, or a new contiguous tensor of the shape and dtype of ``x``.

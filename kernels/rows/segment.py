@@ -1,4 +1,4 @@
-"""Segments: how a flat batch of tokens is cut into consecutive tokens of one sequence."""
+"""Segments of a flat batch of tokens: consecutive tokens of one sequence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Segments:
 
     segments: tuple[Segment, ...]
     sequences: torch.Tensor  # [rows] int32, each row's row of the block table
-    visible: torch.Tensor  # [rows] int32, how many tokens each row sees: its position + 1
+    visible: torch.Tensor  # [rows] int32, the number of tokens that each row sees: its position + 1
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     _parts: dict[tuple[int, int], Segments] = field(default_factory=dict, compare=False, repr=False)
 
@@ -117,7 +117,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class CuSeqlens:
-    """Which rows of a flat tensor belong to which sequence of a varlen call: rows ``offsets[i] … offsets[i+1]-1`` are
+    """The rows of a flat tensor that belong to each sequence of a varlen call: rows ``offsets[i] … offsets[i+1]-1`` are
     the i-th's."""
 
     offsets: tuple[int, ...]  # n + 1 of them, from 0

@@ -71,7 +71,7 @@ def store_cache_rows(
         rows: ``[R, width]`` of the pools' dtype, any row stride; columns after ``latent + index_key`` are padding
             (:meth:`.CacheFormat.packed_width`).
         slots: ``[R]`` int32 or int64, in any order, none named twice.
-        key_format: the index keys'; latent rows are copied whole.
+        key_format: format of the index keys; latent rows are copied whole.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.

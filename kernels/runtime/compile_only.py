@@ -1,4 +1,4 @@
-"""Compiling kernels for a chip that is not there.
+"""Compiling kernels for a chip that is not installed.
 
 Within :func:`compile_only`, the public functions of this package take CPU tensors and do all that they would do for
 CUDA tensors, but every launch ends with the compiled kernel: nothing runs, and results stay as they were allocated. So
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
             return _cuobjdump(option, file.name)
 
     def resources(self, sass: str) -> Resources:
-        """Read off the binary (with the cuobjdump of the Triton package), its machine code and the PTX."""
+        """Resources from the binary (with the cuobjdump of the Triton package), its machine code and the PTX."""
         ptx = self.kernel.asm["ptx"]
         usage = dict(re.findall(r"(REG|STACK):(\d+)", self._dump("-res-usage")))
         return Resources(
@@ -90,7 +90,7 @@ class _Utils:
 
 
 class _Driver:
-    """As much of a Triton driver as a launch asks for; one for each chip, since kernels keep their launchers."""
+    """The part of a Triton driver that a launch needs; one for each chip, since kernels keep their launchers."""
 
     utils = _Utils()
 

@@ -54,7 +54,7 @@ def serves(*tensors: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     if not launch.runs_native():
         return False
     graded = torch.is_grad_enabled()
-    for x in tensors:  # plainly: it is asked many times a step
+    for x in tensors:  # a plain loop: this runs many times a step
         if x.dtype != dtype or not x.is_cpu or (graded and x.requires_grad):
             return False
     return library() is not None
@@ -66,7 +66,7 @@ def runs_kernel(x: torch.Tensor) -> bool:
 
 
 def threads_for(multiply_adds: int) -> int:
-    """How many threads so much work is given: those that PyTorch may use, and fewer where it is not worth them."""
+    """Number of threads for this much work: those that PyTorch may use, and fewer for little work."""
     return max(1, min(torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
 
 
@@ -78,7 +78,8 @@ def kernels() -> ctypes.CDLL:
 
 
 def row_threads(numbers: int) -> int:
-    """:func:`threads_for`, of an operation that reads and writes so many and multiplies little: it waits for memory."""
+    """:func:`threads_for` of an operation that reads and writes these numbers and multiplies little: it waits for
+    memory."""
     return threads_for(4 * numbers)
 
 
@@ -103,7 +104,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def user_cache() -> Path:
-    """Where files that can be made again are kept: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
+    """Folder for files that can be made again: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
 
     Raises:
         OSError: the user has no home folder, and none was named.

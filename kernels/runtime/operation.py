@@ -1,4 +1,4 @@
-"""Operations and what they run on a device: their kernel, or, where that was found wrong, their reference.
+"""Operations, and whether they run their kernel on a device or, if that is wrong, their reference.
 
 Every public function that may launch a kernel is an ``@operation``. While :func:`compared` watches, each call runs both
 ways, and a kernel whose results differ, or that does not compile, is replaced: from then on its operation runs the
@@ -104,7 +104,7 @@ def replace(kernels: dict[str, str]) -> None:
 
 
 def difference(ours: torch.Tensor, wanted: torch.Tensor, defined: torch.Tensor | None = None) -> float:
-    """How far a result is off: the largest difference over the largest number, or the fraction of whole numbers and
+    """Error of a result: the largest difference over the largest number, or the fraction of whole numbers and
     codes that differ. Infinite where what is finite in one is not in the other."""
     if defined is not None:
         ours, wanted = ours[defined], wanted[defined]
@@ -165,7 +165,7 @@ def _first_tensor(*values: object) -> torch.Tensor:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """With the same strides, which a kernel has to cope with."""
+    """A copy with the same strides, which the kernel must handle."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 

@@ -73,7 +73,7 @@ def test_ragged_batch(page_size: int, workspace: int, scattered_pages: Scatter, 
 def test_splits_change_nothing(
     splits: int, scattered_pages: Scatter, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever the host would choose; 16 are more than there are steps, so that some have nothing to do."""
+    """Any number of splits gives the same result; 16 are more than there are steps, so that some have no rows."""
     monkeypatch.setattr(online_softmax, "choose_splits", lambda *_: splits)
     q, rows = problem()
     part = [Segment(0, 2, 0, 94), Segment(2, 1, 1, 0), Segment(3, 1, 2, 39)]

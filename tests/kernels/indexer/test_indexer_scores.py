@@ -147,7 +147,7 @@ def test_any_workspace(
 def fp8_pool(
     keys: list[torch.Tensor], scales: list[torch.Tensor], page_size: int, scatter: Scatter
 ) -> list[torch.Tensor]:
-    """Scattered pages of e4m3 keys and their scales; NaN where no token lies."""
+    """Scattered pages of e4m3 keys and their scales; NaN in slots without a token."""
     codes, tables = scatter([k.view(torch.uint8).float() for k in keys], page_size)
     factors, same = scatter([s[:, None] for s in scales], page_size)
     assert torch.equal(tables, same)
@@ -189,7 +189,7 @@ def test_fp8(
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        """Codes, none of them NaN, but few of the large ones, which would hide all others."""
+        """Codes without NaN and with few large ones, which would hide all others."""
         small, any_code = (torch.randint(top, shape, generator=g) for top in (0x50, 0x7F))
         rare, sign = torch.rand(shape, generator=g) < 0.02, torch.randint(2, shape, generator=g)
         return (torch.where(rare, any_code, small) + 0x80 * sign).byte().view(torch.float8_e4m3fn)
@@ -271,7 +271,7 @@ def test_negative_products_count_nothing(device: str, scattered_pages: Scatter) 
 
 
 def test_a_key_that_is_nan_shows(device: str, scattered_pages: Scatter) -> None:
-    """And only in its own score."""
+    """It shows in its own score only."""
     keys = torch.ones(5, 4)
     keys[2, 1] = float("nan")
     pool, tables = scattered_pages([keys], 2)

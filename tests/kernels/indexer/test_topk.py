@@ -1,6 +1,6 @@
 """Selection against a sort in plain Python: ties to the lower position, ascending order, −inf never, NaN first.
 
-The kernel's own tests give it a launch with small buffers, so that short rows overflow them many times already.
+The kernel's own tests give it a launch with small buffers, so that even short rows overflow them many times.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def test_how_rows_are_cut() -> None:
     [(chip, rows, 131_072) for chip in (80, 90, 100) for rows in (1, 512)] + [(90, 300, 5001)],
 )
 def test_compiled(chip: int, rows: int, width: int) -> None:
-    """No spills, scores read 16 bytes at a time where rows are aligned; and kept scores are stored one by one: their
-    goals are declared adjacent, which they are not, for the sake of the layout."""
+    """No spills, scores read 16 bytes at a time where rows are aligned; and selected scores are stored one by one:
+    their targets are declared adjacent, which they are not, for the sake of the layout."""
     with compile_only(chip) as launches:
         select_topk(torch.empty(rows, width), 2048, torch.empty(rows, dtype=torch.int32))
     assert len(launches) == (2 if rows == 1 else 1)

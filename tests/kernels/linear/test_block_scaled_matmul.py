@@ -22,7 +22,7 @@ def spread(*shape: int, seed: int) -> torch.Tensor:
 
 
 def naive(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    """float64 ``[R, out]``: block by block, as the definition says it."""
+    """float64 ``[R, out]``: block by block, as the definition says."""
     codes, x_scale = (t.cpu() for t in quantize_rows(x, 128, power_of_two))
     weight, scale = weight.cpu(), scale.cpu()
     out = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)

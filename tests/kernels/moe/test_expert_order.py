@@ -69,7 +69,7 @@ def test_both_ways_agree(device: str) -> None:
 
 
 def test_a_column_of_a_wider_matrix(device: str) -> None:
-    """The dispatch hands over a slice of the words that travelled."""
+    """The dispatch passes a slice of the words that it received."""
     experts = choices(12, 6, 5, 0.2)
     check(expert_order(experts.to(device)[:, 2:5], 5), experts[:, 2:5], 5)
 
@@ -133,7 +133,7 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
 
 
 def test_plain_sums(device: str) -> None:
-    """Without weights, as rows come back from other ranks; a token that went nowhere is zero."""
+    """Without weights, as rows come back from other ranks; a token that was sent to no rank is zero."""
     y = torch.tensor([[1.0, 2.0], [4.0, 8.0], [float("nan")] * 2], device=device)
     pair_rows = torch.tensor([[1, -1, 0], [-1, -1, -1], [-1, 1, -1]], dtype=torch.int32, device=device)
     assert combine(y, pair_rows).tolist() == [[5.0, 10.0], [0.0, 0.0], [4.0, 8.0]]

@@ -29,7 +29,7 @@ def alone() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def threads(alone: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many an operation gets, one after the other; more than there are cores, too."""
+    """The number of threads of an operation, one after the other; also more than there are cores."""
     given = [2, 5, 3]
     monkeypatch.setattr(cpu, "threads_for", lambda work: given[0])
     return given

@@ -1,4 +1,4 @@
-"""Operations that run both ways, and what becomes of a kernel that is wrong."""
+"""Operations that run both ways, and the replacement of a kernel that is wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def outer(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_operation_is_marked() -> None:
-    """Whatever asks whether it runs a kernel can be compared and replaced, but for what only sizes its workspace."""
+    """Every function that asks whether it runs a kernel can be compared and replaced, but one that only sizes its
+    workspace."""
     unmarked = []
     for path in sorted((Path(__file__).resolve().parents[3] / "kernels").rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -27,7 +27,7 @@ from dsa_engine.output_files import check_outputs
 from dsa_engine.progress import progress_bar
 
 TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
-SPLIT = "Split: prefill and decode on devices of their own (the engine does not do this yet)"
+SPLIT = "Split: prefill and decode on separate devices (the engine does not do this yet)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

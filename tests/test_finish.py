@@ -20,8 +20,8 @@ def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     def forced(
         logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
     ) -> torch.Tensor:
-        indices = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
-        return torch.tensor([tokens[min(index, len(tokens) - 1)] for index in indices])
+        offsets = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
+        return torch.tensor([tokens[min(offset, len(tokens) - 1)] for offset in offsets])
 
     monkeypatch.setattr("dsa_engine.engine.sampling.sampler.sample", forced)
 
@@ -83,8 +83,8 @@ def test_no_stop_string_before_min_tokens(llm: LLM) -> None:
     params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
     (free,) = llm.generate("def main():", SamplingParams(**params))
     early = free.text[0]
-    (output,) = llm.generate("def main():", SamplingParams(**params, stop=[early], min_tokens=10))
-    assert len(output.token_ids) > 10
+    (longer,) = llm.generate("def main():", SamplingParams(**params, stop=[early], min_tokens=10))
+    assert len(longer.token_ids) > 10
     (cut,) = llm.generate("def main():", SamplingParams(**params, stop=[early]))
     assert cut.text == "" and cut.finish_reason == "stop"
 

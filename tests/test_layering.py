@@ -111,31 +111,31 @@ def exists(part: str) -> bool:
 
 def violations(source: str, module: str) -> list[str]:
     """What the imports of one file break, a sentence each."""
-    found = []
+    broken = []
     in_package = module.startswith("dsa_engine.")
     own = unit(module) if in_package else ""
     if in_package and own not in LEVEL:
-        return [f"dsa_engine.{own} has no layer: place it in LAYERS of tests/test_layering.py"]
+        return [f"dsa_engine.{own} has no layer: add it to LAYERS of tests/test_layering.py"]
     for line, name in imports(source, module):
         where = f"{module}, line {line}: imports {name}"
         top = name.split(".")[0]
         if top in STANDALONE:
-            found.append(f"{where}; the name is dsa_engine.{top} (`{top}` belongs to another package)")
+            broken.append(f"{where}; the name is dsa_engine.{top} (`{top}` belongs to another package)")
         elif not in_package:
             continue
         elif top in BESIDE:
-            found.append(f"{where}, which is not installed")
+            broken.append(f"{where}, which is not installed")
         elif top == "dsa_engine":
             target = unit(name)
             if own in STANDALONE and target not in USES[own]:
-                found.append(f"{where}; {own} uses nothing of the engine but {_listed(USES[own])}")
+                broken.append(f"{where}; {own} uses nothing of the engine but {_listed(USES[own])}")
             elif target not in LEVEL:
-                found.append(f"{where}; dsa_engine.{target} has no layer: place it in LAYERS of tests/test_layering.py")
+                broken.append(f"{where}; dsa_engine.{target} has no layer: add it to LAYERS of tests/test_layering.py")
             elif LEVEL[target] < LEVEL[own]:
-                found.append(f"{where}, which stands above it")
+                broken.append(f"{where}, which stands above it")
         elif own in STANDALONE and top not in STANDALONE[own] and top not in sys.stdlib_module_names:
-            found.append(f"{where}; {own} may use the standard library and {', '.join(sorted(STANDALONE[own]))}")
-    return found
+            broken.append(f"{where}; {own} may use the standard library and {', '.join(sorted(STANDALONE[own]))}")
+    return broken
 
 
 def _listed(rooms: set[str]) -> str:
@@ -146,8 +146,8 @@ def _listed(rooms: set[str]) -> str:
 def test_the_tree_keeps_its_layers() -> None:
     files = list(python_files())
     assert any(module_name(path).startswith("dsa_engine.kernels.") for path in files)
-    found = [line for path in files for line in violations(path.read_text(encoding="utf-8"), module_name(path))]
-    assert not found, "\n" + "\n".join(found)
+    broken = [line for path in files for line in violations(path.read_text(encoding="utf-8"), module_name(path))]
+    assert not broken, "\n" + "\n".join(broken)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_the_check_finds_what_it_should(
 ) -> None:
     there = exists
     monkeypatch.setitem(globals(), "exists", lambda part: part == "brand_new" or there(part))
-    found = violations(source, module)
+    broken = violations(source, module)
     if complaint is None:
-        assert found == []
+        assert broken == []
     else:
-        assert len(found) == 1 and complaint in found[0]
+        assert len(broken) == 1 and complaint in broken[0]
 
 
 def test_importing_does_not_bring_torch_compile_along() -> None:

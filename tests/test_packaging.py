@@ -39,13 +39,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheels(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A wheel built from the tree, and one built from the source distribution."""
-    found = {}
+    built = {}
     # In this order: a build leaves lists of files in the tree, which must not help the source distribution.
     for origin, options in {"sdist": [], "tree": ["--wheel"]}.items():
         out = tmp_path_factory.mktemp(f"dist-{origin}")
         run(sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", out, tree, cwd=out)
-        (found[origin],) = out.glob("*.whl")
-    return found
+        (built[origin],) = out.glob("*.whl")
+    return built
 
 
 @pytest.mark.parametrize("origin", ["tree", "sdist"])

@@ -35,7 +35,7 @@ def check_batch(capacity: Capacity, requests: int, prompt_len: int, max_tokens: 
         CapacityError: they cannot; names the pages that a rank needs and has.
     """
     each = cdiv(requests, capacity.world_size)
-    need = each * capacity.most(prompt_len, max_tokens)
+    need = each * capacity.max_pages(prompt_len, max_tokens)
     if requests > 1 and capacity.cp_size > 1 and not filled:
         need += pages_for(prompt_len, capacity.page_size)  # of another rank's request, while it is prefilled
     what = f"{requests} such requests at once on {capacity.world_size} rank(s), {each} on each"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import Counter
@@ -27,8 +28,12 @@ class Rank(Mesh):
 
 
 @pytest.fixture
-def meshes(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
-    store = dist.HashStore()
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def meshes(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> list[Rank]:
     own = threading.local()  # each process counts its own meetings
     monkeypatch.setattr(agreement, "run_store", lambda: store)
 
@@ -42,7 +47,7 @@ def meshes(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
         def __setitem__(self, who: str, count: int) -> None:
             self._mine()[who] = count
 
-    monkeypatch.setattr(agreement, "_times", Times())
+    monkeypatch.setattr(agreement, "_meetings_held", Times())
     config = ParallelConfig(timeout=0.05)  # of collectives; nothing here is one
     return [Rank(config, rank, 3, torch.device("cpu")) for rank in range(3)]
 
@@ -67,3 +72,31 @@ def test_who_does_not_come_is_named(meshes: list[Rank]) -> None:
             first.result()
         with pytest.raises(TimeoutError, match="rank 0 has not come"):
             second.result()
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_the_store_keeps_the_keys_of_the_last_meeting_only(
+    monkeypatch: pytest.MonkeyPatch, meshes: list[Rank], store: dist.Store, kind: str
+) -> None:
+    connection = threading.local()
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setattr(agreement, "run_store", lambda: connection.store)
+    before = store.num_keys()
+
+    def run(mesh: Rank) -> list[str]:
+        if kind == "tcp":
+            client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+            connection.store = dist.PrefixStore("run", client)
+        rng = random.Random(mesh.rank)
+        verdicts = []
+        for number in range(20):
+            time.sleep(rng.random() * 0.01)
+            meeting = agreement.Meeting(range(3), mesh.rank)
+            verdicts.append(meeting.hold(f"{number} {mesh.rank}", lambda texts: repr(sorted(texts.items())), 30.0))
+        return verdicts
+
+    with ThreadPoolExecutor(3) as pool:
+        verdicts = list(pool.map(run, meshes))
+    assert verdicts == [[repr([(r, f"{n} {r}") for r in range(3)]) for n in range(20)]] * 3
+    assert store.num_keys() - before == 4, "three texts and a verdict"

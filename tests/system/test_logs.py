@@ -35,7 +35,7 @@ def test_a_start_says_what_was_loaded_and_what_fits(demo_cache: Path, caplog: py
     caplog.clear()
     # 9 pages: both enter with 4 and want a fifth.
     llm.generate([[5] * 250] * 2, SamplingParams(max_tokens=16, ignore_eos=True))
-    assert llm.engine.scheduler.preemptions == 1 and "the caches are full: request 1 gives way" in caplog.text
+    assert llm.engine.scheduler.preemptions == 1 and "the caches are full: request 1 loses its pages" in caplog.text
 
 
 def test_lines_go_to_stderr_and_the_level_is_kept(

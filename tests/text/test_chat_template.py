@@ -99,7 +99,7 @@ def test_a_template_without_an_end(tokenizer: Tokenizer, monkeypatch: pytest.Mon
     monkeypatch.setattr(chat_template, "TIME_LIMIT", 0.2)
     monkeypatch.setattr(tokenizer.hf, "chat_template", NESTED)
     errors: list[BaseException] = []
-    unchanged: list[Any] = []
+    traces: list[Any] = []
 
     def own(frame: Any, event: str, arg: Any) -> None:
         return None
@@ -113,14 +113,14 @@ def test_a_template_without_an_end(tokenizer: Tokenizer, monkeypatch: pytest.Mon
         except ValueError as error:
             errors.append(error)
         finally:
-            unchanged.append(sys.gettrace() is (own if traced else before))
+            traces.append(sys.gettrace() is (own if traced else before))
             sys.settrace(before)
 
     run()
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert unchanged == [True, True]
+    assert traces == [True, True]
     assert [str(error) for error in errors] == [
         f"the chat template of {demo_folder()} did not end within 0.2 seconds; give another one"
     ] * 2

@@ -75,11 +75,11 @@ def test_spaces_between_words_survive() -> None:
     ],
 )
 def test_stop_strings_over_several_tokens(text: str, stop: tuple[str, ...], expected: str, pieces: list[str]) -> None:
-    streamed, whole, stopped = run(Bytes(), list(text.encode()), stop)
-    assert whole == expected and "".join(streamed) == expected
+    actual, whole, stopped = run(Bytes(), list(text.encode()), stop)
+    assert whole == expected and "".join(actual) == expected
     assert stopped == (expected != text)
     if "e " not in pieces:  # that case is there for its whole text
-        assert streamed == pieces
+        assert actual == pieces
 
 
 def test_a_stop_string_within_one_token_and_over_a_border() -> None:

@@ -163,7 +163,7 @@ def check_serving(engine: Engine, load: ServingLoad) -> None:
             f"{longest_in} tokens and {longest_out} new ones exceed max_model_len {engine.max_model_len}; send shorter "
             "requests, or raise max_model_len"
         )
-    engine.scheduler.check(longest_in, longest_out)
+    engine.scheduler.capacity.check(longest_in, longest_out)
 
 
 def measure_serving(

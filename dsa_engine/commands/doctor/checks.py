@@ -23,8 +23,7 @@ from dsa_engine.commands.doctor.lost_device import is_lost
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.startup.dummy_steps import try_steps
-from dsa_engine.engine.startup.kernel_check import trial_tokens
+from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.engine.startup.start import start
 from dsa_engine.kernels.linear.block_scaled_matmul import multiplies_fp8
@@ -166,7 +165,7 @@ def check_kernels(mesh: Mesh) -> str:
     try:
         with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as comparison:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
-                for _ in try_steps(engine.model, engine.config, mesh, engine.cache.format, rows * mesh.cp_size):
+                for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
     except RuntimeError as error:
         if not is_lost(mesh.device):

@@ -14,7 +14,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
 from dsa_engine.convert.schemes import stored_as
-from dsa_engine.engine.startup.dummy_steps import layers_of_each_kind
+from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.engine.startup.memory import activation_bytes
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of

@@ -212,8 +212,8 @@ def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, expe
         for method in methods:
             group = EmulatedGroup((0, 1, 2, 3), rank, None)
             parallel = EmulatedExpertParallel(group, step.placement, assigned(4, rank, experts, tokens, loads))
-            for most_pairs in (sys.maxsize, 5):
-                dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), most_pairs)
+            for max_pairs in (sys.maxsize, 5):
+                dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), max_pairs)
                 arrived = 0
                 chosen = []
                 for number in range(dispatch.rounds):

@@ -42,7 +42,7 @@ def make(rank: int, rope: int, dim: int, dtype: torch.dtype) -> KVCache:
 
 
 @pytest.mark.parametrize("rank, rope, dim", SIZES)
-def test_everybody_counts_the_same_bytes(
+def test_all_commands_count_the_same_bytes(
     rank: int, rope: int, dim: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The pools, the count that sizes them, the rows that kernels write, and ``dsa-engine info``."""
@@ -202,9 +202,9 @@ def test_random_rows_go_to_their_pages_only(dtype: torch.dtype) -> None:
     cache.fill_random([3, 1], seed=5)
     for pool in pools:
         assert bool(pool[[1, 3]].any()) and not pool[[0, 2, 4]].any()
-    kept = [pool.clone() for pool in pools]
+    before = [pool.clone() for pool in pools]
     cache.fill_random([3, 1], seed=5)
-    assert all(torch.equal(a, b) for a, b in zip(kept, pools, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, pools, strict=True))
 
 
 def test_layers_without_index_keys() -> None:

@@ -48,7 +48,7 @@ def meshes(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> list[Rank]:
             self._mine()[who] = count
 
     monkeypatch.setattr(agreement, "_meetings_held", Times())
-    config = ParallelConfig(timeout=0.05)  # of collectives; nothing here is one
+    config = ParallelConfig(timeout=0.05)  # for collectives; there are none here
     return [Rank(config, rank, 3, torch.device("cpu")) for rank in range(3)]
 
 

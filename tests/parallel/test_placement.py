@@ -36,7 +36,7 @@ def test_contiguous(experts: int, ranks: int, counts: list[int]) -> None:
 def test_every_expert_is_served_once(experts: int, ranks: int) -> None:
     placement = ExpertPlacement.contiguous(experts, ranks, CPU)
     choices = torch.arange(-1, experts, dtype=torch.int32)
-    rank_of = torch.cat((torch.tensor([-1]), placement.rank_of))  # nobody first
+    rank_of = torch.cat((torch.tensor([-1]), placement.rank_of))  # expert −1 first
     for rank in range(ranks):
         local = placement.local(choices, rank)
         assert local.dtype == torch.int32

@@ -65,14 +65,14 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def naive_experts(module: Any, weights: dict[str, torch.Tensor], prefix: str, through: Callable[..., Any]) -> Any:
-    def forward(self: Any, x: torch.Tensor, chosen: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
-            token, place = torch.where(chosen == expert)
+            token, choice = torch.where(chosen == expert)
             gate, up, down = (weights[f"{prefix}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
             rows = through(x[token])
             hidden = through(torch.nn.functional.silu(rows @ gate.t()) * (rows @ up.t()))
-            out.index_add_(0, token, hidden @ down.t() * share[token, place, None])
+            out.index_add_(0, token, hidden @ down.t() * factors[token, choice, None])
         return out
 
     return MethodType(forward, module)
@@ -132,7 +132,7 @@ def test_rows_see_no_neighbours(name: str, stored: Callable[[str], Path], random
     whole, chunked = (LLM(stored(name), max_num_batched_tokens=n, **OPTIONS) for n in (512, 32))
     logits = whole.prompt_logits(prompts[0][:64])  # before anything is selected
     error = (chunked.prompt_logits(prompts[0][:64]) - logits).norm(dim=1) / logits.norm(dim=1)
-    assert float(error.median()) < 1e-5  # of some rows a code lies beside a tie, as above
+    assert float(error.median()) < 1e-5  # a code of some rows lies beside a tie, as above
     together = [out.token_ids for out in whole.generate(prompts, params)]
     assert [chunked.generate(prompt, params)[0].token_ids for prompt in prompts] == together
     assert whole.engine.bytes_read == sum(

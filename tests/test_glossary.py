@@ -57,9 +57,11 @@ def bad_texts(source: str) -> list[str]:
             if re.match(r"Of\b", text):
                 bad.append(f"{line}: a docstring begins with 'Of'")
             bad += [f"{line}: {match} in a docstring" for match in PEOPLE.findall(text)]
+    before = 0  # the line of the comment before, which this one may go on
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            if re.match(r"# *[Oo]f\b", token.string):
+            goes_on, before = before == token.start[0] - 1, token.start[0]
+            if not goes_on and re.match(r"# *[Oo]f\b", token.string):
                 bad.append(f"{token.start[0]}: a comment begins with 'of'")
             bad += [f"{token.start[0]}: {match} in a comment" for match in PEOPLE.findall(token.string)]
     return bad

@@ -1,4 +1,4 @@
-"""Who may import whom (docs: the layout of the package): the imports of every file, read without running it."""
+"""Which module may import which (docs: the layout of the package): the imports of every file, read without running it."""
 
 from __future__ import annotations
 

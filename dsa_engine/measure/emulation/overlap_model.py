@@ -68,7 +68,7 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
     """
     result = Communication()
     worked = stalled = free_at = 0.0
-    ends: dict[int, float] = {}
+    end_times: dict[int, float] = {}
     last = begin
     for event in log.events:
         worked += clock.seconds(last, event.before)
@@ -79,9 +79,9 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
             seconds = links.seconds(collective, machines)
             _add(result.total, collective.stage, seconds)
             free_at = max(now, free_at) + seconds
-            ends[event.number] = free_at
+            end_times[event.number] = free_at
         if event.what == "wait" or not collective.asynchronous:
-            stall = max(0.0, ends.pop(event.number) - now)
+            stall = max(0.0, end_times.pop(event.number) - now)
             _add(result.stalls, collective.stage, stall)
             stalled += stall
     return result
@@ -97,7 +97,7 @@ class Pass:
     stand_ins: float = 0.0  # seconds that it takes to stand in for the other ranks, run alone
 
     def stage_seconds(self) -> dict[str, float]:
-        """Of the rank's own work."""
+        """Seconds of the rank's own work, by stage."""
         return {name: s for name, s in self.timer.seconds().items() if name != EMULATION}
 
     def communication(self, links: Links) -> Communication | None:

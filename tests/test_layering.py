@@ -1,4 +1,4 @@
-"""Which module may import which (docs: the layout of the package): the imports of every file, read without running it."""
+"""Which module may import which, by the imports of every file, read without running it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,30 +20,18 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("commands",),
-    ("commands.planner",),
-    ("commands.bench", "commands.doctor"),
     ("measure",),
     ("arguments", "convert"),
     ("llm",),
     ("model_folder",),
     ("demo",),
-    ("engine.call",),
-    ("engine.loop",),
-    ("engine.startup", "engine.reply"),
-    ("engine.engine",),
-    ("engine.runner",),
+    ("engine",),
+    ("engine.startup",),
+    ("engine.engine", "engine.runner", "engine.agreement"),
     ("engine.speculation",),
     ("engine.sampling",),
     ("engine.steps",),
     ("engine.requests",),
-    ("engine",),
-    ("model.layout",),
-    ("model.model",),
-    ("model.mtp",),
-    ("model.decoder_layer",),
-    ("model.attention", "model.indexer", "model.moe"),
-    ("model.layers",),
-    ("model.runtime",),
     ("model",),
     ("quantization",),
     ("checkpoint", "options", "text"),
@@ -84,9 +72,14 @@ def module_name(path: Path) -> str:
     return ".".join(("dsa_engine", *parts) if parts[0] in STANDALONE else parts)
 
 
-def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of each import, also inside functions and ``if TYPE_CHECKING``."""
-    for node in ast.walk(ast.parse(source)):
+def imports(source: str, module: str, types: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of each import, also inside functions and, with ``types``, ``if TYPE_CHECKING``."""
+    tree = ast.parse(source)
+    if not types:
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING")
+        ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -94,6 +87,10 @@ def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
             base += node.module.split(".") if node.module else []
             # `from dsa_engine import x`: x may be a module, and tells more than its package.
             yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def unit(name: str) -> str:
@@ -143,6 +140,51 @@ def _listed(rooms: set[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def circle(files: Sequence[Path]) -> list[str]:
+    """Modules of the package that import each other in a circle, in order; empty if there is no circle."""
+    sources = {module_name(path): path.read_text(encoding="utf-8") for path in files}
+    uses = {module: {own for _, name in imports(text, module, types=False) if (own := _module(name, sources)) and own != module}
+            for module, text in sources.items() if not module.endswith(".__init__")}  # fmt: skip
+    finished: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module not in finished:
+            for used in sorted(uses.get(module, ())):
+                if ring := visit(used, [*path, module]):
+                    return ring
+            finished.add(module)
+        return []
+
+    return next((ring for module in uses if (ring := visit(module, []))), [])
+
+
+def _module(name: str, modules: Container[str]) -> str | None:
+    """The module that an imported name is, or is a part of."""
+    return next((part for part in (name, name.rpartition(".")[0]) if part in modules), None)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Inside a room too, where the layers say nothing. Imports inside functions count, those for types do not."""
+    assert circle(list(python_files())) == []
+
+
+def test_a_circle_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "scripts").mkdir()
+    for name, text in (
+        ("a", "from scripts import b"),
+        ("b", "def f():\n    from scripts.c import d"),
+        ("c", "import scripts.a"),
+        ("d", "if TYPE_CHECKING:\n    from scripts.e import x"),
+        ("e", "from scripts.d import y"),
+    ):
+        (tmp_path / "scripts" / f"{name}.py").write_text(text)
+    files = sorted((tmp_path / "scripts").iterdir())
+    assert circle(files) == ["scripts.a", "scripts.b", "scripts.c", "scripts.a"]
+
+
 def test_the_tree_keeps_its_layers() -> None:
     files = list(python_files())
     assert any(module_name(path).startswith("dsa_engine.kernels.") for path in files)
@@ -161,10 +203,10 @@ def test_the_tree_keeps_its_layers() -> None:
         ("dsa_engine.kernels.indexer.topk", "import math, torch, triton.language as tl\nfrom . import paged", None),
         ("dsa_engine.kernels.__init__", "from .topk import topk", None),
         ("tests.kernels.test_topk", "import transformers\nfrom dsa_engine import LLM", None),
-        ("dsa_engine.model.kv_cache", "from dsa_engine.model.model import Model", "above it"),
+        ("dsa_engine.model.kv_cache", "from dsa_engine.engine.engine import Engine", "above it"),
         ("dsa_engine.engine.requests.pages", "from dsa_engine import LLM", "above it"),
         ("dsa_engine.engine.requests.pages", "import dsa_engine", "above it"),
-        ("dsa_engine.model.layers", "def f():\n    from .moe import Experts", "above it"),
+        ("dsa_engine.model.layers", "def f():\n    from ..engine import loop", "above it"),
         ("dsa_engine.checkpoint.loader", "from ..model import Model", "above it"),
         ("dsa_engine.kernels.indexer.topk", "from dsa_engine.config.model import ModelConfig", "but kernels"),
         ("dsa_engine.kernels.indexer.topk", "from ...parallel import mesh", "but kernels"),

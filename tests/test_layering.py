@@ -89,10 +89,6 @@ def imports(source: str, module: str, types: bool = True) -> Iterator[tuple[int,
             yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
 
 
-def _name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 def unit(name: str) -> str:
     """The entry of LAYERS that a dotted name under dsa_engine belongs to: ``dsa_engine.LLM`` is the package itself."""
     parts = name.split(".")[1:]
@@ -143,15 +139,18 @@ def _listed(rooms: set[str]) -> str:
 def circle(files: Sequence[Path]) -> list[str]:
     """Modules of the package that import each other in a circle, in order; empty if there is no circle."""
     sources = {module_name(path): path.read_text(encoding="utf-8") for path in files}
-    uses = {module: {own for _, name in imports(text, module, types=False) if (own := _module(name, sources)) and own != module}
-            for module, text in sources.items() if not module.endswith(".__init__")}  # fmt: skip
+    uses = {}
+    for module, text in sources.items():
+        if not module.endswith(".__init__"):
+            names = {_module(name, sources) for _, name in imports(text, module, types=False)}
+            uses[module] = sorted(name for name in names if name and name != module)
     finished: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
         if module in path:
             return [*path[path.index(module) :], module]
         if module not in finished:
-            for used in sorted(uses.get(module, ())):
+            for used in uses.get(module, ()):
                 if ring := visit(used, [*path, module]):
                     return ring
             finished.add(module)

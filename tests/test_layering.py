@@ -76,9 +76,7 @@ def imports(source: str, module: str, types: bool = True) -> Iterator[tuple[int,
     """(line, absolute dotted name) of each import, also inside functions and, with ``types``, ``if TYPE_CHECKING``."""
     tree = ast.parse(source)
     if not types:
-        tree.body = [
-            node for node in tree.body if not (isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING")
-        ]
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE" in ast.unparse(node.test))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

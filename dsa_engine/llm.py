@@ -12,52 +12,54 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dsa_engine.chat_template import Message, conversations
+from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.call import Call, Callers
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.startup.start import log_start, start
-from dsa_engine.generation_config import default_sampling
-from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
-from dsa_engine.parallel.failure import report_failures
-from dsa_engine.parallel.option_fields import takes_options_of
-from dsa_engine.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.sizes import format_bytes
-from dsa_engine.tokenizer import Tokenizer, check_tokenizer
+from dsa_engine.system.logs import set_up_logging
+from dsa_engine.system.sizes import format_bytes
+from dsa_engine.text.chat_template import Message, conversations
+from dsa_engine.text.generation_config import default_sampling
+from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
 from dsa_engine.vllm_options import method_answer
 
 
 class _Asked(NamedTuple):
-    """One prompt of a call: checked, and made into a request for each of its outputs."""
+    """One checked prompt of a call, with a message for each of its outputs."""
 
     prompt: ParsedPrompt
     adds: list[Add]
-    tokenizer: Tokenizer | None  # makes text of the output; None: none is asked for
+    tokenizer: Tokenizer | None  # makes the text of the outputs; None if they have none
 
 
 class LLM:
-    """A model, ready to generate. Under ``torchrun`` every rank makes the same one and gets the same outputs; or rank 0
-    alone calls, from any threads and event loops, and the others :meth:`follow`.
+    """A model, ready to generate.
 
-    A thread of its own runs the model until :meth:`close`, which the end of a ``with`` block, of the object or of the
-    program calls too.
+    Under ``torchrun`` every rank makes the same ``LLM``, makes the same calls and gets the same outputs. Or rank 0
+    alone calls, from any threads and event loops, and the other ranks :meth:`follow`.
+
+    A background thread runs the model until :meth:`close`, which is also called at the end of a ``with`` block, of the
+    object and of the program.
 
     The options are those of :class:`dsa_engine.options.EngineOptions`; ``help(LLM)`` lists them.
 
     Raises:
-        CheckpointError: the folder, a file or a tensor is missing, damaged, or not what config.json says.
+        CheckpointError: the folder, a file or a tensor is missing, damaged, or not as config.json describes it.
         CapacityError: the caches do not fit.
-        ValueError: an option, the configuration or the world size is not possible; the text says what is.
+        ValueError: an option, the configuration or the world size is not possible; the text says what is possible.
     """
 
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
-        report_failures()  # before anything can fail
+        report_failures()  # first, before anything can fail
         set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
@@ -66,10 +68,10 @@ class LLM:
         self.engine = start(self.folder, options)
         log_start(self.engine, self.folder)
         self.loop = EngineLoop(self.engine)
-        weakref.finalize(self, self.loop.stop).atexit = False  # the loop has its own hook, which waits
+        weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
         self._callers = Callers(self.loop)
         self._tokenizer: Tokenizer | None = None
-        self._loading = threading.Lock()  # one thread loads it
+        self._loading = threading.Lock()  # held while the tokenizer is loaded
 
     def generate(
         self,
@@ -80,18 +82,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates for all prompts together, and returns their outputs in the order of the prompts.
 
-        What goes wrong with one request (its sampling, its text) ends that one: its ``finish_reason`` is "error", its
+        An error in one request (its sampling, its text) ends that request: its ``finish_reason`` is "error", its
         ``error`` says why, and the others go on. An error of a whole step is raised. After it, and after Ctrl-C, the
-        requests are gone, their pages are free and the engine is as before.
+        requests are gone, their pages are free and the engine can be used as before.
 
         Args:
             prompts: texts, lists or arrays of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a
-                single one is taken as a list of one. Of an empty list nothing is generated.
-            sampling_params: for all prompts, or one for each; default: :meth:`get_default_sampling_params`.
+                single prompt counts as a list of one, and an empty list has no outputs.
+            sampling_params: one for all prompts, or one for each; default: :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
         Raises:
-            ValueError, CapacityError: a prompt or its parameters are not possible; then nothing has been run.
+            ValueError, CapacityError: a prompt or its parameters are not possible; nothing has run.
         """
         self._callers.check()
         asked = self._ask(prompts, sampling_params)
@@ -101,18 +103,19 @@ class LLM:
                 tick = None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies)
                 call.wait(tick)
                 if tick is not None:
-                    tick()  # what has come since
+                    tick()  # shows the end
             return _outputs(asked, call.replies)
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """:meth:`generate` in an event loop. Requests of all tasks and threads run together; those of a task that is
-        cancelled end.
+        """Does what :meth:`generate` does, in an event loop.
+
+        Requests of all tasks and threads run together. If a task is cancelled, its requests end.
 
         Raises:
             RuntimeError: there are several ranks, and the others do not :meth:`follow`.
-            ValueError, CapacityError: as :meth:`generate`.
+            ValueError, CapacityError: see :meth:`generate`.
         """
         await asyncio.to_thread(self._callers.check, True)
         asked = await asyncio.to_thread(self._ask, prompts, sampling_params)
@@ -138,7 +141,7 @@ class LLM:
         Args:
             messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists; a content may be a list of
                 parts ``{"type": "text", "text": "…"}``.
-            chat_template, …, tools: of :func:`dsa_engine.chat_template.render`.
+            chat_template, …, tools: see :func:`dsa_engine.text.chat_template.render`.
         """
         prompts = []
         for conversation in conversations(messages):
@@ -150,17 +153,17 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
             )
-            # The template writes the special tokens itself.
+            # The template contains the special tokens.
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
-        """Generates for one prompt and yields its pieces as they come; the last one has a ``finish_reason``.
+        """Generates for one prompt and yields pieces of the output; the last piece has a ``finish_reason``.
 
-        Text that could still change (half a character, the beginning of a stop string) waits for the next piece.
-        Closing the iterator ends the request; so does an error or an interrupt in it. ``contextlib.closing`` closes it
-        at once where a loop over it is left early. Errors are those of :meth:`generate`.
+        Text that could still change (half a character, the beginning of a stop string) waits for the next piece. The
+        request ends when the iterator is closed or interrupted. A program that leaves a loop over it early closes it
+        at once by ``contextlib.closing``. Raises what :meth:`generate` raises.
         """
         self._callers.check()
         return self._pieces(prompt, sampling_params or self.get_default_sampling_params())
@@ -178,9 +181,10 @@ class LLM:
     def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[StreamPiece, None]:
-        """:meth:`stream` in an event loop: ``async for piece in llm.astream(…)``; raises what :meth:`agenerate` raises.
+        """Does what :meth:`stream` does, in an event loop: ``async for piece in llm.astream(…)``.
 
-        ``contextlib.aclosing`` closes the generator at once where a loop over it is left early.
+        A program that leaves a loop over it early closes it at once by ``contextlib.aclosing``. Raises what
+        :meth:`agenerate` raises.
         """
         self._callers.check(asynchronous=True)
         return self._async_pieces(prompt, sampling_params or self.get_default_sampling_params())
@@ -196,8 +200,10 @@ class LLM:
                 yield piece
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
-        """The logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank. It
-        waits until the requests before it have ended."""
+        """Logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank.
+
+        Waits until the requests before it have ended.
+        """
         self._callers.check()
         tokens = self._encode(_only(prompt))
         self.engine.check(tokens)
@@ -205,14 +211,16 @@ class LLM:
             return call.run("prompt_logits", tokens)
 
     def wait_idle(self) -> None:
-        """Returns when all requests before it have ended, and their pages are free: what uses ``engine`` directly, to
-        measure, begins with it."""
+        """Waits until all requests before it have ended and their pages are free.
+
+        A program that measures calls this before it uses ``engine`` directly.
+        """
         self._callers.check()
         with Call(self._callers) as call:
             call.run("wait", [])
 
     def follow(self) -> None:
-        """Serves rank 0 on every other rank of several; returns when rank 0 has closed its LLM::
+        """Serves rank 0's calls on another rank; returns when rank 0 has closed its LLM::
 
             llm = LLM(…)
             if llm.engine.mesh.rank == 0:
@@ -221,14 +229,16 @@ class LLM:
                 llm.follow()
 
         Raises:
-            RuntimeError: this is rank 0, or the only one.
-            Exception: what has gone wrong in a step.
+            RuntimeError: this is rank 0, or the only rank.
+            Exception: a step failed.
         """
         self._callers.follow()
 
     def close(self) -> None:
-        """Ends the thread that runs the model, and aborts what is under way; on rank 0 of several, on all ranks. Calls
-        are refused afterwards. On another rank it waits a few seconds for rank 0 to do so."""
+        """Ends the thread that runs the model and aborts its requests; later calls raise an error.
+
+        Rank 0 does so on all ranks; another rank waits a few seconds for rank 0 to close.
+        """
         self.loop.close()
 
     def __enter__(self) -> LLM:
@@ -239,7 +249,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer, loaded when first asked for; ``ValueError`` where the folder has none."""
+        """The checkpoint's tokenizer, loaded at first use; raises ``ValueError`` if the folder has none."""
         if self._tokenizer is None:
             if not Tokenizer.lies_in(self.folder):
                 raise ValueError(
@@ -251,17 +261,17 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What applies where no parameters are given: those of the folder's ``generation_config.json``, unless the
-        option ``generation_config`` says otherwise."""
+        """The parameters of calls without any: those of the folder's ``generation_config.json``, unless the option
+        ``generation_config`` says otherwise."""
         return SamplingParams(**self.default_sampling)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer as ``transformers`` made it."""
+        """The checkpoint's tokenizer as an object of ``transformers``."""
         return self.tokenizer.hf
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether outputs have texts, and prompts may be some."""
+        """Whether prompts may be texts and outputs have texts."""
         return Tokenizer.lies_in(self.folder)
 
     def __repr__(self) -> str:
@@ -273,10 +283,10 @@ class LLM:
             f"cache of {cache.pages * cache.page_size:,} tokens in {format_bytes(cache.bytes)})"
         )
 
-    if not TYPE_CHECKING:  # to which any name would be an attribute then
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Only asked for what there is not."""
+            """Called only for names that do not exist."""
             instead = method_answer(name)
             raise AttributeError(f"LLM has no {name!r}" + (f": {instead}" if instead else ""), name=name, obj=self)
 
@@ -316,10 +326,10 @@ class LLM:
         return asked
 
     def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> _Asked:
-        """All that takes time, or may fail, before a prompt is sent."""
+        """Does everything that takes time or may fail before a prompt is sent."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
-        # Some parameters need text: where there is no tokenizer, this says so before anything runs.
+        # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
         texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
         return _Asked(prompt, self.engine.new_requests(self._encode(prompt), params, tokenizer), tokenizer)
@@ -330,7 +340,7 @@ def _requests(asked: Seq[_Asked]) -> list[tuple[Add, Tokenizer | None]]:
 
 
 def _outputs(asked: Seq[_Asked], replies: Seq[Reply]) -> list[RequestOutput]:
-    """The outputs of all prompts, from the replies to :func:`_requests`, all of which have ended."""
+    """The outputs of all prompts, from the replies to the messages of :func:`_requests`; all have ended."""
     remaining, outputs = iter(replies), []
     for one in asked:
         own = list(islice(remaining, len(one.adds)))
@@ -347,7 +357,7 @@ def _outputs(asked: Seq[_Asked], replies: Seq[Reply]) -> list[RequestOutput]:
 
 
 def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
-    """Brings a progress bar over requests up to date."""
+    """Updates a progress bar over requests."""
     running = [reply.request for reply in replies if reply.request is not None]
     prompts = sum(len(reply.add.prompt_ids) for reply in replies)
     computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)
@@ -359,7 +369,7 @@ def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
 
 
 def _only(prompt: Prompt) -> ParsedPrompt:
-    """What is asked for one prompt only."""
+    """The prompt of a call that takes only one."""
     parsed = parse_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
     if len(parsed) != 1:
         raise TypeError(f"give one prompt, not {len(parsed)}")

@@ -1,7 +1,7 @@
-"""What has to be the same on all ranks of a mesh is compared before anything depends on it; who differs is named.
+"""Compares what must be the same on all ranks of a mesh before anything depends on it, and names the ranks that differ.
 
-Ranks that differ would wait for each other in collectives of different shapes, or compute together what nobody asked
-for. So nothing here is a collective of theirs: texts go through the store of the run.
+Ranks that differ would wait for each other in collectives of different shapes, or compute what no caller asked for. So
+nothing here is a collective: texts go through the store of the run.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.failure import run_store
+from dsa_engine.parallel.failure.reporter import run_store
 
-_times: Counter[str] = Counter()  # that the ranks have met
-_SLICE_S = 1.0  # how often a rank that waits looks whether there is anything to wait for
+_meetings_held: Counter[str] = Counter()  # by the ranks that took part
+_SLICE_S = 1.0  # seconds between two looks of a waiting rank at whether to go on waiting
 
 
 def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: float) -> None:
     """Compares texts by name over some ranks of the run, all of which call this.
 
     Args:
-        mine: this rank's.
-        ranks: of the run, ascending.
-        rank: of this process, one of them.
-        wait_s: how long the others are waited for.
+        mine: this rank's texts.
+        ranks: ranks of the run, ascending.
+        rank: the rank of this process, one of ``ranks``.
+        wait_s: longest wait for another rank.
 
     Raises:
-        ValueError: on all of them, where a text differs: which, and on which ranks.
+        ValueError: a text differs; raised on all of the ranks, and says which text on which ranks.
         TimeoutError: a rank does not come.
     """
 
@@ -43,25 +44,25 @@ def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: fl
 
 
 class Meeting:
-    """One time that some ranks of the run leave a text each, of which the first one makes a verdict for all.
+    """One exchange in which each of some ranks leaves a text, and the first rank makes a verdict of them for all.
 
-    Every rank makes and holds the same meetings in the same order.
+    Every rank makes and holds the same meetings in the same order. The first rank deletes what the meeting before left
+    in the store: a rank that has come to this one has its verdict, or no longer waits for it.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int):
         self._ranks = list(ranks)
         self._rank = rank
         self._store = run_store() or dist.PrefixStore("dsa_engine", dist.distributed_c10d._get_default_store())
-        self._what = f"agreement {_times[str(self._ranks)]} of {self._ranks}"
+        self._number = _meetings_held[str(self._ranks)]
 
     def say(self, text: str) -> None:
         """Leaves this rank's text."""
-        self._store.set(f"{self._what}: {self._rank}", text)
+        self._store.set(self._key(self._rank), text)
 
     def texts(self, wait_s: float, check: Callable[[], None] = lambda: None) -> dict[int, str]:
-        """What all others have said, by rank, once they have; see :meth:`hold`."""
-        others = [rank for rank in self._ranks if rank != self._rank]
-        return {other: self._get(f"{self._what}: {other}", other, wait_s, check) for other in others}
+        """The texts of all other ranks, by rank; waits for them as :meth:`hold` does."""
+        return {rank: self._get(rank, rank, wait_s, check) for rank in self._ranks if rank != self._rank}
 
     def hold(
         self,
@@ -70,47 +71,57 @@ class Meeting:
         wait_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> str:
-        """Says ``text``, and returns the verdict; the next meeting of these ranks is another one.
+        """Leaves ``text`` and returns the verdict; the next meeting of these ranks is another one.
 
         Args:
-            judge: makes the verdict of the texts of all ranks, on the first of them.
-            wait_s: how long the others are waited for.
-            check: called now and then while they are; raises where there is nothing to wait for.
+            judge: makes the verdict from the texts of all ranks; runs on the first rank.
+            wait_s: longest wait for another rank.
+            check: called now and then during the wait; raises when there is nothing to wait for.
 
         Raises:
             TimeoutError: a rank does not come.
         """
-        _times[str(self._ranks)] += 1
+        _meetings_held[str(self._ranks)] += 1
         self.say(text)
-        key, first = f"{self._what}: verdict", self._ranks[0]
-        if self._rank == first:
-            self._store.set(key, judge({first: text, **self.texts(wait_s, check)}))
-        return self._get(key, first, wait_s, check)
+        first = self._ranks[0]
+        if self._rank != first:
+            return self._get("verdict", first, wait_s, check)
+        verdict = judge({first: text, **self.texts(wait_s, check)})
+        self._store.set(self._key("verdict"), verdict)
+        names: list[int | str] = [*self._ranks, "verdict"]
+        for name in names:
+            with suppress(RuntimeError):  # a store that cannot delete keeps a few hundred bytes
+                self._store.delete_key(self._key(name, self._number - 1))
+        return verdict
 
-    def _get(self, key: str, rank: int, wait_s: float, check: Callable[[], None]) -> str:
-        until = time.monotonic() + wait_s
+    def _key(self, name: int | str, number: int | None = None) -> str:
+        return f"agreement {self._number if number is None else number} of {self._ranks}: {name}"
+
+    def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None]) -> str:
+        """What ``rank`` leaves under a name."""
+        key, until = self._key(name), time.monotonic() + wait_s
         while True:
             check()
-            left = until - time.monotonic()
+            remaining = until - time.monotonic()
             try:
-                self._store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_S, left))))
+                self._store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_S, remaining))))
                 return self._store.get(key).decode()
             except (RuntimeError, dist.DistStoreError) as error:
-                if left < _SLICE_S:
+                if remaining < _SLICE_S:
                     raise TimeoutError(
                         f"rank {rank} has not come to the start of the run for {wait_s:g} seconds"
                     ) from error
 
 
-def differences(everybodys: Mapping[int, Mapping[str, str]]) -> list[str]:
+def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:
     """A sentence for each name whose texts differ: "a is 1 on rank 0, 2 and 7 on rank 1"."""
-    names = dict.fromkeys(name for theirs in everybodys.values() for name in theirs)
-    found = []
+    names = dict.fromkeys(name for texts in by_rank.values() for name in texts)
+    sentences = []
     for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, theirs in everybodys.items():
-            holders.setdefault(theirs.get(name, "not known"), []).append(rank)
-        if len(holders) > 1:
-            values = (f"{text:.80} on rank {', '.join(map(str, ranks))}" for text, ranks in holders.items())
-            found.append(f"{name} is {' and '.join(values)}")
-    return found
+        ranks_with: dict[str, list[int]] = {}
+        for rank, texts in by_rank.items():
+            ranks_with.setdefault(texts.get(name, "not known"), []).append(rank)
+        if len(ranks_with) > 1:
+            values = (f"{text:.80} on rank {', '.join(map(str, ranks))}" for text, ranks in ranks_with.items())
+            sentences.append(f"{name} is {' and '.join(values)}")
+    return sentences

@@ -17,12 +17,12 @@ import torch
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
-from dsa_engine.kernels.error_line import error_line
+from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
 from dsa_engine.measure.report import format_table, read_so_far, run_report, write_so_far
-from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel.launch_environment import several_processes
+from dsa_engine.system.output_files import check_outputs
 
 # Names of the features and the options that turn them off.
 VARIANTS = {
@@ -113,7 +113,7 @@ class Comparison:
             setattr(args, option, True)
         llm, links = measured_llm(args)
         engine = llm.engine
-        self._reports, self._device = engine.mesh.reports, engine.mesh.device.type
+        self._reports, self._device = engine.mesh.is_leader, engine.mesh.device.type
         self._above = heading(engine, links)
         self._about = run_report(llm, reported(self._args), num_processes(engine)) | to_json(engine, links)
         for input_len in args.input_len:  # check all before measuring any

@@ -14,8 +14,8 @@ from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import format_table, model_name, run_report, write_json
-from dsa_engine.output_files import check_outputs
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:

@@ -16,11 +16,12 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, read_text, run
-from dsa_engine.checkpoint import WrittenCheckpoint, dequantize_checkpoint, quantize_checkpoint
-from dsa_engine.checkpoint.schemes import QUANTIZE
-from dsa_engine.measure.calibration import calibrate
+from dsa_engine.checkpoint import WrittenCheckpoint
+from dsa_engine.config.model import DTYPES, ModelConfig
+from dsa_engine.convert import dequantize_checkpoint, quantize_checkpoint
+from dsa_engine.convert.calibration import calibrate
+from dsa_engine.convert.schemes import QUANTIZE
 from dsa_engine.measure.report import write_json
-from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model_folder import resolve_model
 
 

@@ -22,8 +22,8 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.arguments import argument_parser, read_text, run
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.output_files import check_outputs
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:

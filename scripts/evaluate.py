@@ -18,12 +18,12 @@ from demo_model.export import load_checkpoint
 from demo_model.pictures import plot_retrieval
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, llm_from, reported, run
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import caption, format_table, run_report, write_json
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import Quantization
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 
 def parse() -> argparse.Namespace:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.arguments import argument_parser, json_object, run
-from dsa_engine.checkpoint import RELEASED_CONFIGS, released_config, write_random_checkpoint
+from dsa_engine.config.model import DTYPES
+from dsa_engine.config.overrides import merge_overrides
+from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.demo import demo_config, demo_files
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.measure.report import write_json
-from dsa_engine.model.config import DTYPES
-from dsa_engine.model.config_overrides import merge_overrides
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -13,7 +13,7 @@ from demo_model.evaluation.quality import held_out
 from dsa_engine.arguments import add_engine_arguments, argument_parser, llm_from, reported, run
 from dsa_engine.commands.bench.latency_command import draft_counts
 from dsa_engine.measure.report import format_table, run_report, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     config = json.loads(args.speculative_config) | {"num_speculative_tokens": max_drafts}
     llm = llm_from(args, speculative_config=config if max_drafts else {})
     results = measure_drafting(llm, held_out(llm), args.length, args.cases, args.num_speculative_tokens)
-    if not llm.engine.mesh.reports:
+    if not llm.engine.mesh.is_leader:
         return
     rows = report(results)
     if args.json:

@@ -22,7 +22,7 @@ from demo_model.ship import digests, ship
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment
-from dsa_engine.output_files import check_outputs, write_text
+from dsa_engine.system.output_files import check_outputs, write_text
 
 
 def parse() -> argparse.Namespace:

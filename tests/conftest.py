@@ -20,7 +20,7 @@ import torch
 
 from caches import measure_peak, scatter
 from dsa_engine.commands.doctor.lost_device import is_lost
-from dsa_engine.kernels.cpu import user_cache
+from dsa_engine.kernels.runtime.cpu import user_cache
 from oracles import BASE, Oracle, check_logits, make_ids, write_oracle
 
 # Time decides no test: on a busy machine an example may take any time.
@@ -51,7 +51,7 @@ FIRST = (
     "tests/scripts/test_bench_prefill.py",
     "tests/scripts/test_kernel_cases.py",
     "tests/model/test_oracle.py",
-    "tests/kernels/test_topk.py",
+    "tests/kernels/indexer/test_topk.py",
 )
 
 
@@ -187,10 +187,10 @@ def tiny_llm(demo_cache: Path) -> Callable[..., Any]:
 
     def make(tokens: int, **options: Any) -> Any:
         from dsa_engine import LLM
+        from dsa_engine.config.model import ModelConfig
+        from dsa_engine.config.speculative import SpeculativeConfig
         from dsa_engine.demo import demo_folder
-        from dsa_engine.model.config import ModelConfig
         from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-        from dsa_engine.speculative_config import SpeculativeConfig
 
         keys = TINY | options.pop("hf_overrides", {})
         config = ModelConfig.from_pretrained(demo_folder(), keys)

@@ -20,8 +20,8 @@ def force(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     def forced(
         logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
     ) -> torch.Tensor:
-        places = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
-        return torch.tensor([tokens[min(place, len(tokens) - 1)] for place in places])
+        offsets = [position - int(p.seed or 0) for p, position in zip(params, positions, strict=True)]
+        return torch.tensor([tokens[min(offset, len(tokens) - 1)] for offset in offsets])
 
     monkeypatch.setattr("dsa_engine.engine.sampling.sampler.sample", forced)
 
@@ -83,8 +83,8 @@ def test_no_stop_string_before_min_tokens(llm: LLM) -> None:
     params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
     (free,) = llm.generate("def main():", SamplingParams(**params))
     early = free.text[0]
-    (kept,) = llm.generate("def main():", SamplingParams(**params, stop=[early], min_tokens=10))
-    assert len(kept.token_ids) > 10
+    (longer,) = llm.generate("def main():", SamplingParams(**params, stop=[early], min_tokens=10))
+    assert len(longer.token_ids) > 10
     (cut,) = llm.generate("def main():", SamplingParams(**params, stop=[early]))
     assert cut.text == "" and cut.finish_reason == "stop"
 
@@ -97,7 +97,7 @@ def test_output_ends_at_max_model_len(demo_cache: Path) -> None:
 
 
 def test_what_text_is_made(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop string kept or cut, the text of a stop token, special tokens, no text at all."""
+    """The stop string output or cut, the text of a stop token, special tokens, no text at all."""
     tokens = [*llm.tokenizer.encode("one, two, three")[1:], 1]
     seed = len(llm.tokenizer.encode("p"))
     force(monkeypatch, tokens)

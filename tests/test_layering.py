@@ -23,8 +23,10 @@ LAYERS = (
     ("commands.planner",),
     ("commands.bench", "commands.doctor"),
     ("measure",),
-    ("arguments",),
+    ("arguments", "convert"),
     ("llm",),
+    ("model_folder",),
+    ("demo",),
     ("engine.call",),
     ("engine.loop",),
     ("engine.startup", "engine.reply"),
@@ -35,6 +37,7 @@ LAYERS = (
     ("engine.steps",),
     ("engine.requests",),
     ("engine",),
+    ("model.layout",),
     ("model.model",),
     ("model.mtp",),
     ("model.decoder_layer",),
@@ -43,36 +46,21 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "generation_config", "model_folder", "options", "tokenizer"),
+    ("checkpoint", "options", "text"),
     ("sampling_params",),
-    ("chat_template", "outputs", "prompts"),
-    (
-        "model.config",
-        "model.rope_config",
-        "model.config_keys",
-        "model.config_overrides",
-        "model.quantization_config",
-    ),  # what a model is
-    (
-        "errors",
-        "interrupts",
-        "logs",
-        "output_files",
-        "progress",
-        "sizes",
-        "speculative_config",
-        "version",
-        "vllm_options",
-    ),
+    ("outputs",),
+    ("system",),
     ("parallel",),
+    ("config",),
+    ("errors", "version", "vllm_options"),
     ("kernels",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LEVEL["__init__"] = -1  # dsa_engine itself: it exports LLM, so it stands above everything
 
-# The two folders that could be used without the engine: nothing of ours but what stands first, and only these packages.
+# The two folders at the top of the repository use these packages only, and of ours only the rooms in USES.
 STANDALONE = {"kernels": {"torch", "triton", "flash_attn", "flash_attn_interface"}, "parallel": {"torch"}}
-USES = {"kernels": {"kernels"}, "parallel": {"parallel", "kernels"}}
+USES = {"kernels": {"kernels"}, "parallel": {"parallel", "config", "kernels"}}
 
 # Packages that lie beside the scripts and the tests, and that nothing installed may import.
 BESIDE = {
@@ -123,38 +111,43 @@ def exists(part: str) -> bool:
 
 def violations(source: str, module: str) -> list[str]:
     """What the imports of one file break, a sentence each."""
-    found = []
+    broken = []
     in_package = module.startswith("dsa_engine.")
     own = unit(module) if in_package else ""
     if in_package and own not in LEVEL:
-        return [f"dsa_engine.{own} has no layer: place it in LAYERS of tests/test_layering.py"]
+        return [f"dsa_engine.{own} has no layer: add it to LAYERS of tests/test_layering.py"]
     for line, name in imports(source, module):
         where = f"{module}, line {line}: imports {name}"
         top = name.split(".")[0]
         if top in STANDALONE:
-            found.append(f"{where}; the name is dsa_engine.{top} (`{top}` belongs to another package)")
+            broken.append(f"{where}; the name is dsa_engine.{top} (`{top}` belongs to another package)")
         elif not in_package:
             continue
         elif top in BESIDE:
-            found.append(f"{where}, which is not installed")
+            broken.append(f"{where}, which is not installed")
         elif top == "dsa_engine":
             target = unit(name)
             if own in STANDALONE and target not in USES[own]:
-                found.append(f"{where}; {own} uses nothing of the engine but {' and '.join(sorted(USES[own]))}")
+                broken.append(f"{where}; {own} uses nothing of the engine but {_listed(USES[own])}")
             elif target not in LEVEL:
-                found.append(f"{where}; dsa_engine.{target} has no layer: place it in LAYERS of tests/test_layering.py")
+                broken.append(f"{where}; dsa_engine.{target} has no layer: add it to LAYERS of tests/test_layering.py")
             elif LEVEL[target] < LEVEL[own]:
-                found.append(f"{where}, which stands above it")
+                broken.append(f"{where}, which stands above it")
         elif own in STANDALONE and top not in STANDALONE[own] and top not in sys.stdlib_module_names:
-            found.append(f"{where}; {own} may use the standard library and {', '.join(sorted(STANDALONE[own]))}")
-    return found
+            broken.append(f"{where}; {own} may use the standard library and {', '.join(sorted(STANDALONE[own]))}")
+    return broken
+
+
+def _listed(rooms: set[str]) -> str:
+    *first, last = sorted(rooms)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def test_the_tree_keeps_its_layers() -> None:
     files = list(python_files())
     assert any(module_name(path).startswith("dsa_engine.kernels.") for path in files)
-    found = [line for path in files for line in violations(path.read_text(encoding="utf-8"), module_name(path))]
-    assert not found, "\n" + "\n".join(found)
+    broken = [line for path in files for line in violations(path.read_text(encoding="utf-8"), module_name(path))]
+    assert not broken, "\n" + "\n".join(broken)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +155,9 @@ def test_the_tree_keeps_its_layers() -> None:
     [
         ("dsa_engine.llm", "from dsa_engine.engine.runner import Runner", None),
         ("dsa_engine.engine.requests.scheduler", "from dsa_engine.engine.requests import request", None),
-        ("dsa_engine.engine.runner", "from ..tokenizer import Tokenizer", None),
+        ("dsa_engine.engine.runner", "from ..text.tokenizer import Tokenizer", None),
         ("dsa_engine.__init__", "from dsa_engine.llm import LLM", None),
-        ("dsa_engine.checkpoint.loader", "from ..model.config import ModelConfig\nfrom . import names", None),
+        ("dsa_engine.checkpoint.loader", "from ..config.model import ModelConfig\nfrom . import names", None),
         ("dsa_engine.kernels.topk", "import math, torch, triton.language as tl\nfrom . import paged", None),
         ("dsa_engine.kernels.__init__", "from .topk import topk", None),
         ("tests.kernels.test_topk", "import transformers\nfrom dsa_engine import LLM", None),
@@ -173,15 +166,15 @@ def test_the_tree_keeps_its_layers() -> None:
         ("dsa_engine.engine.requests.pages", "import dsa_engine", "above it"),
         ("dsa_engine.model.layers", "def f():\n    from .moe import Experts", "above it"),
         ("dsa_engine.checkpoint.loader", "from ..model import Model", "above it"),
-        ("dsa_engine.kernels.topk", "from dsa_engine.model.config import ModelConfig", "but kernels"),
+        ("dsa_engine.kernels.topk", "from dsa_engine.config.model import ModelConfig", "but kernels"),
         ("dsa_engine.kernels.topk", "from ..parallel import mesh", "but kernels"),
         ("dsa_engine.parallel.mesh", "from dsa_engine.kernels import topk", None),
-        ("dsa_engine.parallel.mesh", "from dsa_engine import sizes", "but kernels and parallel"),
+        ("dsa_engine.parallel.mesh", "from dsa_engine import system", "but config, kernels and parallel"),
         ("dsa_engine.kernels.topk", "import numpy as np", "may use"),
         ("dsa_engine.parallel.mesh", "import triton", "may use"),
         ("scripts.bench_prefill", "import kernels.topk", "belongs to another package"),
         ("dsa_engine.model.model", "from parallel.mesh import Mesh", "belongs to another package"),
-        ("dsa_engine.checkpoint.reader", "from dsa_engine.model.config import ModelConfig", None),
+        ("dsa_engine.checkpoint.reader", "from dsa_engine.config.model import ModelConfig", None),
         ("dsa_engine.checkpoint.reader", "from dsa_engine.model.layers import Runtime", "above it"),
         ("dsa_engine.llm", "def f():\n    from dsa_engine.measure import plots", "above it"),
         ("dsa_engine.brand_new", "", "has no layer"),
@@ -194,11 +187,11 @@ def test_the_check_finds_what_it_should(
 ) -> None:
     there = exists
     monkeypatch.setitem(globals(), "exists", lambda part: part == "brand_new" or there(part))
-    found = violations(source, module)
+    broken = violations(source, module)
     if complaint is None:
-        assert found == []
+        assert broken == []
     else:
-        assert len(found) == 1 and complaint in found[0]
+        assert len(broken) == 1 and complaint in broken[0]
 
 
 def test_importing_does_not_bring_torch_compile_along() -> None:

@@ -81,7 +81,7 @@ def test_metrics(llm: LLM) -> None:
     assert many.metrics.ttft_s > 0 and many.metrics.tpot_s is not None and many.metrics.tpot_s > 0
 
 
-def test_more_requests_than_places_and_pages(demo_cache: Path) -> None:
+def test_more_requests_than_slots_and_pages(demo_cache: Path) -> None:
     small = load(max_model_len=256, max_num_seqs=2, cache_memory="1MiB", max_num_batched_tokens=50)
     prompts = [TEXT[: 20 + 17 * i] for i in range(7)]
     large = load(max_model_len=256)
@@ -115,13 +115,13 @@ def test_streams_side_by_side_and_a_batch_between(llm: LLM) -> None:
     prompts = [TEXT[:50], TEXT[:300], "third"]
     expected = [llm.generate(p, q)[0] for p, q in zip(prompts, params, strict=True)]
     first, second = (llm.stream(p, q) for p, q in zip(prompts[:2], params[:2], strict=True))
-    found: list[list[Any]] = [[next(first), next(first)], [next(second)]]
+    results: list[list[Any]] = [[next(first), next(first)], [next(second)]]
     third = llm.generate(prompts[2], params[2])[0]
     assert third.token_ids == expected[2].token_ids
     assert len(llm.prompt_logits("x")) == len(llm.tokenizer.encode("x"))  # after both streams have come to their ends
-    for stream, pieces in ((second, found[1]), (first, found[0])):
+    for stream, pieces in ((second, results[1]), (first, results[0])):
         pieces += list(stream)
-    for pieces, output in zip(found, expected[:2], strict=True):
+    for pieces, output in zip(results, expected[:2], strict=True):
         assert [t for p in pieces for t in p.token_ids] == output.token_ids
         assert "".join(p.text for p in pieces) == output.text
         assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from dsa_engine.demo import cache_folder
 from dsa_engine.engine.startup.memory import available_bytes
-from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.cpu import user_cache
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.report import write_json
-from dsa_engine.output_files import check_outputs
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes
 from dsa_engine.version import __version__
 
 _PACKAGES = ("triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn", "deepspeed", "matplotlib")
@@ -98,10 +97,10 @@ def _devices() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     try:
-        cache = cache_folder()
+        cache = user_cache()
         above = next(path for path in (cache, *cache.absolute().parents) if path.exists())
         shown = f"{cache} ({format_bytes(shutil.disk_usage(above).free)} free)"
-    except CheckpointError as error:
+    except OSError as error:
         shown = f"none: {error}"
     return {
         "python": sys.executable,

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import json_object
-from dsa_engine.checkpoint import parameter_counts
-from dsa_engine.checkpoint.schemes import stored_as
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.quantization import QuantizationConfig
+from dsa_engine.config.released import released_fp8
+from dsa_engine.convert.schemes import stored_as
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.measure.report import format_table, write_json
-from dsa_engine.measure.weight_memory import RELEASED_FP8, rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-from dsa_engine.model.quantization_config import QuantizationConfig
+from dsa_engine.model.layout import parameter_counts
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.output_files import check_outputs
-from dsa_engine.quantization import word_for
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.quantization import quantization_name
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +53,9 @@ def run_info(args: argparse.Namespace) -> None:
         memory = parse_bytes(args.memory, "--memory")
     else:
         memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else available_bytes()
-    stored = config.quantization or RELEASED_FP8
+    stored = config.quantization or released_fp8()
     forms: list[tuple[str, QuantizationConfig | None, torch.dtype]] = [
-        (word_for(stored) or "as stored", stored, torch.bfloat16)
+        (quantization_name(stored) or "as stored", stored, torch.bfloat16)
     ]
     for name in ("int8", "int4-experts"):
         with suppress(ValueError):  # raised for sizes that groups of 128 do not divide

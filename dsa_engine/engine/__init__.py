@@ -1,1 +1,1 @@
-"""Requests on their way: scheduler, pages, step metadata, runner, CUDA graphs, sampler."""
+"""Runs requests on a model: an engine, its loop, and rooms for requests, steps, sampling, speculation and startup."""

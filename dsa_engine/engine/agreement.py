@@ -1,4 +1,4 @@
-"""What the ranks of a run must have in common, when they start and in every call."""
+"""Checks that the ranks of a run agree: on their options when they start, and on every call."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dsa_engine.parallel.agreement import Meeting
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.version import __version__
 
-# What may differ from machine to machine and rank to rank, and changes no result.
-_OWN = ("model", "device", "progress", "trust_remote_code")
-_FOLLOWS = "follow"  # a rank's word in place of its call
-# Files of a model folder, beside its weights, that say what is computed.
+# Options that may differ from rank to rank, as they change no result.
+_MAY_DIFFER = ("model", "device", "progress", "trust_remote_code")
+_FOLLOWS = "follow"  # the text of a rank that makes no calls
+# Files of a model folder, beside its weights, that affect results.
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def start_facts(folder: Path, options: EngineOptions) -> dict[str, str]:
-    """Texts by name that have to be the same on every rank: options, the files of the model, and the package."""
+    """Texts by name that must be the same on every rank: options, the model's files and the package's version."""
     facts = {"the version of dsa_engine": __version__}
     for name, value in vars(options).items():
         if name == "parallel":
             facts |= {part: repr(own) for part, own in vars(value).items() if part != "ranks"}
-        elif name not in _OWN:
+        elif name not in _MAY_DIFFER:
             facts[name] = json.dumps(value, sort_keys=True, default=_plain)
     for name in _FILES:
         path = folder / name
@@ -44,7 +44,7 @@ class CallsDiffer(ValueError):
     """The ranks are in different calls.
 
     Attributes:
-        next_id: of the next request on all ranks, after those of rank 0's call; None: rank 0's call makes none.
+        next_id: the number of the next request on all ranks, after those of rank 0's call; None if that makes none.
     """
 
     next_id: int | None = None
@@ -58,23 +58,23 @@ def agree_on_call(
     check: Callable[[], None] = lambda: None,
     ids: Sequence[int] = (),
 ) -> bool:
-    """Compares the call that every rank is in; several ranks cannot serve different ones.
+    """Compares the calls that all ranks are in; the ranks of a run must make the same calls.
 
     Args:
-        kind: of the call.
+        kind: name of the call.
         prompts: token ids.
-        params: of each prompt; empty where nothing is sampled.
-        check: called now and then while the other ranks are waited for; raises where there is nothing to wait for.
-        ids: of the requests that the call makes, ascending.
+        params: sampling parameters of each prompt; empty if nothing is sampled.
+        check: called now and then during the wait for other ranks; raises when there is nothing to wait for.
+        ids: ids of the requests that the call makes, ascending.
 
     Returns:
-        whether all other ranks follow this one (:func:`leave_word_to_follow`), and it may call as it likes.
+        whether all other ranks follow this one (:func:`declare_following`), which then calls without agreement.
 
     Raises:
-        CallsDiffer: on all ranks, where they are in different calls; says in what they differ, and which.
+        CallsDiffer: the calls differ; raised on all ranks, and says how and on which ranks.
         TimeoutError: a rank does not come.
     """
-    if mesh.world_size == 1:
+    if mesh.processes.size == 1:
         return False
     tokens = b" ".join(array("q", prompt).tobytes() for prompt in prompts)
     lengths = repr([len(prompt) for prompt in prompts]).encode()
@@ -83,23 +83,23 @@ def agree_on_call(
     mine = json.dumps({what: blake2b(text, digest_size=16).hexdigest() for what, text in texts.items()})
     follow = False
 
-    def judge(words: Mapping[int, str]) -> str:
+    def difference(calls: Mapping[int, str]) -> str:
         nonlocal follow
-        followers = [rank for rank, word in words.items() if word == _FOLLOWS]
+        followers = [rank for rank, call in calls.items() if call == _FOLLOWS]
         if followers:
-            follow = len(followers) == len(words) - 1
+            follow = len(followers) == len(calls) - 1
             return "" if follow else f"rank(s) {_listed(followers)} follow rank 0, and others call for themselves"
-        for what, theirs in json.loads(mine).items():
-            others = [rank for rank, word in words.items() if json.loads(word)[what] != theirs]
+        for what, digest in json.loads(mine).items():
+            others = [rank for rank, call in calls.items() if json.loads(call)[what] != digest]
             if others:
                 return f"rank(s) {_listed(others)} were given other {what} than rank 0"
         return ""
 
-    def judge_all(words: Mapping[int, str]) -> str:
-        return json.dumps([judge(words), ids[-1] + 1 if ids else None])
+    def judge(calls: Mapping[int, str]) -> str:
+        return json.dumps([difference(calls), ids[-1] + 1 if ids else None])
 
     meeting = Meeting(mesh.global_ranks, mesh.global_ranks[mesh.rank])
-    verdict, next_id = json.loads(meeting.hold(mine, judge_all, mesh.config.timeout, check))
+    verdict, next_id = json.loads(meeting.hold(mine, judge, mesh.config.timeout, check))
     if verdict:
         error = CallsDiffer(
             f"{verdict}; give every rank the same prompts and sampling parameters, in the same order of calls: each "
@@ -110,19 +110,19 @@ def agree_on_call(
     return follow
 
 
-def leave_word_to_follow(mesh: Mesh) -> None:
-    """Tells rank 0, in its next call, that this one makes none of its own."""
+def declare_following(mesh: Mesh) -> None:
+    """Tells rank 0, which learns it in its next call, that this rank makes no calls."""
     Meeting(mesh.global_ranks, mesh.global_ranks[mesh.rank]).say(_FOLLOWS)
 
 
 def others_follow(mesh: Mesh, check: Callable[[], None]) -> bool:
-    """Whether all other ranks follow rank 0, as they say in its next call; asked on rank 0.
+    """Whether all other ranks have declared to follow rank 0; called on rank 0, and waits for their texts.
 
     Raises:
-        TimeoutError: one says nothing.
+        TimeoutError: a rank leaves no text.
     """
     meeting = Meeting(mesh.global_ranks, mesh.global_ranks[mesh.rank])
-    return all(word == _FOLLOWS for word in meeting.texts(mesh.config.timeout, check).values())
+    return all(text == _FOLLOWS for text in meeting.texts(mesh.config.timeout, check).values())
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
-"""A caller's requests, from a thread or an event loop, and its wait for what comes of them.
+"""Calls: the requests of one caller, in a thread or an event loop, and its wait for their results.
 
-Requests end with their call: however it ends, and whether or not it could say so. An interrupt may hit the very line
-that was to do it; then the call is left to the garbage collector, which does it.
+Requests end with their call, however the call ends. An interrupt may hit the very line that closes it; then the garbage
+collector closes it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from dsa_engine.engine.agreement import CallsDiffer, agree_on_call, leave_word_to_follow, others_follow
+from dsa_engine.engine.agreement import CallsDiffer, agree_on_call, declare_following, others_follow
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Mailbox, Reply
 from dsa_engine.engine.requests.messages import Abort, Add, Job, Run
 from dsa_engine.outputs import StreamPiece
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
-_TICK_S = 0.2  # how often a caller with a progress bar looks at it
+_TICK_S = 0.2  # seconds between two updates of a progress bar
 
 
 class EventLoopMailbox:
-    """Results for a task of the running event loop, put there by other threads."""
+    """Receives results for a task of the running event loop from other threads."""
 
     def __init__(self) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class EventLoopMailbox:
 
     def put(self, item: Any, /) -> None:
         self._items.append(item)
-        with suppress(RuntimeError):  # the event loop has been closed, and the task with it
+        with suppress(RuntimeError):  # the event loop has been closed, and no task waits
             self._event_loop.call_soon_threadsafe(self._filled.set)
 
     async def get(self) -> Any:
@@ -50,10 +50,10 @@ class EventLoopMailbox:
 
 
 class Callers:
-    """The way in for callers: who may call, and on several ranks that all want the same.
+    """Entrance for callers: checks that a thread may call, and that all ranks make the same call.
 
     Args:
-        loop: that runs the engine.
+        loop: runs the engine.
     """
 
     def __init__(self, loop: EngineLoop):
@@ -62,11 +62,11 @@ class Callers:
         self._thread = threading.get_ident()
 
     def check(self, asynchronous: bool = False) -> None:
-        """Whether this thread, or its event loop, may call now.
+        """Checks that this thread, or its event loop, may call now.
 
         Raises:
-            RuntimeError: the loop has ended; this is its thread; or, on several ranks that all call, it is another
-                thread than the one that made the engine.
+            RuntimeError: the loop has ended; this is the loop's thread; or all ranks call, and this is not the thread
+                that made the engine.
         """
         self.loop.check()
         if self.loop.serves or not (asynchronous or self._thread != threading.get_ident()):
@@ -80,7 +80,7 @@ class Callers:
         )
 
     def send(self, kind: str, messages: Sequence[tuple[Add | Run, Reply | Mailbox]]) -> None:
-        """Sends the messages of a call, each with where its results go; where every rank calls, once all want the same.
+        """Sends the messages of a call, each with the receiver of its results; if every rank calls, compares the calls.
 
         Raises:
             ValueError: the ranks are in different calls.
@@ -92,14 +92,14 @@ class Callers:
         params = [message.params for message, _ in messages if isinstance(message, Add)]
         leads, ids = self._mesh.rank == 0, tuple(message.id for message, _ in messages)
         try:
-            if not leads:  # this rank knows where results go before rank 0 has sent anything
+            if not leads:  # registers the receivers before rank 0 sends the messages
                 self.loop.send(*messages)
             self.loop.serves = agree_on_call(self._mesh, kind, prompts, params, self.loop.check, ids)
             if leads:
                 self.loop.send(*messages)
         except CallsDiffer as error:
             self.loop.send((Abort(ids), None))
-            # The same on all ranks again; never one that rank 0 has used, whose Abort may still be under way.
+            # All ranks go on from the same number, after those of rank 0's call: its Abort may still be under way.
             if error.next_id is not None:
                 self.loop.engine.ids = count(error.next_id)
             elif ids:
@@ -107,28 +107,29 @@ class Callers:
             raise
 
     def follow(self) -> None:
-        """Serves rank 0's calls until it closes, and raises what ends its loop otherwise.
+        """Serves rank 0's calls until rank 0 closes.
 
         Raises:
-            RuntimeError: this is rank 0, or the only one.
+            RuntimeError: this is rank 0, or the only rank.
+            BaseException: the error that ends this rank's loop.
         """
         self.loop.check()
         if self._mesh.rank == 0:
             raise RuntimeError("rank 0 is the rank that the others follow(); it calls, and closes the LLM at the end")
-        leave_word_to_follow(self._mesh)
+        declare_following(self._mesh)
         self.loop.wait()
 
 
 class Call:
-    """Requests that are made together and end together, with :meth:`close` at the latest.
+    """Requests that are made together and end together, at the latest with :meth:`close`.
 
     Args:
-        callers: the way in.
-        streams: results are pieces; else what :meth:`Reply.completion` gives when all have ended.
-        asynchronous: results are waited for in the running event loop.
+        callers: the entrance.
+        streams: deliver results as pieces; otherwise :meth:`Reply.completion` gives them when all requests have ended.
+        asynchronous: the caller waits in the running event loop.
     """
 
-    _ids: Sequence[int] = ()  # of a job
+    _ids: Sequence[int] = ()  # the id of a running job
     replies: Sequence[Reply] = ()
 
     def __init__(self, callers: Callers, streams: bool = False, asynchronous: bool = False):
@@ -137,36 +138,36 @@ class Call:
         self._mailbox: Any = EventLoopMailbox() if asynchronous else SimpleQueue()
 
     def begin(self, kind: str, adds: Sequence[tuple[Add, Tokenizer | None]]) -> None:
-        """Sends the requests, each with what makes text of its output; raises as :meth:`Callers.send`."""
+        """Sends the requests, each with the tokenizer for its text; raises what :meth:`Callers.send` raises."""
         for add, _ in adds:
             add.id = next(self._callers.loop.engine.ids)
         self.replies = [Reply(add, tokenizer, self._mailbox, self._streams) for add, tokenizer in adds]
         self._callers.send(kind, [(reply.add, reply) for reply in self.replies])
 
     def wait(self, tick: Callable[[], object] | None = None) -> None:
-        """Returns when all requests have ended; ``tick`` is called now and then.
+        """Waits until all requests have ended; calls ``tick`` now and then.
 
         Raises:
-            BaseException: of a step that one of them was part of, or what has ended the engine.
+            BaseException: the error of a step of one of the requests, or the error that ended the loop.
         """
         for _ in self.replies:
             _raised(self._get(tick))
 
     async def wait_async(self) -> None:
-        """:meth:`wait` for an event loop, which goes on meanwhile."""
+        """Does what :meth:`wait` does without blocking the event loop."""
         for _ in self.replies:
             _raised(await self._mailbox.get())
 
     def piece(self) -> StreamPiece:
-        """The next piece; raises as :meth:`wait`."""
+        """Waits for the next piece; raises what :meth:`wait` raises."""
         return _raised(self._get(None))
 
     async def piece_async(self) -> StreamPiece:
-        """:meth:`piece` for an event loop, which goes on meanwhile."""
+        """Does what :meth:`piece` does without blocking the event loop."""
         return _raised(await self._mailbox.get())
 
     def run(self, job: Job, prompt_ids: list[int]) -> torch.Tensor:
-        """Does what needs the engine for itself, and returns what comes of it; raises as :meth:`wait`."""
+        """Runs a job and returns its result; raises what :meth:`wait` raises."""
         run = Run(next(self._callers.loop.engine.ids), job, prompt_ids)
         self._ids = (run.id,)
         self._callers.send(job, [(run, self._mailbox)])
@@ -183,7 +184,7 @@ class Call:
         return self._mailbox.get()
 
     def close(self) -> None:
-        """Aborts what has not ended."""
+        """Aborts requests and jobs that have not ended."""
         ids = (*self._ids, *(reply.add.id for reply in self.replies if reply.ending is None))
         if ids:
             self._callers.loop.send((Abort(ids), None))
@@ -199,7 +200,7 @@ class Call:
 
 
 def _raised(item: Any) -> Any:
-    """What a mailbox has given, unless it is an exception, which is raised."""
+    """Returns an item of a mailbox; raises it if it is an exception."""
     if isinstance(item, BaseException):
         raise item
     return item

@@ -1,22 +1,23 @@
 """The engine: one rank's model, caches and scheduler; requests come in, steps run, requests end.
 
 Under ``torchrun`` every rank makes the same engine and calls the same methods with the same arguments. One thread at a
-time uses it: that of the loop (``loop.py``), or a program that measures while no loop has anything to do.
+time uses it: the loop's thread (``loop.py``), or a program that measures while the loop has nothing to do.
 
-The device must not wait for the host between two decode steps. So with ``async_scheduling`` the next one is scheduled
-and launched before the tokens of the one before are read: where a request's last token is not known yet, a placeholder
-stands for it (``request.py``), and while the device computes, the host reads the token, makes text of it and looks
-whether the request ends. Only decode steps that need nothing from the host are launched ahead; before a prefill, and
-before a graph is captured, what is in flight is read, so that no token waits for them.
+The device must not wait for the host between two decode steps. So with ``async_scheduling`` a step is scheduled and
+launched before the tokens of the step before it are read. A placeholder takes the position of a token that is not read
+yet (``request.py``). While the device computes, the host reads the token, makes its text and decides whether the
+request ends. Only decode steps that need nothing from the host are launched ahead. Before a prefill, and before a graph
+is captured, the step in flight is read, so that its tokens do not wait.
 
-A request that turns out to have ended is then part of one step too many. What that step samples for it is dropped. Its
-pages may go to another one at once: the device works in order, and a row is written by its new owner before it is read.
+A request that turns out to have ended is then part of one step too many; the tokens of that step are dropped. Its pages
+may go to another request at once: the device works in order, so a row is written for the new request before it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -25,81 +26,74 @@ from torch.profiler import record_function
 
 from dsa_engine.engine.requests.messages import Add, Run
 from dsa_engine.engine.requests.new_request import check_prompt, new_requests
-from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.result import RequestTokens, StepResult
-from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 
+@dataclass(eq=False)
 class Engine:
     """Runs requests on a model; :func:`.start.start` makes one.
 
     Attributes:
-        dtype: of activations.
+        max_model_len: maximum number of tokens of a request, prompt and output.
+        progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
+        bytes_read, load_seconds: what loading this rank's weights took.
+        step_bytes: bytes set aside on the device for steps and graphs; None if the caches were given their size.
         workspace: bytes for what a step computes piece by piece.
-        progress: ``progress(total, unit, title)``, see :func:`progress_bar`; only on rank 0.
-        step_bytes: set aside on the device for steps and graphs; None where the caches were given their size.
         async_scheduling: launch a decode step before the tokens of the step before it are read.
-        launched_ahead: how often that has happened.
-        ids: gives the next requests their numbers; the seed of one without a seed of its own follows from it.
+        launched_ahead: number of steps launched so.
+        ids: gives the next requests their numbers; the seed of a request without one follows from its number.
     """
 
-    def __init__(
-        self,
-        *,
-        options: EngineOptions,
-        config: ModelConfig,
-        mesh: Mesh,
-        dtype: torch.dtype,
-        workspace: int,
-        max_model_len: int,
-        model: Model,
-        cache: KVCache,
-        scheduler: Scheduler,
-        graphs: DecodeGraphs | None,
-        runner: ModelRunner,
-        progress: Callable[..., Any],
-        bytes_read: int,
-        load_seconds: float,
-        step_bytes: int | None,
-    ):
-        self.options, self.config, self.mesh, self.dtype = options, config, mesh, dtype
-        self.workspace, self.max_model_len = workspace, max_model_len
-        self.model, self.cache, self.scheduler, self.graphs, self.runner = model, cache, scheduler, graphs, runner
-        self.progress = progress
-        self.bytes_read, self.load_seconds, self.step_bytes = bytes_read, load_seconds, step_bytes
+    options: EngineOptions
+    model: Model
+    cache: KVCache
+    scheduler: Scheduler
+    runner: ModelRunner
+    max_model_len: int
+    progress: Callable[..., Any]
+    bytes_read: int
+    load_seconds: float
+    step_bytes: int | None
+
+    def __post_init__(self) -> None:
+        runtime = self.model.runtime
+        self.config, self.graphs = self.model.config, self.runner.graphs
+        self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
         self.launched_ahead = 0
         self.ids = count()
-        self._in_flight: StepResult | None = None  # of a step that has been launched and not read
-        self.draft(options.speculation.num_speculative_tokens if options.speculation else 0)
+        self._in_flight: StepResult | None = None  # a step that has been launched and not read
+        self.draft(self._max_drafts)
+
+    @property
+    def _max_drafts(self) -> int:
+        speculation = self.options.speculation
+        return speculation.num_speculative_tokens if speculation else 0
 
     def draft(self, num_drafts: int) -> None:
-        """Has so many drafts made of every request in a step, from now on: 0, or up to ``num_speculative_tokens``.
+        """Sets how many tokens are drafted for every request in a step: 0 to ``num_speculative_tokens``.
 
         Raises:
-            ValueError: more than that.
+            ValueError: the number is out of this range.
             RuntimeError: requests are running.
         """
-        maximum = self.options.speculation.num_speculative_tokens if self.options.speculation else 0
-        if not 0 <= num_drafts <= maximum:
+        if not 0 <= num_drafts <= self._max_drafts:
             raise ValueError(
-                f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {maximum}"
+                f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {self._max_drafts}"
             )
         self._check_idle()
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
         self.scheduler.least_last_chunk = num_drafts if len(self.model.mtp) > 1 else 1
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
-        # With drafts, the host does not know which tokens the next step computes: only a padded one follows.
+        # With drafts, the host does not know which tokens the next step computes: only a padded step can follow.
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
 
     @property
@@ -113,16 +107,16 @@ class Engine:
         return self.scheduler.has_work or self.in_flight
 
     def new_requests(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None = None) -> list[Add]:
-        """Checked messages for :meth:`queue`, one for each output; any thread may call it.
+        """Makes checked messages for :meth:`queue`, one for each output; any thread may call it.
 
         Raises:
             ValueError, CapacityError: see :func:`.new_request.new_requests`.
         """
         limits = self.max_model_len, self.config.vocab_size
-        return new_requests(prompt, params, tokenizer, *limits, self.scheduler.check)
+        return new_requests(prompt, params, tokenizer, *limits, self.scheduler.capacity.check)
 
     def queue(self, add: Add) -> Request:
-        """Takes a request of :meth:`new_requests`: it runs with the next steps."""
+        """Queues a request made by :meth:`new_requests`; it runs in the next steps."""
         request = Request(add.id, add.prompt_ids, add.params, add.bad_words)
         self.scheduler.add(request)
         return request
@@ -137,32 +131,17 @@ class Engine:
         add.id = next(self.ids)
         return self.queue(add)
 
-    def add_filled(self, length: int, params: SamplingParams) -> Request:
-        """A request whose ``length`` prompt tokens are not computed: its caches are filled with random rows, and it
-        decodes from the next step on. For measuring decode; its tokens mean nothing.
-
-        Raises:
-            ValueError, CapacityError: as :meth:`add`, and ``CapacityError`` where there is no room right now.
-        """
-        (add,) = self.new_requests([0] * length, params)
-        add.id = next(self.ids)
-        request = Request(add.id, add.prompt_ids, add.params)
-        self.scheduler.adopt(request)
-        request.output.append(0)  # the token that a prefill would have sampled
-        self.cache.fill_random(request.pages, self.options.seed + request.id)
-        return request
-
     def step(self) -> list[RequestTokens]:
-        """Runs one step; returns what was read of requests that had not ended before, up to the token that ends each.
+        """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
 
-        With ``async_scheduling`` a decode step is launched before the tokens of the one before are read; returned is
-        what has been read, sometimes nothing.
+        With ``async_scheduling`` a decode step is launched before the tokens of the step before it are read; so the
+        tokens are those of an earlier step, and sometimes there are none.
 
         Raises:
-            BaseException: what went wrong with a whole step; its requests have ended, with this as ``exception``. What
-                goes wrong in the sampling of one request ends that one alone.
+            BaseException: a whole step failed; its requests have ended, with this as ``exception``. An error in the
+                sampling of one request ends only that request.
         """
-        # While stages are timed, each step is read at once: its time must be its own.
+        # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not observed()
         read = [] if ahead else self._read_in_flight()
         with record_function("schedule"):
@@ -177,7 +156,7 @@ class Engine:
             launched = self.runner.launch(plan, before)
         self.scheduler.computed(chunks)
         self._record(launched)
-        # On a step whose drafts the host has to know no other follows.
+        # No step can follow one whose drafts the host has to know.
         follows = self.runner.num_drafts == 0 or launched.outcome is not None
         self._in_flight = launched if ahead and follows and launched.indices else None
         self.launched_ahead += bool(before and launched.indices)
@@ -188,17 +167,17 @@ class Engine:
         return self._read(step)
 
     def _record(self, launched: StepResult) -> None:
-        """Notes in the requests of a step what is known of it before its tokens are."""
+        """Records in the requests of a step what is known before its tokens are read."""
         for request, indices in launched.indices.items():
             request.placeholders += indices
             request.num_unverified += 0 if launched.draft_results is None else len(indices) - 1
         for request, rows in launched.last_rows.items():
             request.last_rows = rows
-        for request, found in launched.prompt_logprobs.items():
-            request.add_prompt_logprobs(found)
+        for request, logprobs in launched.prompt_logprobs.items():
+            request.add_prompt_logprobs(logprobs)
 
     def _read(self, step: StepResult | None) -> list[RequestTokens]:
-        """Reads a step, and gives its requests their tokens."""
+        """Reads a step and gives its requests their tokens."""
         if step is None:
             return []
         with record_function("read tokens"), self._failing(step.indices):
@@ -207,7 +186,7 @@ class Engine:
         for one in sampled:
             request, count = one.request, len(step.indices[one.request])
             if not request.placeholders:
-                continue  # it was rewound to 0, and computes these again
+                continue  # rewound to 0 meanwhile: these tokens are computed again
             del request.placeholders[:count]
             if one.draft_result is not None:
                 request.num_unverified -= count - 1
@@ -216,30 +195,30 @@ class Engine:
         return read
 
     def _take(self, sampled: RequestTokens) -> RequestTokens:
-        """Gives a request its new tokens, up to the one that ends it; returns these."""
-        request, found = sampled.request, sampled.draft_result
-        if found is not None and found.offered:
-            request.draft_stats.append((found.offered, found.accepted))
+        """Gives a request its new tokens, up to the one that ends it, and returns these."""
+        request, result = sampled.request, sampled.draft_result
+        if result is not None and result.offered:
+            request.draft_stats.append((result.offered, result.accepted))
         for number, token in enumerate(sampled.tokens):
             ending = request.append(token, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(request, *ending)
                 return sampled._replace(tokens=sampled.tokens[: number + 1])
-        if found is not None:
-            self.scheduler.accept_drafts(request, found.drafts)
+        if result is not None:
+            self.scheduler.accept_drafts(request, result.drafts)
         return sampled
 
     def finish(
         self, request: Request, reason: str, error: str | None = None, stop_reason: int | str | None = None
     ) -> None:
-        """Ends a request, in whatever state, and frees its pages; without effect on one that has ended."""
+        """Ends a request in any state and frees its pages; does nothing if it has ended."""
         if request.finish_reason is None:
             request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
             self.scheduler.finish(request)
 
     @contextmanager
     def _failing(self, requests: Iterable[Request]) -> Iterator[None]:
-        """A part of a step; what it raises ends these requests."""
+        """Runs a part of a step; an error in it ends these requests."""
         try:
             yield
         except BaseException as error:
@@ -250,29 +229,28 @@ class Engine:
             raise
 
     def check(self, prompt: list[int]) -> None:
-        """Raises what :meth:`prefill` would raise for this prompt, and runs nothing.
+        """Checks that :meth:`prefill` can run this prompt.
 
         Raises:
-            ValueError, CapacityError: see :func:`.new_request.new_requests`; an output needs no room.
+            ValueError, CapacityError: see :func:`.new_request.new_requests`; no room is needed for an output.
         """
         check_prompt(prompt, 0, self.max_model_len, self.config.vocab_size)
-        self.scheduler.check(len(prompt), max_tokens=1)
+        self.scheduler.capacity.check(len(prompt), max_tokens=1)
 
     def prefill(self, prompt: list[int]) -> torch.Tensor:
-        """Prefills one prompt, alone, and forgets it.
+        """Prefills one prompt alone, and frees its pages.
 
         Returns:
-            float32 CPU logits ``[vocab]`` after its last token, the same on every rank.
+            float32 CPU logits ``[vocab]`` after the last token, the same on every rank.
 
         Raises:
             ValueError, CapacityError: see :meth:`check`.
-            RuntimeError: other requests are under way.
+            RuntimeError: other requests are running.
         """
         return self._finished(Run(-1, "prefill", prompt))
 
     def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
-        """float32 CPU logits ``[len, vocab]`` at every position of a prompt, the same on every rank; raises what
-        :meth:`prefill` raises."""
+        """float32 CPU logits ``[len, vocab]`` at every position of a prompt; otherwise like :meth:`prefill`."""
         return self._finished(Run(-1, "prompt_logits", prompt))
 
     def _finished(self, run: Run) -> torch.Tensor:
@@ -285,11 +263,11 @@ class Engine:
                 return end.value
 
     def job(self, run: Run) -> Generator[None, None, torch.Tensor]:
-        """Computes a chunk of a prompt at each ``next``, and returns what is wanted: see :meth:`prefill` and
-        :meth:`prompt_logits`. Nothing is left of it when it is closed.
+        """Computes a chunk of a prompt at each ``next``, and returns the logits of :meth:`prefill` or
+        :meth:`prompt_logits`. Its pages are free when it ends or is closed.
 
         Raises:
-            RuntimeError: other requests are under way.
+            RuntimeError: other requests are running.
         """
         self._check_idle()
         prompt, logits = run.prompt_ids, torch.empty(0)
@@ -297,7 +275,7 @@ class Engine:
             return logits
         if run.job == "prompt_logits":
             logits = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
-        block = max(1, self.workspace // (8 * self.config.vocab_size))  # of rows whose logits are made at a time
+        block = max(1, self.workspace // (8 * self.config.vocab_size))  # rows whose logits are made at a time
         request = Request(-1, prompt, SamplingParams(max_tokens=1))
         with self.progress(len(prompt), "tokens", "prefill") as bar:
             try:
@@ -314,14 +292,6 @@ class Engine:
             finally:
                 self.finish(request, "length" if request.prefilled else "abort")
         return logits.cpu()
-
-    def prefill_plans(self, length: int) -> list[StepPlan]:
-        """How the steps of a prefill of ``length`` tokens, alone, are divided over the ranks; computes nothing."""
-        request = Request(-1, [0] * length, SamplingParams())
-        ranks = self.mesh.cp_ranks(0)
-        maximum = self.options.max_num_batched_tokens * self.mesh.cp_size
-        chunks = [Chunk(request, first, min(maximum, length - first), ranks) for first in range(0, length, maximum)]
-        return [self.runner.plan([chunk]) for chunk in chunks]
 
     def _check_idle(self) -> None:
         if self.scheduler.has_work:

@@ -1,16 +1,16 @@
-"""The thread that runs an engine: it takes the callers' messages, runs steps, and hands each caller what is new.
+"""The thread that runs an engine: it takes messages from callers, runs steps, and hands out results.
 
-One order in every turn: take messages, schedule, launch, read the step before (the last three are ``Engine.step``),
-hand over. Callers, whatever threads and event loops they run in, only send messages and wait for their own results, so
-an interrupt reaches none but the one that waits.
+Every turn has the same order: take messages, schedule, launch, read the step before (these three are ``Engine.step``),
+hand over results. Callers may run in any threads and event loops. They only send messages and wait for their own
+results, so an interrupt affects only the caller that waits.
 
-On several ranks each has a loop, and rank 0's messages are those of all: they reach every rank between the same two
-steps. What comes during a step travels beside it and takes effect one step later (``message_channel.py``). The ranks
-agree by taking the same messages in the same order; a caller on another rank than 0 has said there that it wants the
-same (``agreement.py``), and gets its results from the steps that its own rank runs.
+On several ranks each rank has a loop, and all loops run on the messages of rank 0, which reach every rank between the
+same two steps. A message that comes during a step travels beside it and takes effect one step later
+(``message_channel.py``). The ranks stay equal as they take the same messages in the same order. A caller on another
+rank than 0 has declared there that it makes the same call (``agreement.py``); its results come from its own rank.
 
-While there is nothing to do rank 0 waits for a message, and the other ranks wait for rank 0, which sends an empty one
-now and then: so a rank that has died is noticed.
+When there is nothing to do, rank 0 waits for a message, and the other ranks wait for rank 0. It sends an empty message
+now and then, so that the death of a rank is noticed.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
 from dsa_engine.parallel.message_channel import MessageChannel
 
-_HEARTBEAT_S = 0.5  # how often ranks that have nothing to do hear of each other
-_CLOSE_S = 30.0  # longest wait for a step that is under way when the loop is closed
-_OTHERS_CLOSE_S = 5.0  # how long another rank than 0 waits for rank 0 to close
-_ANSWER_S = 0.5  # how long callers get to answer for a failure before it ends the process
+_HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
+_CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
+_OTHERS_CLOSE_S = 5.0  # longest wait of another rank for rank 0 to close
+_ANSWER_S = 0.5  # time for callers to handle a failure before it ends the process
 
-_Sent = tuple[Message, Reply | Mailbox | None]  # a message, and where its results go
+_Sent = tuple[Message, Reply | Mailbox | None]  # a message and the receiver of its results
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own, from now until :meth:`close`.
+    """Runs an engine in a new thread, from now until :meth:`close`.
 
     Attributes:
-        error: what has ended the loop; None while it runs, and where it was closed.
+        error: the exception that ended the loop; None while it runs, and if it was closed.
         serves: whether all other ranks follow this one, so that any thread may call here.
-        steps, step_s: how many steps have been run, and their seconds.
+        steps, step_s: number of steps so far, and their time in seconds.
         messages_s: seconds between these steps, in which messages were exchanged and taken.
     """
 
@@ -60,39 +60,40 @@ class EngineLoop:
         self.steps, self.step_s, self.messages_s = 0, 0.0, 0.0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
-        # Never a lock that a caller and the loop share: an interrupt could leave it locked.
+        # Callers and the loop share no lock of Python: an interrupted caller could leave it locked.
         self._inbox: SimpleQueue[tuple[_Sent, ...]] = SimpleQueue()
-        self._replies: dict[int, Reply] = {}  # of requests whose caller waits on this rank
-        self._jobs: dict[int, Mailbox] = {}  # the same of Run
-        self._requests: dict[int, Request] = {}  # that the engine has from here; a program may have given it others
-        self._unread = False  # whether a step that was run here has not been read
-        self._backlog: deque[Add | Run] = deque()  # taken, and not begun; a Run holds up what comes after it
-        self._job: Generator[None, None, torch.Tensor] | None = None  # of the Run at the head of the backlog
-        self._closing = False  # by a message of rank 0
-        self._leaving = False  # by this rank alone
+        self._replies: dict[int, Reply] = {}  # by id: requests whose caller waits on this rank
+        self._jobs: dict[int, Mailbox] = {}  # by id: jobs whose caller waits on this rank
+        self._requests: dict[int, Request] = {}  # by id: running requests; a program may have given the engine others
+        self._unread = False  # whether a step launched here has not been read
+        self._backlog: deque[Add | Run] = deque()  # messages to begin; a Run holds up those after it
+        self._job: Generator[None, None, torch.Tensor] | None = None  # the begun Run at the head of the backlog
+        self._closing = False  # a message of rank 0 ends all loops
+        self._leaving = False  # this rank ends its loop alone
         self._ended = threading.Event()
         self._closed = False
         self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
-        atexit.register(self._leave)  # before the mesh leaves the run, which has registered earlier
+        atexit.register(self._leave)  # runs before the mesh's hook, which was registered earlier
         self.thread.start()
 
-    # What callers use, from any thread.
+    # Methods for callers, in any thread.
 
     def send(self, *messages: _Sent) -> None:
-        """Takes messages, each with where its results go on this rank; they take effect together. It cannot fail, and a
-        destructor may call it.
+        """Sends messages, each with the receiver of its results on this rank; they take effect together.
 
-        On other ranks than 0, a message only says that its results are wanted here.
+        It cannot fail, and a destructor may call it. On another rank than 0, a message only registers its receiver:
+        the message that takes effect is rank 0's.
         """
         self._inbox.put(messages)
         if self._ended.is_set():
             self._refuse_waiting()
 
     def check(self) -> None:
-        """Raises what has ended the loop, where it has ended.
+        """Checks that this thread may call.
 
         Raises:
-            RuntimeError: it was closed, or has ended with an error before; this thread is the loop's own.
+            BaseException: the error that has ended the loop.
+            RuntimeError: the loop was closed, or this is the loop's own thread.
         """
         if threading.current_thread() is self.thread:
             raise RuntimeError("a call from within another call of the same thread, which would wait for it")
@@ -100,37 +101,37 @@ class EngineLoop:
             raise self._refusal()
 
     def wait(self) -> None:
-        """Waits until the loop has ended; raises the error that has ended it, if it is one."""
-        while not self._ended.wait(1.0):  # in pieces: an interrupt is let through between them everywhere
+        """Waits until the loop has ended; raises the error that ended it, if any."""
+        while not self._ended.wait(1.0):  # short waits, as not every system interrupts a long one
             pass
         if self.error is not None:
             raise self.error
 
     def stop(self) -> None:
-        """Ends the loop soon, on rank 0 those of all ranks; what is under way is aborted. A destructor may call it."""
+        """Ends the loop soon, on rank 0 the loops of all ranks, and aborts requests. A destructor may call it."""
         self._closed = True
         if self._sends:
             self._inbox.put(((Shutdown(), None),))
 
     def close(self) -> None:
-        """:meth:`stop`, and waits for it; on another rank than 0 for rank 0, a few seconds."""
+        """Does :meth:`stop` and waits for the end; another rank than 0 waits a few seconds for rank 0 to close."""
         self.stop()
         if threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
 
     def _leave(self) -> None:
-        """At the end of the program: a thread that runs on could crash the interpreter."""
+        """Ends the thread at the exit of the program: a thread that runs on could crash the interpreter."""
         self.close()
         if self.thread.is_alive():
             self._inbox.put(((Shutdown(), None),))
             self.thread.join(4 * _HEARTBEAT_S)
 
-    # The thread.
+    # Methods of the loop's thread.
 
     def _main(self) -> None:
         try:
             if self.engine.mesh.device.type == "cuda":
-                torch.cuda.set_device(self.engine.mesh.device)  # each thread has a current one
+                torch.cuda.set_device(self.engine.mesh.device)  # the current device is a thread's
             while not (self._closing or self._leaving):
                 begun, busy = time.perf_counter(), not self._idle
                 for message in self._receive():
@@ -144,11 +145,11 @@ class EngineLoop:
 
     @property
     def _idle(self) -> bool:
-        """The same on all ranks: it follows from the messages that all have taken."""
+        """Whether there is nothing to compute; the same on all ranks, as all have taken the same messages."""
         return not (self._backlog or self._requests or self._unread)
 
     def _receive(self) -> list[Message]:
-        """The messages that take effect now, the same on all ranks; waits for some where there is nothing to do."""
+        """The messages that take effect now, the same on all ranks; waits for some if there is nothing to compute."""
         if self.channel is None:
             return self._own(wait_s=None if self._idle else 0.0)
         idle, arrived = self._idle, []
@@ -162,17 +163,20 @@ class EngineLoop:
         else:
             self.channel.begin(self._packed(0.0))
         if not self._sends:
-            self._own(wait_s=0.0)  # a caller has said what it wants before rank 0 has sent it
+            self._own(wait_s=0.0)  # a caller here registers before rank 0 sends the message
         return arrived
 
     def _packed(self, wait_s: float) -> bytes:
         return pickle.dumps(self._own(wait_s)) if self._sends else b""
 
     def _own(self, wait_s: float | None) -> list[Message]:
-        """The messages of this rank's callers, whose results are now known to go there; for rank 0 to send.
+        """Takes the messages of this rank's callers and registers the receivers of their results.
 
         Args:
-            wait_s: how long to wait for the first one; None: as long as it takes.
+            wait_s: longest wait for the first message; None: no limit.
+
+        Returns:
+            the messages on rank 0, which sends them; none on other ranks.
         """
         messages: list[Message] = []
         with suppress(queue.Empty):
@@ -184,7 +188,7 @@ class EngineLoop:
         return messages if self._sends else []
 
     def _note(self, message: Message, results: Reply | Mailbox | None) -> None:
-        """Notes where the results of a message go, or no longer go."""
+        """Registers the receiver of a message's results, or removes it."""
         if isinstance(results, Reply):
             self._replies[results.add.id] = results
         elif isinstance(message, Run) and results is not None:
@@ -205,14 +209,14 @@ class EngineLoop:
             self._backlog.append(message)
 
     def _abort(self, ids: Sequence[int]) -> None:
-        left = RuntimeError("rank 0 has left this call before its end")
+        error = RuntimeError("rank 0 has left this call before its end")
         for number in ids:
             if number in self._requests:
                 self.engine.finish(self._requests.pop(number), "abort")
-            if number in self._replies:  # of a caller on another rank
-                self._replies.pop(number).mailbox.put(left)
+            if number in self._replies:  # on another rank than 0, whose caller still waits
+                self._replies.pop(number).mailbox.put(error)
             if number in self._jobs:
-                self._jobs.pop(number).put(left)
+                self._jobs.pop(number).put(error)
         if self._job is not None and self._backlog[0].id in ids:
             self._job.close()
             self._job = None
@@ -220,7 +224,7 @@ class EngineLoop:
             self._backlog = deque(one for one in self._backlog if one.id not in ids)
 
     def _turn(self) -> None:
-        """A step of the requests, or of what needs the engine for itself."""
+        """Runs a step of the requests, or a part of a job."""
         while self._backlog and isinstance(self._backlog[0], Add):
             self._begin(self._backlog.popleft())
         begun = time.perf_counter()
@@ -258,7 +262,7 @@ class EngineLoop:
         self._hand_over(sampled)
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
-        """Gives callers what is new, and ends requests in whose text a stop string has come."""
+        """Gives callers their new tokens, and ends requests whose text has reached a stop string."""
         for request, tokens, _ in sampled:
             if request.ending is not None:
                 self._requests.pop(request.id, None)
@@ -273,7 +277,7 @@ class EngineLoop:
             reply.hand_over()
 
     def _run(self, run: Add | Run) -> None:
-        """Goes on with a prefill that has the engine for itself."""
+        """Begins or continues a job, which has the engine for itself."""
         assert isinstance(run, Run)
         try:
             if self._job is None:
@@ -292,8 +296,10 @@ class EngineLoop:
             self._jobs.pop(run.id).put(result)
 
     def _end(self) -> None:
-        """Frees what is left, and tells all callers that wait; then, where no caller of this thread would, ends
-        the process."""
+        """Aborts all requests and answers all callers that wait.
+
+        An error on several ranks then ends the process here if rank 0 serves threads: perhaps none of them raises it.
+        """
         with suppress(BaseException):
             if self._job is not None:
                 self._job.close()

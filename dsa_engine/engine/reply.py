@@ -1,8 +1,8 @@
-"""What comes of a request, on its caller's side: tokens, their text, how it ended. Only a rank with a caller has it.
+"""The caller's side of a request: its tokens, their text, and how it ended. Exists only on ranks with a caller.
 
-The thread of the loop writes it and hands results to the caller; a caller's thread reads nothing of it before the end
-but counts. A stop string is found here, in the text, and ends the request for its caller at once: what the engine
-samples until it learns of that is dropped.
+The loop's thread writes a reply and hands results to the caller, whose thread reads only counters before the end. A
+stop string is found here, in the text, and ends the request for its caller at once; tokens that the engine samples
+until it learns of it are dropped.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any, Protocol
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
-from dsa_engine.tokenizer import TextStream, Tokenizer
+from dsa_engine.text.stream import TextStream
+from dsa_engine.text.tokenizer import Tokenizer
 
 
 class Mailbox(Protocol):
-    """Where a caller waits for its results; any thread may put one in.
+    """Receives a caller's results; any thread may put one in.
 
-    Each reply of a stream puts its pieces; that of another call puts None when it has ended, and a job its tensor. An
-    exception is the caller's to raise.
+    The reply of a stream puts pieces, the reply of another call puts None when it has ended, and a job puts its tensor.
+    The caller raises an exception that it receives.
     """
 
     def put(self, item: Any, /) -> None: ...
@@ -31,11 +32,11 @@ class Reply:
     """One request as its caller sees it.
 
     Attributes:
-        add: the request.
-        mailbox: of its caller.
-        request: the engine's, from when the loop has taken it.
-        output: its tokens so far.
-        ending: how it has ended; None while it runs.
+        add: the message that made the request.
+        mailbox: the caller's.
+        request: the engine's request; None until the loop has begun it.
+        output: the tokens so far.
+        ending: how the request ended; None while it runs.
     """
 
     def __init__(self, add: Add, tokenizer: Tokenizer | None, mailbox: Mailbox, streams: bool = False):
@@ -46,7 +47,7 @@ class Reply:
         self.output: list[int] = []
         self.ending: Ending | None = None
         self._logprobs: list[Logprobs] = []
-        self._given = 0  # tokens that pieces have had
+        self._given = 0  # number of tokens in earlier pieces
         self._first_token_time: float | None = None
         self._last_token_time: float | None = None
         params = add.params
@@ -56,11 +57,12 @@ class Reply:
             self._text = TextStream(tokenizer, params.stop_strings, params.min_tokens, *how)
 
     def take(self, tokens: Sequence[SampledToken], ending: Ending | None) -> None:
-        """Takes the next tokens of the output, up to a stop string.
+        """Adds the next tokens to the output, up to a stop string.
+
+        An error while decoding them to text ends the request.
 
         Args:
-            ending: how the request ends with the last of them; None if it goes on. Text that cannot be made ends it
-                before any other reason, whatever it is that goes wrong there.
+            ending: how the request ends with the last of ``tokens``; None if it goes on.
         """
         now = time.perf_counter()
         for number, sampled in enumerate(tokens):
@@ -69,7 +71,7 @@ class Reply:
                 self.ending = self._take(sampled, last, now)
                 if self.ending is not None and self._text is not None:
                     self._text.finish()
-            except BaseException as error:  # a panic in Rust is no Exception
+            except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
                 what = f"{type(error).__name__}: {error}"
                 self.ending = Ending("error", f"its tokens could not be decoded to text: {what}")
             if self.ending is not None:
@@ -93,14 +95,14 @@ class Reply:
         return Ending("stop", stop_reason=text.stop_string) if text.stopped else ending
 
     def hand_over(self) -> None:
-        """Gives the caller what it waits for, if that has come."""
+        """Puts new results into the mailbox, if the caller waits for any."""
         if self._streams:
             self.mailbox.put(self.piece())
         elif self.ending is not None:
             self.mailbox.put(None)
 
     def piece(self) -> StreamPiece:
-        """What is new since the last piece: tokens, and the text that has become certain."""
+        """The tokens since the last piece, and the text that can no longer change."""
         first, self._given = self._given, len(self.output)
         ending = self.ending
         return StreamPiece(
@@ -113,7 +115,7 @@ class Reply:
         )
 
     def completion(self, index: int) -> CompletionOutput:
-        """The whole output, once the request has ended, as number ``index`` of its prompt; not of a stream."""
+        """The whole output of a request that has ended, as number ``index`` of its prompt; not for a stream."""
         assert self.ending is not None
         whole, request = self.piece(), self.request
         logprobs = whole.logprobs
@@ -139,8 +141,8 @@ class Reply:
         )
 
     def prompt_logprobs(self) -> list[Logprobs | None] | None:
-        """With the text of each token, where text is made."""
-        found = self.request.prompt_logprobs if self.request else None
-        if found is None or self._text is None:
-            return found
-        return [None if of is None else self._text.decoded(of) for of in found]
+        """Log-probabilities of the prompt's tokens, with the text of each token if there is a tokenizer."""
+        logprobs = self.request.prompt_logprobs if self.request else None
+        if logprobs is None or self._text is None:
+            return logprobs
+        return [None if of_token is None else self._text.decoded(of_token) for of_token in logprobs]

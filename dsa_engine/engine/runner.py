@@ -16,28 +16,25 @@ from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.transfer import upload
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.parallel import Mesh
 
 
 class ModelRunner:
-    """One rank's model and caches. Every rank calls the same methods with the same chunks.
+    """Runs one rank's model. Every rank calls the same methods with the same chunks.
 
     Args:
-        model, cache, config, mesh: of the engine.
-        seed: of requests without a seed of their own.
-        graphs: see below.
-        max_decode_rows: a step in which every request has at most so many rows, on one rank, is a decode step.
-        relaxed: of the sampler.
+        model, cache: this rank's.
+        seed: the engine's, for requests that have no seed.
+        graphs: see the attribute.
+        relaxed: replaces sampled tokens by likely drafts; None accepts drafts strictly.
 
     Attributes:
         graphs: runs decode steps whose shapes do not depend on the routing; None to run every step kernel by kernel.
-        num_drafts: that MTP modules make of a request in a step; 0: they do not run.
-        drafter: makes them; None in a model without modules.
+        num_drafts: number of tokens that MTP modules draft for a request in a step; 0: the modules do not run.
+        drafter: drafts them; None in a model without modules.
         observers: each is called with the plan of every forward pass, before it runs.
     """
 
@@ -45,42 +42,38 @@ class ModelRunner:
         self,
         model: Model,
         cache: KVCache,
-        config: ModelConfig,
-        mesh: Mesh,
         seed: int,
         graphs: DecodeGraphs | None = None,
-        max_decode_rows: int = 1,
         relaxed: RelaxedAcceptance | None = None,
     ):
         self._model = model
         self._cache = cache
-        self._config = config
-        self._mesh = mesh
-        self._sampler = Sampler(config, mesh, seed, relaxed)
+        self._config = model.config
+        self._mesh = model.runtime.mesh
+        self._sampler = Sampler(self._config, self._mesh, seed, relaxed)
         self._relaxed = relaxed is not None
         self.graphs = graphs
-        self._max_decode_rows = max_decode_rows
         self.num_drafts = 0
-        self.drafter = Drafter(model, cache, mesh, self._observed, seed) if model.mtp else None
+        self.drafter = Drafter(model, cache, self._observed, seed) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """dtype of activations."""
         return self._model.runtime.dtype
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
-        """Who computes what of the chunks, for the step that runs next; padded where a graph runs it."""
-        rows = max(self._max_decode_rows, 1 + self.num_drafts)
-        step = StepPlan.of(chunks, self._mesh.world_size, self._config, self._mesh.config.cp_layout, rows)
+        """Divides the chunks of the next step over the ranks; pads the step if a graph runs it."""
+        rows, layout = 1 + self.num_drafts, self._mesh.config.cp_layout
+        step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
             step = self.graphs.pad(step, self.num_drafts)
         self._observed(step)
         return step
 
     def _fits_graph(self, step: StepPlan) -> bool:
-        """Whether a graph can run a step of static shapes. With drafts that is all of the step, sampling too: one that
-        needs the host within it runs eagerly as a whole."""
+        """Whether a graph can run a step of static shapes. With drafts the graph contains the sampling too, so a step
+        whose sampling needs the host runs eagerly."""
         if self.num_drafts == 0:
             return True
         return not self._relaxed and self.drafter is not None and self.drafter.graph.fits(step, self.num_drafts)
@@ -90,13 +83,13 @@ class ModelRunner:
             observer(step)
 
     def runs_ahead(self, plan: StepPlan, before: StepResult) -> bool:
-        """Whether launching this step waits for nothing that the device still has to do.
+        """Whether this step can be launched without waiting for the device.
 
-        Without graphs that is so up to some thousand tokens: beyond, the experts' buffers are counted first. With
-        drafts, only a graph follows, and only on a step that has left an outcome.
+        A step without graphs of more than some thousand tokens waits, as it counts the tokens of each expert first.
+        With drafts only a graph can follow, and only a step that has left an outcome.
 
         Args:
-            before: of the step in flight.
+            before: the step in flight.
         """
         if not self._is_static(plan):
             return False
@@ -109,16 +102,16 @@ class ModelRunner:
         return self.graphs.ready(self.drafter.graph.key(plan, self.drafter.assume))
 
     def _is_static(self, plan: StepPlan) -> bool:
-        """Whether the host knows every shape of this step: a decode step, dispatched without regard to the routing."""
+        """Whether the host knows every shape of this step: a decode step whose dispatch does not depend on routing."""
         return plan.decodes and self._mesh.static_decode
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before: StepResult | None = None) -> StepResult:
-        """Computes a step and samples where a request's known tokens end: the same on every rank.
+        """Computes a step and samples the next tokens of its requests, the same on every rank.
 
         Args:
-            plan: of the step.
-            before: of the step before, where it has not been read.
+            plan: the step.
+            before: the step in flight, whose tokens have not been read.
         """
         if self.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
@@ -136,9 +129,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def last_logits(self, chunks: list[Chunk]) -> torch.Tensor | None:
-        """Computes the chunks of one request; float32 logits ``[vocab]`` after its last token, on every rank.
+        """Computes the chunks of one request; returns float32 logits ``[vocab]`` after its last token, on every rank.
 
-        None where the chunks do not reach the last token.
+        Returns None if the chunks do not reach the last token.
         """
         plan = self.plan(chunks)
         _, hidden = self.forward(plan)
@@ -151,18 +144,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def all_logits(self, chunk: Chunk, into: torch.Tensor, block: int) -> None:
-        """Computes a chunk and writes the logits of its positions to ``into [prompt, vocab]`` (float32, CPU), on
-        every rank.
+        """Computes a chunk and writes the logits at its positions to ``into [prompt, vocab]`` (float32, CPU), on every
+        rank.
 
-        About ``block`` rows, of all ranks together, are gathered and multiplied with the LM head at a time.
+        About ``block`` rows of all ranks together are gathered and multiplied by the LM head at a time.
         """
         plan = self.plan([replace(chunk, num_logits=chunk.length)])
         _, hidden = self.forward(plan)
         rows = upload(plan.ranks[self._mesh.rank].rows_with_logits, hidden.device)
         positions = [rank_plan.positions[rank_plan.rows_with_logits] for rank_plan in plan.ranks]
-        most = max(len(theirs) for theirs in positions)
-        step = max(1, min(most, block // len(plan.ranks)))  # no more padding than the ranks' plans differ by
-        for first in range(0, most, step):
+        longest = max(len(theirs) for theirs in positions)
+        step = max(1, min(longest, block // len(plan.ranks)))  # no more padding than the ranks' plans differ by
+        for first in range(0, longest, step):
             mine = hidden[rows[first : first + step]]
             gathered = self._mesh.world.all_gather(F.pad(mine, (0, 0, 0, step - mine.shape[0])))
             logits = self._model.logits(gathered).cpu()
@@ -171,7 +164,7 @@ class ModelRunner:
                 into[part] = logits[rank * step : rank * step + len(part)]
 
     def forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[ForwardBatch, torch.Tensor]:
-        """What the step was computed from, and its hidden states ``[T, hidden]``, normed."""
+        """The batch of a step and its normed hidden states ``[T, hidden]``."""
         if self.graphs is not None and plan.bucket is not None:
             return self.graphs.forward(plan, sampled)
         batch = build_batch(plan, self._config, self._mesh, self._cache.block_tables, sampled)
@@ -179,8 +172,8 @@ class ModelRunner:
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[logits_rows of this rank, vocab]``."""
-        most = max(len(plan.ranks[r].logits_rows) for r in self._mesh.tp.ranks)
-        if most == 0:
+        padded_rows = max(len(plan.ranks[r].logits_rows) for r in self._mesh.tp.ranks)
+        if padded_rows == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         rows = plan.ranks[self._mesh.rank].rows_with_logits
-        return self._model.own_logits(hidden[upload(rows, hidden.device)], most)
+        return self._model.logits(hidden[upload(rows, hidden.device)], padded_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsa_engine.output_files import whole_file
+from dsa_engine.system.output_files import whole_file
 
 
 def load_pyplot() -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dsa_engine.llm import LLM
-from dsa_engine.output_files import write_text
+from dsa_engine.system.output_files import write_text
 from dsa_engine.version import __version__
 
 
@@ -52,7 +52,7 @@ def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str,
     """
     engine = llm.engine
     shape = {name: _plain(v) for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
-    in_force = asdict(engine.options) | {"parallel": asdict(engine.mesh.config)}
+    in_force = asdict(engine.options) | {"parallel": asdict(engine.options.parallel)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),
         "model": {"name": model_name(llm), **shape},

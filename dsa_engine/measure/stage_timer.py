@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsa_engine.model.profile_stages import STAGES, set_observer
-from dsa_engine.output_files import whole_file
+from dsa_engine.system.output_files import whole_file
 
 # Work done in place of the other ranks of an emulated run: timed like a stage, not part of the rank's own work.
 EMULATION = "emulation"

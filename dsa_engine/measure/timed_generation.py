@@ -11,6 +11,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import agree_on_prompts
 from dsa_engine.measure.emulation.overlap_model import Pass, watched
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -78,7 +79,7 @@ def _fill(generation: TimedGeneration, prompts: list[list[int]], params: Samplin
 
     One step is run, in which graphs are captured; no first token is timed."""
     for prompt in prompts:
-        generation.requests.append(generation.engine.add_filled(len(prompt), params))
+        generation.requests.append(add_filled(generation.engine, len(prompt), params))
     while not generation.step_end_times:
         generation.step()
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.model import Model
-from dsa_engine.model.quantization_config import PLAIN_IN_RELEASED, QuantizationConfig, WeightScheme
 from dsa_engine.model.runtime import Runtime
-from dsa_engine.quantization import weight_format, word_for
+from dsa_engine.quantization import quantization_name, weight_format
 
 _META = torch.device("meta")
-
-# The released FP8 format, for a checkpoint that does not have it yet.
-RELEASED_FP8 = QuantizationConfig(
-    "fp8", ((("Linear",), WeightScheme("float", 8, "block", block=(128, 128), activation_bits=8)),), PLAIN_IN_RELEASED
-)
 
 
 def rank_weight_bytes(
@@ -58,7 +53,7 @@ def rank_model(
     """The model of the rank with the most routed experts, on the meta device; see :func:`rank_weight_bytes`."""
     mesh = EmulatedMesh(EmulatedConfig(emulate_world=ranks, tp_size=tp_size), _META)
     with torch.inference_mode():
-        made = weight_format(stored, word_for(stored), dtype, _META)
+        made = weight_format(stored, quantization_name(stored), dtype, _META)
         model = Model(config, Runtime(mesh, dtype, made, workspace=0), mtp_modules)
         model.weights_loaded()
     return model

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 
 INDEX_NORM_EPS = 1e-6
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from demo_model.model import TrainingModel
-from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, Source, WrittenCheckpoint, released_tensors
-from dsa_engine.kernels.fp8 import quantize_blocks
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.checkpoint import CheckpointReader, SafetensorsWriter, Source, WrittenCheckpoint
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
+from dsa_engine.model.layout import released_tensors
 
 
 def released_weights(model: TrainingModel) -> dict[str, torch.Tensor]:

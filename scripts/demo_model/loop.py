@@ -24,7 +24,7 @@ from demo_model.guides import guides_of
 from demo_model.model import TrainingModel
 from demo_model.optimiser import Optimiser
 from demo_model.recipe import Phase
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 
 KEEP_BLOCKS = 2048  # tokens of a document from which on attention is computed again in the backward pass
 

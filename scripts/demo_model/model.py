@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from demo_model.attention import Indexer, Mode, attend, guide_loss, rotate_pairs
-from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 
 COMMON_STD = 0.7  # std of the common part of all initial embeddings; the rest has std 1
 Guides = Mapping[int, dict[int, torch.Tensor]]  # by layer and head: the tokens that the head should attend to

@@ -8,7 +8,7 @@ from demo_model import recipe
 from demo_model.corpus import Corpus, standard_library
 from demo_model.data import WORDS, Documents, Library, Writer
 from demo_model.vocabulary import train_tokenizer
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import torch
 
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
-from dsa_engine.kernels.error_line import error_line
-from dsa_engine.kernels.launch import capability
+from dsa_engine.config.model import DTYPES
+from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.kernels.runtime.launch import capability
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.report import environment, format_table, read_so_far, write_so_far
-from dsa_engine.model.config import DTYPES
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 from kernel_cases.bench import KernelCase, measure, rows
 from kernel_cases.cases import CASES, named
 from kernel_cases.inputs import Inputs, Sizes

@@ -18,7 +18,7 @@ import triton
 
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 from kernel_cases.cases import CASES, named
 from machine_code.compile_counts import counts, renewed
 from machine_code.inspection import SHARED_LIMIT, faults, inspect

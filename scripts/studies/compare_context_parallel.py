@@ -23,14 +23,14 @@ from context_parallel.many_ranks import Counted, count
 from context_parallel.plot import plot_forms
 from context_parallel.study import FORMS, ContextParallelStudy, FormResult
 from dsa_engine.arguments import argument_parser, lengths, reported, run
+from dsa_engine.config.model import DTYPES
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_so_far
-from dsa_engine.model.config import DTYPES
-from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.progress import progress_bar
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes
 
 
 def forms(text: str) -> list[str]:
@@ -89,14 +89,14 @@ def main() -> None:
     assumed = {"links": links.to_json(), "tflops": args.assumed_tflops, "dtype": "bfloat16", "size": args.counted_size}
     facts = {**about, "options": reported(args), "assumed": assumed, "counted": [c.to_json() for c in counted]}
     results: list[FormResult] = []
-    with progress_bar(len(args.seq_len), "lengths", "comparing", shown=mesh.reports) as bar:
+    with progress_bar(len(args.seq_len), "lengths", "comparing", shown=mesh.is_leader) as bar:
         for i, length in enumerate(args.seq_len, 1):
             results += study.measure(length, args.repeat)
-            if mesh.reports:
+            if mesh.is_leader:
                 listed = [r.to_json() for r in results]
                 write_so_far(args.json, facts, listed, complete=i == len(args.seq_len))
             bar.update(1)
-    if not mesh.reports:
+    if not mesh.is_leader:
         return
     if args.plot:
         where = (f"{args.size}, {mesh.world_size} ranks", about["device"], args.dtype, about["date"][:10])

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import argument_parser, lengths, reported, run
+from dsa_engine.config.model import DTYPES
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_so_far
-from dsa_engine.model.config import DTYPES
-from dsa_engine.output_files import check_outputs
-from dsa_engine.progress import progress_bar
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes
 from mla.forms import FORMS, SIZES
 from mla.study import Counts, FormResult, MLAStudy, count, plot_mla
 

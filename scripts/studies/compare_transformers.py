@@ -19,9 +19,9 @@ from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_f
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.output_files import check_outputs
-from dsa_engine.progress import progress_bar
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes
 from transformers_comparison import (
     compare_decode,
     compare_prefill,

@@ -21,7 +21,7 @@ from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.across_ranks import from_all_ranks
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import format_table, run_report, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 _IDLE_S = 3.0
 

@@ -18,8 +18,8 @@ import torch
 from dsa_engine.cli import main
 from dsa_engine.commands.doctor import checks as doctor
 from dsa_engine.commands.doctor.checks import NotHere, Unwell, check_device, check_room, doctor_mesh
-from dsa_engine.kernels import cpu
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.parallel import Mesh
 from fake_cuda import FakeConfig, FakeDevice
 
@@ -124,5 +124,5 @@ def test_a_rank_without_a_compiler_has_compared_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor, "_engine", lambda mesh: nullcontext(engine))
     monkeypatch.setattr(doctor, "trial_tokens", lambda config: 1)
     monkeypatch.setattr(doctor, "try_steps", lambda *args: [])
-    mesh: Any = SimpleNamespace(device=torch.device("cpu"), cp_size=1, exchange=lambda mine: [mine, 1])
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), cp_size=1, all_gather_int=lambda mine: [mine, 1])
     assert doctor.check_kernels(mesh).startswith("0 operations equal")

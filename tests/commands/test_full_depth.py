@@ -8,10 +8,10 @@ import pytest
 
 from dsa_engine import LLM
 from dsa_engine.commands.bench.full_depth import FullDepth, depth_factors
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_config
 from dsa_engine.measure.emulation.overlap_model import Communication
 from dsa_engine.measure.reported_latency import Latency
-from dsa_engine.model.config import ModelConfig
 
 
 def test_other_depths() -> None:

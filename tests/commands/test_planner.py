@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
 from dsa_engine.cli import main
 from dsa_engine.commands.planner import deployment
 from dsa_engine.commands.planner.deployment import DISPATCHES, Deployment, Placed, stored
@@ -19,6 +18,8 @@ from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits
 from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
 from dsa_engine.commands.planner.published import POINTS
 from dsa_engine.commands.planner.search import Planner
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.llm import LLM
 from dsa_engine.measure.ceilings import Ceilings
 from dsa_engine.measure.costs.work import Work
@@ -26,7 +27,6 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 
 H200 = DEVICES["H200"]
 # Options that a test need not search.

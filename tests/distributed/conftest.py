@@ -1,13 +1,16 @@
-"""How tests start several processes: ``torchrun`` or ``deepspeed`` on this machine, Gloo, a free port."""
+"""Ways to start several ranks on this machine: ``torchrun``, ``deepspeed``, and forking, which is faster."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,23 +23,29 @@ HERE = Path(__file__).parent
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def environment() -> dict[str, str]:
+    """The environment of a launcher, without the variables of a run that this process may be part of."""
+    of_a_run = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    own = {key: value for key, value in os.environ.items() if key not in of_a_run}
+    return own | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]  # free again when the server is closed
+
+
 def launch_with(
     launcher: list[str], script: str, *arguments: object, timeout: float = 300, stdin: str | None = None
 ) -> Any:
-    """The finished launch of a script with what it printed."""
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """Runs a launcher on a script; returns the finished process with its output."""
     process = subprocess.Popen(
         [*launcher, str(HERE / script), *map(str, arguments)],
         stdin=None if stdin is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(),
         cwd=HERE.parents[1],
         start_new_session=True,
     )
@@ -51,7 +60,7 @@ def launch_with(
 
 @pytest.fixture(scope="session")
 def torchrun() -> Launch:
-    """``torchrun(ranks, script, *arguments, timeout=300, stdin=None)``: the finished launch with what it printed."""
+    """``torchrun(ranks, script, *arguments, timeout=300, stdin=None)``: the finished process with its output."""
 
     def launch(ranks: int, script: str, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -61,23 +70,62 @@ def torchrun() -> Launch:
 
 
 @pytest.fixture(scope="session")
+def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Like ``torchrun``, but ranks are forks of a process that has imported PyTorch.
+
+    This is for tests of the ranks' results, in which the launcher has no part: starting it and each rank takes seconds.
+    """
+    command = [sys.executable, str(HERE / "rank_server.py")]
+    folder, numbers = tmp_path_factory.mktemp("ranks"), itertools.count()
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+
+        def launch(
+            ranks: int, script: str, *arguments: object, timeout: float = 300, stdin: str | None = None
+        ) -> subprocess.CompletedProcess[str]:
+            number = next(numbers)
+            files = {name: folder / f"{number}.{name}" for name in ("stdin", "out", "err")}
+            files["stdin"].write_text(stdin or "")
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            described = {
+                "ranks": ranks,
+                "script": str(HERE / script),
+                "arguments": [*map(str, arguments)],
+                "environment": environment() | where,
+            }
+            server.stdin.write(json.dumps(described | {name: str(path) for name, path in files.items()}) + "\n")
+            server.stdin.flush()
+            ended = select.select([server.stdout], [], [], timeout)[0]
+            codes = json.loads(server.stdout.readline()) if ended else []
+            out, err = (files[name].read_text() if files[name].exists() else "" for name in ("out", "err"))
+            if not ended:
+                os.killpg(server.pid, 9)
+                pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
+            return subprocess.CompletedProcess(command, max(map(abs, codes)), out, err)
+
+        yield launch
+        server.stdin.close()
+
+
+@pytest.fixture(scope="session")
 def deepspeed() -> Launch:
-    """The same with DeepSpeed's launcher; skips where that is not installed."""
+    """Like ``torchrun``, with DeepSpeed's launcher; skips the test if that is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
 
     def launch(ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]  # free again when the server is closed
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-        return launch_with([*command, "--master_port", str(port)], script, *arguments, timeout=timeout)
+        return launch_with([*command, "--master_port", str(free_port())], script, *arguments, timeout=timeout)
 
     return launch
 
 
 @pytest.fixture(scope="session")
 def worker() -> ModuleType:
-    """The worker script as a module, to run the same in this process."""
+    """The worker script as a module, to run cases in this process."""
     spec = importlib.util.spec_from_file_location("distributed_worker", HERE / "worker.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,8 +1,8 @@
-"""What one rank does, in counts: torchrun … emulation_worker.py CASES.json FOLDER; :func:`run_case` in one process.
+"""Counts the work of one rank: emulation_worker.py CASES.json FOLDER on several ranks; :func:`run_case` in one process.
 
 A case is a dictionary: ``name``, ``world_size``, ``parallel`` (of ``ParallelConfig``), ``options`` (of ``LLM``),
-``prompts``, ``output_len`` and ``loads``. A true run assigns experts by the same rule as an
-emulated one: what the router of a rank that nobody else can see would choose, no emulation can know.
+``prompts``, ``output_len`` and ``loads``. A true run assigns experts by the same rule as an emulated one, as no
+emulation can know the choices of another rank's router.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dsa_engine.parallel.collective_log import CollectiveLog
 
 
 def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str, Any]:
-    """Counts of this rank, or of the one that is emulated."""
+    """Counts for this rank, or for the emulated one."""
     loads = tuple(case["loads"]) if case["loads"] else None
     parallel = ParallelConfig(**case["parallel"])
     if emulate_rank is not None:
@@ -86,7 +86,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 
 
 def assign_experts(engine: Engine, loads: tuple[float, ...] | None) -> None:
-    """Lets the true ranks choose experts as emulated ones do."""
+    """Makes true ranks choose experts as emulated ones do."""
     mesh, config = engine.mesh, engine.config
     placement = mesh.expert_parallel(config.n_routed_experts).placement
     assigned = AssignedExperts(placement, mesh.rank, loads)

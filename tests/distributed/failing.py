@@ -1,4 +1,4 @@
-"""A run in which something goes wrong on purpose: torchrun … failing.py HOW FOLDER."""
+"""A run that fails on purpose: torchrun … failing.py HOW FOLDER."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def one_rank_is_stopped() -> None:
 
 
 def one_rank_is_interrupted() -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # what Ctrl-C sends: it reaches the main thread, which waits
+    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does; it reaches the main thread, which waits
     time.sleep(0.3)
 
 
@@ -63,7 +63,7 @@ def in_the_third_step() -> None:
             return launch(*args)
 
         llm.engine.runner.launch = fails  # type: ignore[method-assign]
-    print(f"rank {RANK} has begun")  # into a pipe: not written before it is flushed
+    print(f"rank {RANK} has begun")  # stays in the buffer of the pipe until it is flushed
     llm.generate([[2, 3, 4], [5, 6]], GREEDY)
 
 
@@ -98,7 +98,7 @@ def refused(what: str, call: Callable[[], object]) -> None:
 
 
 def ranks_that_differ() -> None:
-    """Rank 1 is started in another way, then rank 2 is asked for something else; each time all ranks are told."""
+    """Rank 1 starts with other options, then rank 2 makes other calls; each time all ranks get an error."""
     mine = RANK == 1
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(FOLDER, copy, dirs_exist_ok=True)
@@ -117,7 +117,7 @@ def ranks_that_differ() -> None:
     refused("prompts", lambda: llm.generate([[2, 3, 4 + mine], [5]], GREEDY))
     refused("borders", lambda: llm.generate([[2, 3], [4]] if mine else [[2], [3, 4]], GREEDY))
     refused("params", lambda: llm.generate([[2]], SamplingParams(max_tokens=3 + mine)))
-    for _ in range(10):  # what is left of a refused call never ends the next one
+    for _ in range(10):  # no message of a refused call ends the next one
         refused("params", lambda: llm.generate([[2]], SamplingParams(max_tokens=3 + mine)))
         assert len(llm.generate([[2]], GREEDY)[0].token_ids) == 8
     refused("stream", lambda: next(llm.stream([4 + mine], GREEDY)))
@@ -133,7 +133,7 @@ def ranks_that_differ() -> None:
 
 
 def an_interrupt_is_caught() -> None:
-    """One rank leaves its call; the others bring theirs to its end, and all go on together."""
+    """One rank leaves its call; the others finish theirs, and all go on together."""
     llm = LLM(FOLDER, **OPTIONS)
     wanted = [out.token_ids for out in llm.generate([[2, 3, 4], [5]], GREEDY)]
     if RANK == 1:

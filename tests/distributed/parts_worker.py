@@ -1,6 +1,6 @@
-"""Runs cases side by side, each on a part of the ranks: torchrun … parts_worker.py CASES.json FOLDER.
+"""Runs cases side by side, each on a part of the ranks: parts_worker.py CASES.json FOLDER.
 
-A case is one of ``worker.py`` with ``ranks``, those of the run that compute it.
+A case is one of ``worker.py`` with ``ranks``, the ranks of the run that compute it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PartConfig(ParallelConfig):
 
 
 def exchange(mesh: Mesh) -> list[float]:
-    """Rank 0 of the part sends a row, rank 1 sends twice that back; returns what this rank has in the end."""
+    """Rank 0 of the part sends a row, rank 1 sends twice that back; returns the row that this rank received."""
     row = torch.arange(3.0) + 1
     if mesh.rank == 0:
         mesh.world.send(row, 1)

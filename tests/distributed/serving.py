@@ -1,4 +1,4 @@
-"""Rank 0 serves threads and tasks, the other ranks follow: torchrun … serving.py HOW KINDS.json RESULTS.json."""
+"""Rank 0 serves threads and tasks, the other ranks follow: serving.py HOW KINDS.json RESULTS.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOW, KINDS, RESULTS = sys.argv[1:4]
 RANK = int(os.environ["RANK"])
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "cache_memory": "8MiB", "page_size": 8}
 THREADS = 20
-Found = tuple[int, list[int], str, bool]  # the kind, tokens, text, whether it came to its end
+Found = tuple[int, list[int], str, bool]  # the kind, tokens, text, whether it was finished
 
 
 def params_of(kind: dict[str, Any]) -> SamplingParams:
@@ -55,7 +55,7 @@ async def of_a_task(llm: LLM, kinds: list[Any], rng: random.Random) -> Found:
 
 
 def load(llm: LLM, kinds: list[Any], requests: int, tasks: int) -> dict[str, Any]:
-    """Requests of threads and of tasks, some of which are left or cancelled."""
+    """Runs requests of threads and of tasks, some of which are closed early or cancelled."""
 
     def work(thread: int) -> list[Found]:
         rng = random.Random(thread)
@@ -72,15 +72,15 @@ def load(llm: LLM, kinds: list[Any], requests: int, tasks: int) -> dict[str, Any
 
     with ThreadPoolExecutor(THREADS + 1) as pool:
         of_tasks = pool.submit(asyncio.run, everything())
-        found = [one for done in [pool.submit(work, n) for n in range(THREADS)] for one in done.result()]
+        outcomes = [one for done in [pool.submit(work, n) for n in range(THREADS)] for one in done.result()]
         ended = of_tasks.result()
     cancelled = sum(isinstance(one, asyncio.CancelledError) for one in ended)
-    found += [one for one in ended if not isinstance(one, asyncio.CancelledError)]
+    outcomes += [one for one in ended if not isinstance(one, asyncio.CancelledError)]
     llm.wait_idle()
     loop = llm.loop
     print(f"messages {1e6 * loop.messages_s / loop.steps:.0f} µs, a step {1e3 * loop.step_s / loop.steps:.1f} ms")
     return {
-        "found": found,
+        "found": outcomes,
         "cancelled": cancelled,
         "steps": llm.loop.steps,
         "preemptions": llm.engine.scheduler.preemptions,

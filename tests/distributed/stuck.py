@@ -1,7 +1,7 @@
 """Ranks that wait where no Python exception can arise, one of which fails: stuck.py FOLDER, without torchrun.
 
-Rank 1 holds Python's lock while it waits. Rank 2 does not, is in the middle of a file, and acts as if on another
-machine. Both are comparing kernels.
+Rank 1 holds Python's lock while it waits. Rank 2 does not, is writing a file, and acts as if it were on another
+machine. Both compare kernels.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from pathlib import Path
 
 import torch
 
-from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
-from dsa_engine.output_files import whole_file
-from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, peers
+from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
+from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.failure import peers, reporter, watch
+from dsa_engine.system.output_files import whole_file
 
 FOLDER = Path(sys.argv[1])
-failure_watch._POLL_S = 0.05
-failure_watch._OTHERS_S = 1.0
+watch._POLL_S = 0.05
+watch._OTHERS_S = 1.0
 
-failure.report_failures()
+reporter.report_failures()
 mesh = Mesh.create(ParallelConfig(timeout=600.0), "cpu")
 waits = ctypes.PyDLL(None) if mesh.rank == 1 else ctypes.CDLL(None)
 if mesh.rank == 2:
     peers_machine = peers.machine()
-    peers.machine = failure.machine = lambda: f"not-{peers_machine}"
+    peers.machine = reporter.machine = lambda: f"not-{peers_machine}"
 
-waits.usleep(mesh.rank * 500_000)  # slow, and healthy: longer than all that a failed run waits for
+waits.usleep(mesh.rank * 500_000)  # slow but healthy: longer than any wait of a failed run
 mesh.world.all_gather(torch.ones(1))
 print(f"rank {mesh.rank} is healthy", flush=True)
 if mesh.rank == 0:
@@ -41,6 +42,6 @@ findings.mark(f"the kernel of rank {mesh.rank}")
 if mesh.rank == 1:
     (FOLDER / "rank 1").touch()
     waits.pause()
-with taken_along(findings), whole_file(FOLDER / "result.json") as file:
+with marks_removed(findings), whole_file(FOLDER / "result.json") as file:
     file.write_text("half")
     waits.pause()

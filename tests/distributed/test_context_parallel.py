@@ -1,6 +1,6 @@
-"""The forms of context parallelism on true ranks, by ``compare_context_parallel.py``: what a single process
-computes (which ``tests/scripts/test_context_parallel.py`` compares with the papers'), as many bytes and as much work as
-the formulas say. On two ranks started by DeepSpeed's launcher."""
+"""The forms of context parallelism on true ranks, by ``compare_context_parallel.py``: results of a single
+process (compared with the papers by ``tests/scripts/test_context_parallel.py``), and bytes and work as in the formulas.
+Two ranks are started by DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def arguments(report: Path, lengths: list[int]) -> list[object]:
 
 
 def test_two_ranks_started_by_deepspeed(deepspeed: Callable[..., Any], tmp_path: Path) -> None:
-    """The launcher also gives ``--local_rank``, which no script has asked for. One rank has no token of a sequence of
-    one."""
+    """The launcher also passes ``--local_rank``, which no script declares. With a sequence of one token, one rank has
+    none."""
     report, lengths = tmp_path / "cp.json", [1, 301, 1030]
     done = deepspeed(2, *arguments(report, lengths))
     assert done.returncode == 0, done.stderr

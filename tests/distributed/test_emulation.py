@@ -1,4 +1,4 @@
-"""An emulated rank against the same rank of a true run of four processes: the counts are equal, all of them."""
+"""An emulated rank and the same rank of a true run of four processes have equal counts."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def worker() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def truth(
-    torchrun: Callable[..., Any], demo_cache: Path, tmp_path_factory: pytest.TempPathFactory
+    fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """Of every rank of one true run: the counts by name of the case."""
+    """Counts of every rank of one true run, by name of the case."""
     folder = tmp_path_factory.mktemp("true")
     (folder / "cases.json").write_text(json.dumps(CASES))
-    done = torchrun(WORLD, "emulation_worker.py", folder / "cases.json", folder)
+    done = fork_ranks(WORLD, "emulation_worker.py", folder / "cases.json", folder)
     assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
@@ -74,7 +74,7 @@ def test_counts_of_a_true_run(
 
 
 def test_the_true_ranks_share_the_work(truth: list[dict[str, Any]]) -> None:
-    """All assign the same: what all ranks' experts get is what all tokens have chosen."""
+    """All ranks assign the same experts: these get as many tokens as all ranks' tokens have chosen."""
     for described in CASES:
         runs = [rank[described["name"]] for rank in truth]
         for step in range(len(runs[0]["tokens"])):
@@ -85,13 +85,13 @@ def test_the_true_ranks_share_the_work(truth: list[dict[str, Any]]) -> None:
 
 
 def test_prefill_of_a_true_run(
-    torchrun: Callable[..., Any], demo_cache: Path, tmp_path: Path, worker: ModuleType
+    fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path: Path, worker: ModuleType
 ) -> None:
-    """The benchmark's own counts, with a router in the true run: where shapes depend on the batch alone."""
+    """The benchmark's counts, with a router in the true run, where shapes depend on the batch alone."""
     report = tmp_path / "out.json"
     script = Path(__file__).resolve().parents[2] / "scripts" / "bench_prefill.py"
     options = ["--model", "demo-random", "--seq-len", 701, "--warmup", 0, "--repeat", 1, "--moe-dispatch", "all_gather"]
-    done = torchrun(WORLD, script, *options, "--json", report)
+    done = fork_ranks(WORLD, script, *options, "--json", report)
     assert done.returncode == 0, done.stderr
     result = json.loads(report.read_text())
     (true,) = result["results"]

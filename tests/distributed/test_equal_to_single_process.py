@@ -1,4 +1,4 @@
-"""What N ranks compute is what one process computes: logits, tokens, weights, under every way to divide the work.
+"""N ranks compute the same as one process: logits, tokens, weights, with every division of the work.
 
 All cases of a world size run in one launch. The single process is this one, with default options and the whole prompt
 in one step. A part: pytest -k 4-ranks, or -k chunked.
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import write_random_checkpoint
 from dsa_engine.demo import demo_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 # Divides by 2, 3, 4, 6: heads (o_proj), vocabulary (embedding, LM head), experts.
 SIZES = {"num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 204}
@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", SIZES),
     "v32-fp8": ("deepseek_v32", SIZES | {"kv_lora_rank": 128, "index_head_dim": 32}),
 }
-# Made by ourselves, in the released FP8 format: 3 layers, whose o_proj is cut between blocks by up to 4 ranks.
+# Random weights in the released FP8 format: 3 layers, whose o_proj is cut between blocks by up to 4 ranks.
 FP8 = {"num_hidden_layers": 3, "vocab_size": 204, "index_topk": 64, "n_routed_experts": 12, "n_group": 2}
 FP8 |= {"topk_group": 1}
 OPTIONS = {"device": "cpu", "max_model_len": 1024, "cache_memory": "256MiB"}
@@ -50,7 +50,7 @@ def case(name: str, model: str, **keys: Any) -> dict[str, Any]:
 
 
 def whole(model: str, cp: int, tp: int, dispatch: str, every_length: bool = False) -> dict[str, Any]:
-    """``every_length``: all those at which a plan may go wrong; the others see that the rest of a layer does not."""
+    """``every_length``: test all lengths at which a plan may be wrong; a few lengths test the rest of a layer."""
     return case(
         f"{model} cp{cp} tp{tp} {dispatch}",
         model,
@@ -61,7 +61,7 @@ def whole(model: str, cp: int, tp: int, dispatch: str, every_length: bool = Fals
 
 
 def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
-    """Spot checks, each of one thing, on context-parallel groups of ``cp`` ranks."""
+    """Spot checks, each of one option, on context-parallel groups of ``cp`` ranks."""
     config = parallel(cp, tp)
     return [
         case(
@@ -144,23 +144,23 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 class Runs:
-    """Launches a world when it is first asked for, and computes the same in this process."""
+    """Launches a world at its first use, and computes the same in this process."""
 
     def __init__(
         self,
-        torchrun: Callable[..., Any],
+        fork_ranks: Callable[..., Any],
         worker: ModuleType,
         oracle: Callable[..., Any],
         ids: Callable[..., list[int]],
         fp8: Path,
     ):
         self._fp8 = fp8
-        self._torchrun, self._worker, self._oracle, self._ids = torchrun, worker, oracle, ids
+        self._launch, self._worker, self._oracle, self._ids = fork_ranks, worker, oracle, ids
         self._worlds: dict[int, list[dict[str, Any]]] = {}
         self._single: dict[str, dict[str, Any]] = {}
 
     def case(self, described: dict[str, Any]) -> dict[str, Any]:
-        """What the worker takes."""
+        """The case as the worker takes it."""
         model_type, overrides = MODELS.get(described["model"], ("", {}))
         folder = self._oracle(model_type, **overrides).folder if model_type else self._fp8
         prompts = [self._ids(n, 204) for n in described["ragged"]]
@@ -176,11 +176,11 @@ class Runs:
         }
 
     def ranks(self, world: int, folder: Path) -> list[dict[str, Any]]:
-        """Of every rank: the results by name of the case."""
+        """The results of every rank, by name of the case."""
         if world not in self._worlds:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "cases.json").write_text(json.dumps([self.case(c) for c in CASES[world]]))
-            done = self._torchrun(world, "worker.py", folder / "cases.json", folder)
+            done = self._launch(world, "worker.py", folder / "cases.json", folder)
             assert done.returncode == 0, done.stderr
             assert done.stdout == "" and "Warning" not in done.stderr, done.stderr
             self._worlds[world] = [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
@@ -189,9 +189,9 @@ class Runs:
     def single(self, described: dict[str, Any]) -> dict[str, Any]:
         """Each prompt and each generation is computed once for all cases."""
         same, options = ("load_format", "seed", "kv_cache_dtype", "quantization"), described["options"]
-        kept = {key: options[key] for key in same if key in options}
+        used = {key: options[key] for key in same if key in options}
         result: dict[str, Any] = {"last": [], "all": [], "tokens": [], "prompt_logprobs": []}
-        wanted = self.case(described | {"options": kept, "parallel": {}})
+        wanted = self.case(described | {"options": used, "parallel": {}})
         for prompt in wanted["prompts"]:
             one = self._once(wanted | {"prompts": [prompt], "generate": []})
             result["last"] += one["last"]
@@ -211,7 +211,7 @@ class Runs:
 
 @pytest.fixture(scope="session")
 def runs(
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     oracle: Callable[..., Any],
     random_ids: Callable[..., list[int]],
@@ -219,13 +219,13 @@ def runs(
 ) -> Runs:
     fp8 = tmp_path_factory.mktemp("fp8") / "model"
     write_random_checkpoint(fp8, demo_config() | FP8, fp8=True)
-    return Runs(torchrun, worker, oracle, random_ids, fp8)
+    return Runs(fork_ranks, worker, oracle, random_ids, fp8)
 
 
-def assert_same_prompt_logprobs(found: list[Any], single: list[Any]) -> None:
-    """In the order of the prompt's tokens; under 1% of them may stand behind a near tie of the selection."""
+def assert_same_prompt_logprobs(actual: list[Any], single: list[Any]) -> None:
+    """Compares each token; under 1% may differ after a near tie of the selection."""
     differing, all_of_them = 0, 0
-    for prompt, other in zip(itertools.chain(*found), itertools.chain(*single), strict=True):
+    for prompt, other in zip(itertools.chain(*actual), itertools.chain(*single), strict=True):
         assert len(prompt) == len(other) and prompt[0] is None and other[0] is None
         all_of_them += len(prompt)
         for one, two in zip(prompt[1:], other[1:], strict=True):
@@ -235,7 +235,7 @@ def assert_same_prompt_logprobs(found: list[Any], single: list[Any]) -> None:
 
 
 def cases_of(*models: str) -> pytest.MarkDecorator:
-    """The cases of some models, in every world."""
+    """Parametrizes a test with the cases of some models, in every world."""
     chosen = [(world, c) for world, cases in CASES.items() for c in cases if c["model"] in models]
     # A world starts once, for all of its cases. Three and six ranks take long; five have uneven cuts too.
     long = {3: [pytest.mark.slow], 6: [pytest.mark.slow]}
@@ -260,7 +260,7 @@ def test_equal_to_single_process(
     ):
         topk = None if described["model"] == "v3" else 64
         assert every.shape == (length, 204)
-        if described["model"] == "v32-fp8":  # a number between two codes may fall to the other
+        if described["model"] == "v32-fp8":  # a number between two codes may round to the other
             assert float((every - every_1).norm() / every_1.norm()) < 1e-3
             assert float((last - last_1).norm() / last_1.norm()) < 1e-3
             continue
@@ -280,8 +280,8 @@ def test_equal_to_single_process(
 def test_quantised_products_too(
     world: int, described: dict[str, Any], runs: Runs, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The same tokens. Where rounding carries a value over the border between two codes, a step of e4m3 is seen in its
-    row: so the rows are bounded as a whole, and most of them are as near as without quantisation."""
+    """The same tokens. If a value rounds to another code, its row differs by a step of e4m3. So the error of all rows
+    together is bounded, and the median row is as near as without quantisation."""
     ranks = [
         results[described["name"]] for results in runs.ranks(world, tmp_path_factory.getbasetemp() / f"world{world}")
     ]

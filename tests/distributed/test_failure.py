@@ -21,7 +21,7 @@ LINE_OF_TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
 
 @pytest.fixture(scope="module")
 def failing(torchrun: Callable[..., subprocess.CompletedProcess[str]], oracle: Callable[..., object]) -> Failing:
-    """Starts ``failing.py`` on three ranks; every run has to end long before the default timeout of 600 s."""
+    """Starts ``failing.py`` on three ranks; every run must end long before the default timeout of 600 s."""
     folder: Path = oracle("deepseek_v32").folder  # type: ignore[attr-defined]
 
     def run(how: str) -> subprocess.CompletedProcess[str]:
@@ -35,20 +35,20 @@ def failing(torchrun: Callable[..., subprocess.CompletedProcess[str]], oracle: C
 
 
 def said_by_ranks(done: subprocess.CompletedProcess[str]) -> str:
-    """What the ranks wrote to stderr; torchrun's report, which has a traceback of its own, is left out."""
+    """The ranks' output to stderr, without torchrun's report and its traceback."""
     lines = done.stderr.splitlines()
-    kept, own = [], False
+    shown, own = [], False
     for line in lines:
-        if line.startswith("[dsa_engine rank "):  # of the log
+        if line.startswith("[dsa_engine rank "):  # a line of the log
             continue
         if LINE_OF_TORCHRUN in line or 'File "<frozen runpy>"' in line:
             own = "<frozen runpy>" in line
-            if own and kept and kept[-1].startswith("Traceback"):
-                kept.pop()
+            if own and shown and shown[-1].startswith("Traceback"):
+                shown.pop()
         elif not own or line.startswith("[rank "):
             own = False
-            kept.append(line)
-    return "\n".join(kept)
+            shown.append(line)
+    return "\n".join(shown)
 
 
 def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_vanishes_ends_the_run(how: str, became: str, failing: Faili
         if said := said_by_ranks(done):
             break
     assert said.count("Traceback") == 1
-    # Where this machine is slow, torchrun has ended another one before.
+    # On a slow machine torchrun may have ended another rank before.
     assert re.search(rf"no word from rank (0, )?1(, 2)?: {became}", said)
     assert "rank      : 1 (local_rank: 1)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"
 
@@ -163,7 +163,7 @@ def test_a_wrong_start_is_one_traceback(how: str, message: str, failing: Failing
 
 
 def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
-    """As in CUDA: nobody but their own thread, or a neighbour, can end them. Being slow has ended nobody before."""
+    """As in CUDA: only a thread of theirs or another rank can end them. No rank ends for being slow."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     folder = tmp_path / "results"
@@ -188,8 +188,8 @@ def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
     assert errors[0].startswith("[rank 0] failed and ends the run:\nTraceback") and "no such expert" in errors[0]
     why = "[rank 2] ends, because rank 0: LookupError: no such expert\nTraceback (most recent call last):\n"
     assert errors[2].startswith(why) and errors[2].endswith("LookupError: no such expert\n"), (
-        "where it arose, there too"
+        "the traceback of the failed rank"
     )
     assert [path.name for path in folder.iterdir()] == ["rank 1"], "nothing half-written is left"
     marks = json.loads((tmp_path / "kernels.json").read_text())["marks"]
-    assert [name for name, _ in marks.values()] == ["the kernel of rank 1"], "rank 2 ends for another one's sake"
+    assert [name for name, _ in marks.values()] == ["the kernel of rank 1"], "rank 2 ends because another rank failed"

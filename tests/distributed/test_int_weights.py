@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights on 2 and 4 ranks: what one process computes, under both dispatches and with o_proj divided."""
+"""INT8 and INT4 weights on 2 and 4 ranks compute the same as one process, with both dispatches and o_proj divided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import quantize_checkpoint
+from dsa_engine.convert import quantize_checkpoint
 
 SIZES = {
     "hidden_size": 256,
@@ -24,7 +24,7 @@ SIZES = {
 OPTIONS = {"device": "cpu", "max_model_len": 512, "cache_memory": "64MiB"}
 SCHEMES = {"int8": ("int8", False), "w4a16": ("int4-experts", False), "w4a8": ("int4-experts", True)}
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
-LENGTHS = (3, 40, 64, 17)  # as long as is attended to without a selection, which a code beside a tie may change
+LENGTHS = (3, 40, 64, 17)  # too short for a selection, which a code beside a tie may change
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def cases(
 def test_tokens_do_not_depend_on_ranks(
     world: int,
     stored: dict[str, Path],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     random_ids: Callable[..., list[int]],
     tmp_path: Path,
@@ -68,7 +68,7 @@ def test_tokens_do_not_depend_on_ranks(
     ]
     described = cases(stored, random_ids, parallels)
     (tmp_path / "cases.json").write_text(json.dumps(described))
-    done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+    done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     for name, folder in stored.items():
@@ -79,7 +79,7 @@ def test_tokens_do_not_depend_on_ranks(
                 assert result["tokens"] == single["tokens"], (name, number)
                 off = torch.cat(result["all"]) - torch.cat(single["all"])
                 assert float(off.norm() / torch.cat(single["all"]).norm()) < 1e-3, (name, number)
-            if number == 0:  # nothing but experts is divided, and every expert is read once
+            if number == 0:  # only experts are divided, and every expert is read once
                 read = [result["bytes_read"] for result in results]
                 assert sum(single["bytes_read"] - one for one in read) > 0
                 assert read == [read[0]] * world

@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
 def test_equal_to_single_process(
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     oracle: Callable[..., Any],
     random_ids: Callable[..., list[int]],
@@ -36,7 +36,7 @@ def test_equal_to_single_process(
         case([2, 3], {"cp_size": 1, "moe_dispatch": "all_gather"}, [301, 33, 64, 2, 9], seed=50),
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    done = torchrun(4, "parts_worker.py", tmp_path / "cases.json", tmp_path)
+    done = fork_ranks(4, "parts_worker.py", tmp_path / "cases.json", tmp_path)
     assert done.returncode == 0, done.stderr
     for described in cases:
         single = worker.run_case(described | {"parallel": {}})

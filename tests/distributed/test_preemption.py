@@ -1,4 +1,4 @@
-"""Requests that come one by one and are preempted, on 1, 2 and 4 ranks: the tokens of a batch of one, everywhere.
+"""Requests that come one by one and are preempted, on 1, 2 and 4 ranks, get the tokens of a batch of one.
 
 All cases of a world size run in one launch.
 """
@@ -20,7 +20,10 @@ GREEDY = {"temperature": 0.0, "max_tokens": COUNT, "min_tokens": COUNT}
 SAMPLED = {"temperature": 1.1, "top_k": 30, "min_p": 0.01, "max_tokens": COUNT, "ignore_eos": True}
 TOKEN = 3 * (32 + 8 + 24) * 4  # bytes in the cache: layers, latent, RoPE, index key; float32
 OPTIONS = {"device": "cpu", "max_model_len": 256, "page_size": 2, "max_num_batched_tokens": 32}
-LARGE, SMALL = {"cache_memory": TOKEN * 8192}, {"cache_memory": TOKEN * 2 * 28}  # 28 pages: the longest request, just
+LARGE, SMALL = (
+    {"cache_memory": TOKEN * 8192},
+    {"cache_memory": TOKEN * 2 * 28},
+)  # 28 pages just hold the longest request
 
 
 def case(
@@ -54,11 +57,11 @@ def model(oracle: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def requests(random_ids: Callable[..., list[int]]) -> dict[str, list[Any]]:
-    """As many greedy as sampled ones; the last two fail, each in its own way."""
+    """Half are greedy, half sampled; the last two fail, in different ways."""
     prompts = [random_ids(n, seed=i) for i, n in enumerate(LENGTHS)] * 2
     params: list[dict[str, Any]] = [GREEDY] * len(LENGTHS)
     params += [SAMPLED | {"seed": n, "logprobs": n % 3 if n % 2 else None} for n in range(len(LENGTHS))]
-    for sampled in params[len(LENGTHS) + 2 :: 3]:  # what depends on the tokens before must survive a preemption
+    for sampled in params[len(LENGTHS) + 2 :: 3]:  # penalties must survive a preemption
         sampled |= {"repetition_penalty": 1.3, "frequency_penalty": 0.6, "presence_penalty": 0.3}
     params[-2] = SAMPLED | {"seed": 666}
     params[-1] = SAMPLED | {"seed": 7, "min_tokens": 3, "stop_token_ids": list(range(200))}
@@ -67,22 +70,22 @@ def requests(random_ids: Callable[..., list[int]]) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def alone(model: Any, requests: dict[str, list[Any]], worker: ModuleType) -> list[dict[str, Any]]:
-    """What each request gives in a batch of one, in this process."""
+    """The results of each request in a batch of one, in this process."""
     pairs = [{"prompts": [p], "params": [q]} for p, q in zip(requests["prompts"], requests["params"], strict=True)]
     wanted = {"folder": str(model.folder), "options": OPTIONS | LARGE, "generate": pairs, "broken_seed": 666}
-    found = worker.run_case(wanted)
-    assert found["preemptions"] == 0
-    return [{key: found[key][n][0] for key in ("tokens", "ends", "logprobs")} for n in range(len(requests["prompts"]))]
+    actual = worker.run_case(wanted)
+    assert actual["preemptions"] == 0
+    return [{key: actual[key][n][0] for key in ("tokens", "ends", "logprobs")} for n in range(len(requests["prompts"]))]
 
 
-# Four ranks on two cores take a minute; they hold the same rules as two.
+# Four ranks on two cores take a minute, and follow the same rules as two.
 @pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.slow] * (w > 2)) for w in CASES])
 def test_one_by_one_with_preemption(
     world: int,
     model: Any,
     requests: dict[str, list[Any]],
     alone: list[dict[str, Any]],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     tmp_path: Path,
 ) -> None:
@@ -94,7 +97,7 @@ def test_one_by_one_with_preemption(
         ranks = [{c["name"]: worker.run_case(c) for c in cases}]
     else:
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
         assert done.returncode == 0, done.stderr
         ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     for described in cases:
@@ -105,12 +108,12 @@ def test_one_by_one_with_preemption(
         assert (first["launched_ahead"] > 10) == described["ahead"]
         assert first["tokens"] == [[one["tokens"] for one in alone]]
         assert first["ends"] == [[one["ends"] for one in alone]]
-        for found, one in zip(first["logprobs"][0], alone, strict=True):
+        for actual, one in zip(first["logprobs"][0], alone, strict=True):
             wanted = one["logprobs"]
-            assert (found is None) == (wanted is None)
-            if found is not None:
-                assert [list(of) for of in found] == [list(of) for of in wanted]
-                values, expected = ([x for of in them for x in of.values()] for them in (found, wanted))
+            assert (actual is None) == (wanted is None)
+            if actual is not None:
+                assert [list(of) for of in actual] == [list(of) for of in wanted]
+                values, expected = ([x for of in them for x in of.values()] for them in (actual, wanted))
                 assert values == pytest.approx(expected, abs=1e-3)
         for other in results:
             assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0

@@ -1,5 +1,5 @@
-"""Tokens with drafts are those without under every stored format too, on 1 and 2 ranks: FP8 and INT8 weights, FP8
-caches. Codes beside a tie aside, which may change one token between two that the model likes equally."""
+"""Tokens with drafts equal those without drafts for every stored format, on 1 and 2 ranks: FP8 and INT8 weights, FP8
+caches. A value that rounds to another code may change a token, if the model finds two equally likely."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import quantize_checkpoint, write_random_checkpoint
+from dsa_engine.convert import quantize_checkpoint
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 # Sizes that FP8 caches hold, and several blocks of 128.
 SIZES: dict[str, Any] = {
@@ -47,8 +48,8 @@ PARALLEL: dict[int, dict[str, Any]] = {1: {}, 2: {"cp_size": 2}}
 ALL = list(product(MODELS, FORMATS))
 ONE_EACH = [("deepseek_v32", "fp8, fp8 caches"), ("glm_moe_dsa", "int8"), ("deepseek_v3", "fp8 caches")]
 
-# Rounding in float32, which does depend on how many rows are multiplied, now and then gives a value beside the middle
-# of two codes the other one; tests/quantization/test_preemption.py says how far that was seen to move logits.
+# Rounding in float32 depends on the number of rows in a product, and sometimes moves a value to the next code;
+# tests/quantization/test_preemption.py says how far that was seen to move logits.
 NEAR_TIE = 0.05  # nats
 
 
@@ -83,7 +84,7 @@ def test_the_same_tokens(
     chosen: list[tuple[str, str]],
     stored: Callable[[str, str | None], Path],
     random_ids: Callable[..., list[int]],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     tmp_path: Path,
 ) -> None:
@@ -103,26 +104,26 @@ def test_the_same_tokens(
         drafted = OPTIONS | options | {"speculative_config": {"num_speculative_tokens": DRAFTS}}
         cases += [plain, plain | {"name": f"{model}, {name}, drafts", "options": drafted, "script": script}]
     if world == 1:
-        found = {case["name"]: worker.run_case(case) for case in cases}
+        results = {case["name"]: worker.run_case(case) for case in cases}
     else:
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
         assert done.returncode == 0, done.stderr
-        found = torch.load(tmp_path / "rank0.pt")
+        results = torch.load(tmp_path / "rank0.pt")
     for plain, drafted in zip(cases[::2], cases[1::2], strict=True):
-        without, result = found[plain["name"]], found[drafted["name"]]
+        without, result = results[plain["name"]], results[drafted["name"]]
         accepted = {number for number, _ in result["drafts"].values()}
         assert accepted >= {0, 1, DRAFTS}, plain["name"]
-        assert all(len(set(tokens)) > 3 for tokens in without["tokens"][0]), "tokens that hardly change show nothing"
+        assert all(len(set(tokens)) > 3 for tokens in without["tokens"][0]), "tokens that hardly change prove nothing"
         changed = [i for i in range(len(prompts)) if result["tokens"][0][i] != without["tokens"][0][i]]
         assert len(changed) <= 1, plain["name"]
         for i in changed:
             gap = gap_at_first_change(without["tokens"][0][i], result["tokens"][0][i], without["logprobs"][0][i])
-            print(f"{plain['name']}: a token was taken for another that lay {gap:.1e} nats behind it")
+            print(f"{plain['name']}: a token was replaced by one {gap:.1e} nats less likely")
             assert gap < NEAR_TIE
 
 
 def gap_at_first_change(one: list[int], other: list[int], logprobs: list[dict[int, float]]) -> float:
-    """How far apart, in nats, ``one`` had its best two tokens where ``other`` first took another: the second."""
-    at = next(i for i, (kept, taken) in enumerate(zip(one, other, strict=True)) if kept != taken)
+    """Distance in nats of the two best tokens of ``one``, at the position where ``other`` first has the second."""
+    at = next(i for i, (mine, theirs) in enumerate(zip(one, other, strict=True)) if mine != theirs)
     return logprobs[at][one[at]] - logprobs[at][other[at]]

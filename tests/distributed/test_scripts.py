@@ -1,4 +1,4 @@
-"""The scripts under torchrun: one report, balanced work, and the demo as `make demo` starts it."""
+"""The scripts on several ranks: one report, balanced work, and the demo as `make demo` starts it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 @pytest.mark.parametrize("layout, imbalance", [("head_tail", 1.0), ("contiguous", 1.75)])
 def test_bench_prefill_on_four_ranks(
-    torchrun: Callable[..., Any], demo_cache: Path, tmp_path: Path, layout: str, imbalance: float
+    request: pytest.FixtureRequest, demo_cache: Path, tmp_path: Path, layout: str, imbalance: float
 ) -> None:
+    launch = request.getfixturevalue("torchrun" if layout == "head_tail" else "fork_ranks")
     report, logits = tmp_path / "out.json", tmp_path / "out.npy"
     options = ["--seq-len", 1024, "--warmup", 0, "--repeat", 1, "--cp-layout", layout, "--moe-dispatch", "all_gather"]
-    done = torchrun(4, SCRIPTS / "bench_prefill.py", *options, "--json", report, "--dump-logits", logits)
+    done = launch(4, SCRIPTS / "bench_prefill.py", *options, "--json", report, "--dump-logits", logits)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("1024 tokens: TTFT") == 1  # rank 0 reports for all
     result = json.loads(report.read_text())
@@ -44,22 +45,23 @@ def test_measure_tpot_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Pat
     assert done.stdout.count("median TPOT ms") == 1
 
 
-def test_requests_that_arrive_over_time_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Path) -> None:
+def test_requests_that_arrive_over_time_on_two_ranks(fork_ranks: Callable[..., Any], demo_cache: Path) -> None:
     sizes = ["--num-prompts", 4, "--random-input-len", 40, "--random-output-len", 3, "--num-warmups", 0]
-    done = torchrun(2, SCRIPTS / "bench_serve.py", *sizes, "--request-rate", 50)
+    done = fork_ranks(2, SCRIPTS / "bench_serve.py", *sizes, "--request-rate", 50)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("completed requests") == 1
 
 
-def test_commands_on_two_ranks(torchrun: Callable[..., Any], demo_cache: Path) -> None:
-    """Rank 0 reads and prints, the other follows; the tokens are those of one process."""
+def test_commands_on_two_ranks(fork_ranks: Callable[..., Any], demo_cache: Path) -> None:
+    """Rank 0 reads and prints, the other rank follows; the tokens are those of one process."""
     options = ["--temperature", 0, "--device", "cpu", "--max-model-len", 400]
     llm = LLM("demo", device="cpu", max_model_len=400)
     params = SamplingParams(temperature=0.0, max_tokens=6)
-    done = torchrun(2, "command.py", "generate", "--prompt", "key 4821 is 97. key", "--max-tokens", 6, *options)
+    done = fork_ranks(2, "command.py", "generate", "--prompt", "key 4821 is 97. key", "--max-tokens", 6, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout == llm.generate("key 4821 is 97. key", params)[0].text + "\n"
-    done = torchrun(2, "command.py", "chat", "--max-tokens", 6, *options, stdin="key 4821 is 97\nWhat is key 4821?\n")
+    lines = "key 4821 is 97\nWhat is key 4821?\n"
+    done = fork_ranks(2, "command.py", "chat", "--max-tokens", 6, *options, stdin=lines)
     assert done.returncode == 0, done.stderr
     messages, answers = [], []
     for text in ("key 4821 is 97", "What is key 4821?"):

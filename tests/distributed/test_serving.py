@@ -1,4 +1,4 @@
-"""Rank 0 of several serves threads and event loops, while the others follow."""
+"""Rank 0 serves threads and event loops, and the other ranks follow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 
-Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def kinds(demo_random: LLM) -> list[dict[str, Any]]:
-    """Requests with the tokens and the text that one process makes of them."""
+    """Requests, with the tokens and text that one process generates."""
     rng, made = random.Random(3), []
     for number in range(30):
         params = {
@@ -36,14 +36,17 @@ def kinds(demo_random: LLM) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def serving(torchrun: Torchrun, kinds: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """``serving(how, ranks, requests, tasks)``: the finished launch, and the file of its results."""
+def serving(
+    torchrun: Launch, fork_ranks: Launch, kinds: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """``serving(how, ranks, requests, tasks)``: the finished process, and the file of its results."""
 
     def run(how: str, ranks: int, *sizes: int) -> tuple[subprocess.CompletedProcess[str], Path]:
         folder = tmp_path_factory.mktemp("serving")
         (folder / "kinds.json").write_text(json.dumps(kinds))
         result = folder / "results.json"
-        done = torchrun(ranks, "serving.py", how, folder / "kinds.json", result, *sizes, timeout=500)
+        launch = fork_ranks if how == "load" else torchrun
+        done = launch(ranks, "serving.py", how, folder / "kinds.json", result, *sizes, timeout=500)
         print(done.stdout, done.stderr)
         return done, result
 
@@ -82,7 +85,7 @@ def test_tokens_are_those_of_one_process(
 
 @pytest.mark.parametrize("how", ["killed", "killed idle"])
 def test_a_rank_that_is_killed_ends_the_run(serving: Any, how: str) -> None:
-    """In the middle of steps, and while there is nothing to do."""
+    """Killed during steps, and while there is nothing to do."""
     done, path = serving(how, 4, 40, 10)
     assert done.returncode != 0 and not path.exists()
     assert "rank      : 2 (local_rank: 2)" in done.stderr.split("Root Cause")[1], "torchrun's report names it"

@@ -1,8 +1,8 @@
-"""Tokens with drafts are those without, on 1, 2 and 4 ranks, whatever is accepted and however the work is divided.
+"""Tokens with drafts equal those without drafts on 1, 2 and 4 ranks, whatever is accepted and however work is divided.
 
-Drafts are scripted: as many are right as the length of the request says, so that every count is accepted at some time.
-The module's own drafts are kept: they must be those of a single process that computes each prompt in one step and
-accepts nothing, at every length, so that its caches are right too.
+Drafts are scripted: the length of a request says how many are right, so every number is accepted at some time. The
+module's own drafts are recorded. At every length they must equal those of a single process that computes each prompt
+in one step and accepts nothing; this shows that the module's caches are right.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsa_engine.checkpoint import write_random_checkpoint
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 SIZES: dict[str, Any] = {
     "vocab_size": 204,
@@ -39,7 +39,7 @@ MODELS |= {f"{name} x3": keys | {"model_type": name, "num_nextn_predict_layers":
 LENGTHS = (1, 3, 15, 16, 17, 75, 40)  # of prompts: shorter than index_topk, around it, beyond it
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 22, "ignore_eos": True}
-# What a token costs depends on the tokens before it, drafts included.
+# Penalties depend on the tokens before, drafts included.
 PENALISED = GREEDY | {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3, "min_tokens": 20}
 OPTIONS = {"device": "cpu", "max_model_len": 128, "page_size": 4, "cache_memory": "4MiB", "progress": False}
 
@@ -80,7 +80,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("deepseek_v32", 2, "preempted", divided(2, 1, "all_to_all"), **SHARED),
         case("deepseek_v32", 3, "groups, preempted", divided(1, 2, "all_gather"), **SHARED),
         case("deepseek_v32", 2, "padded, preempted", divided(2, 2, "all_gather"), **SHARED),
-        # The module's own drafts, which are seldom right: nobody scripts what the host learns too late.
+        # The module's own drafts, which are seldom right: the host learns of them too late to script them.
         case("deepseek_v32", 3, "padded, ahead, preempted", divided(2, 1, "all_gather"), **SHARED),
         case("glm_moe_dsa", 3, "chunked", divided(2, 2, "all_to_all"), **CHUNKED),
         case("deepseek_v3", 3, "groups", divided(1, 1, "all_to_all")),
@@ -102,12 +102,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 class Wanted:
-    """Of a model, what the worker is to run, and what must come of it."""
+    """The worker's case for a model, and its expected results."""
 
     def __init__(self, folder: Path, model: str, generate: dict[str, Any], worker: ModuleType, base: dict[str, Any]):
         config = base | {"model_type": model} | MODELS[model]
         write_random_checkpoint(folder, config, fp8=False)
-        if model == "deepseek_v3 x3":  # whose modules have embedding and head of their own
+        if model == "deepseek_v3 x3":  # its modules have other embeddings and heads than the model
             tensors = load_file(folder / "model.safetensors")
             for name, tensor in tensors.items():
                 if name.endswith((".head.weight", ".embed_tokens.weight")) and ".layers." in name:
@@ -119,10 +119,10 @@ class Wanted:
         self.of_all["script"] = self.tokens
         none_right = [[] for _ in self.tokens]
         modules = config["num_nextn_predict_layers"]
-        most = case(model, 7 if modules == 1 else modules, "wrong") | self.of_all | {"script": none_right}
-        found = worker.run_case(most)
-        assert found["tokens"][0] == self.tokens
-        self.drafts = {key: drafts for key, (_, drafts) in found["drafts"].items()}
+        longest = case(model, 7 if modules == 1 else modules, "wrong") | self.of_all | {"script": none_right}
+        actual = worker.run_case(longest)
+        assert actual["tokens"][0] == self.tokens
+        self.drafts = {key: drafts for key, (_, drafts) in actual["drafts"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def wanted(
     made: dict[str, Wanted] = {}
     prompts = [random_ids(length, seed=length) for length in LENGTHS]
     params = [(GREEDY, SAMPLED | {"seed": i}, PENALISED)[i % 3] for i in range(len(prompts))]
-    # Rows that see drafts: what depends on the tokens before counts them.
+    # Penalties count the drafts that a row sees.
     params[0] = params[0] | {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     params[1] = params[1] | {"presence_penalty": 0.7}
 
@@ -149,7 +149,7 @@ def wanted(
 def test_the_same_tokens(
     world: int,
     wanted: Callable[[str], Wanted],
-    torchrun: Callable[..., Any],
+    fork_ranks: Callable[..., Any],
     worker: ModuleType,
     tmp_path: Path,
 ) -> None:
@@ -161,23 +161,23 @@ def test_the_same_tokens(
         ranks = [{c["name"]: worker.run_case(c) for c in cases}]
     else:
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        done = torchrun(world, "worker.py", tmp_path / "cases.json", tmp_path)
+        done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
         assert done.returncode == 0, done.stderr
         ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     for described in cases:
         name, expected = described["name"], wanted(described["model"])
         count = described["options"]["speculative_config"]["num_speculative_tokens"]
-        found = ranks[0][name]
-        assert found["tokens"][0] == expected.tokens, name
+        actual = ranks[0][name]
+        assert actual["tokens"][0] == expected.tokens, name
         if described["ahead"]:
-            assert found["launched_ahead"] > 3 and found["preemptions"] == 3, name
+            assert actual["launched_ahead"] > 3 and actual["preemptions"] == 3, name
             continue
-        accepted = {number for number, _ in found["drafts"].values()}
+        accepted = {number for number, _ in actual["drafts"].values()}
         assert accepted >= {0, count} and len(accepted) > count // 2, name
-        assert len(found["drafts"]) >= 20
-        for key, (_, drafts) in found["drafts"].items():
+        assert len(actual["drafts"]) >= 20
+        for key, (_, drafts) in actual["drafts"].items():
             assert drafts[:count] == expected.drafts[key][:count], (name, key)
-        assert found["preemptions"] == 3 * described["preempts"], name
+        assert actual["preemptions"] == 3 * described["preempts"], name
         for other in (rank[name] for rank in ranks):
-            assert all(other[key] == found[key] for key in ("tokens", "drafts", "preemptions"))
+            assert all(other[key] == actual[key] for key in ("tokens", "drafts", "preemptions"))
             assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0

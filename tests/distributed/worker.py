@@ -1,12 +1,15 @@
-"""Runs cases and keeps what every rank got: torchrun … worker.py CASES.json FOLDER; :func:`run_case` in one process.
+"""Runs cases and stores the results of every rank: worker.py CASES.json FOLDER; :func:`run_case` in one process.
 
 A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``LLM``), ``parallel`` (of
-``ParallelConfig``), ``prompts`` (token ids whose logits are wanted), ``generate``, a list of
-``{"prompts": …, "params": [{…}, …]}``, and perhaps ``every``: then a generation's requests arrive one by one, every so
-many steps. Requests with the seed ``broken_seed`` get logits that are not finite. With ``ahead`` decode steps are
-launched before the tokens of the one before are read; with ``padded`` they have the shapes of CUDA graphs. With
-``script``, a list of outputs of the only generation's requests, drafts are not those of the MTP module but scripted
-(:func:`script_drafts`); with ``preempts`` requests lose their pages now and then.
+``ParallelConfig``), ``prompts`` (token ids, for logits), ``generate``, a list of
+``{"prompts": …, "params": [{…}, …]}``, and optionally:
+
+* ``every``: requests arrive one by one, with so many steps between them.
+* ``broken_seed``: requests with this seed get logits that are not finite.
+* ``ahead``: decode steps are launched before the previous tokens are read.
+* ``padded``: decode steps have the shapes of CUDA graphs.
+* ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
+* ``preempts``: requests lose their pages now and then.
 """
 
 from __future__ import annotations
@@ -33,14 +36,15 @@ from dsa_engine.outputs import CompletionOutput, RequestOutput
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
-    """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and what the engine says of itself."""
+    """``last`` and ``all`` logits of each prompt, ``tokens`` of each generation, and counters of the engine."""
     parallel = parallel or ParallelConfig(**case.get("parallel", {}))
     llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)
     if case.get("padded"):
-        parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+        engine.runner.graphs = DecodeGraphs(
+            engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
+        )
     break_logits(engine, case.get("broken_seed"))
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):
@@ -76,7 +80,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
-    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.own_free_pages
+    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.ledger.own_free
     return result
 
 
@@ -98,26 +102,24 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams],
 
 
 def script_drafts(llm: LLM, outputs: list[list[int]]) -> dict[tuple[int, int], tuple[int, list[int]]]:
-    """Puts other drafts in the place of those that are made, of which as many are right as the request and its length
-    say: none, some, all.
+    """Replaces the module's drafts; the request and its length determine how many are right: none, some, all.
 
     Returns:
-        filled while requests run: by request and its length, how many drafts were accepted before, and those that the
-        module has made.
+        by request and its length, the number of accepted drafts and the module's new drafts; filled while requests run.
     """
     scheduler, vocab = llm.engine.scheduler, llm.engine.config.vocab_size
-    original, found = scheduler.accept_drafts, {}
+    original, made = scheduler.accept_drafts, {}
 
     def accept_drafts(request: Request, drafts: list[int]) -> None:
         accepted = len(request) - 1 - request.num_computed_tokens + len(request.drafts)
-        found[request.id, len(request)] = accepted, drafts
+        made[request.id, len(request)] = accepted, drafts
         done = request.num_output_tokens
         right = outputs[request.id][done : done + len(drafts)]
-        kept = (done * 5 + len(request.prompt)) % (len(drafts) + 2)
-        original(request, [token if i < kept else (token + 1) % vocab for i, token in enumerate(right)])
+        num_right = (done * 5 + len(request.prompt)) % (len(drafts) + 2)
+        original(request, [token if i < num_right else (token + 1) % vocab for i, token in enumerate(right)])
 
     scheduler.accept_drafts = accept_drafts  # type: ignore[method-assign]
-    return found
+    return made
 
 
 def preempt_now_and_then(llm: LLM) -> None:

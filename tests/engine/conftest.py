@@ -1,5 +1,5 @@
-"""Checkpoints with MTP modules, and what they draft by the paper's equations: float64, layers of ``transformers``.
-Engines of released models, few layers deep, on a device that is not there."""
+"""Checkpoints with MTP modules, and their drafts by the paper's equations, in float64 with layers of ``transformers``.
+Engines of released models with few layers, on a fake device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.start import start
 from dsa_engine.options import EngineOptions
@@ -50,14 +50,16 @@ class DraftingOracle:
     folder: Path
     model: Any
     modules: list[Any]
-    weights: list[dict[str, torch.Tensor]]  # of each module: enorm, hnorm, eh_proj; its own embed_tokens, head
+    weights: list[
+        dict[str, torch.Tensor]
+    ]  # for each module: enorm, hnorm, eh_proj; embed_tokens and head if they are not the model's
     eps: float
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> torch.Tensor:
-        """Logits ``[count, vocab]`` of the tokens behind the one after ``tokens``, whose module rows begin at 0.
+        """Logits ``[count, vocab]`` of the drafts for ``tokens``, whose module rows begin at position 0.
 
-        The token after ``tokens[:-1]`` is ``tokens[-1]``; the first row is of the draft behind it. With one module,
+        The model has chosen ``tokens[-1]`` after ``tokens[:-1]``; the first draft is the next token. With one module,
         each later row is drafted from the module's own state and its last draft; with several, by the next one, whose
         rows embed the tokens one further, drafts where there are no others.
         """

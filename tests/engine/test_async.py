@@ -1,4 +1,4 @@
-"""Calls from event loops: together with those of threads, each with the tokens it would have got alone."""
+"""Calls from event loops, together with those of threads: each gets the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_many_tasks_and_threads_at_once(llm: LLM) -> None:
             asyncio.to_thread(in_a_thread),
         )
 
-    found = asyncio.run(everything())
-    assert found[:12] == [(output.token_ids, output.text) for output in expected[:12]]
-    for n, outputs in enumerate(found[12:18], 12):
+    results = asyncio.run(everything())
+    assert results[:12] == [(output.token_ids, output.text) for output in expected[:12]]
+    for n, outputs in enumerate(results[12:18], 12):
         assert [o.token_ids for o in outputs] == [expected[n].token_ids, expected[n + 6].token_ids]
     assert others == [output.token_ids for output in expected[:4]]
     assert asyncio.run(llm.agenerate([])) == []
@@ -71,7 +71,7 @@ def test_many_tasks_and_threads_at_once(llm: LLM) -> None:
 def test_a_task_that_is_cancelled_and_a_stream_that_is_closed(llm: LLM) -> None:
     wanted = llm.generate([[5, 6]], LONG)[0].token_ids
 
-    async def left() -> list[int]:
+    async def first_tokens() -> list[int]:
         tokens: list[int] = []
         async with aclosing(llm.astream([5, 6], LONG)) as pieces:
             async for piece in pieces:
@@ -82,7 +82,7 @@ def test_a_task_that_is_cancelled_and_a_stream_that_is_closed(llm: LLM) -> None:
 
     async def everything() -> None:
         task = asyncio.create_task(llm.agenerate([[7, 8], [9]], LONG))
-        tokens = await left()
+        tokens = await first_tokens()
         assert tokens == wanted[: len(tokens)]
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -118,10 +118,10 @@ def test_errors_come_to_whom_they_belong(llm: LLM, monkeypatch: pytest.MonkeyPat
             return_exceptions=True,
         )
 
-    found = asyncio.run(everything())
-    assert found[0][0] == wanted and found[2][0].token_ids == wanted
-    assert [type(found[n]) for n in (1, 3, 4, 5)] == [RuntimeError, RuntimeError, ValueError, CapacityError]
-    assert str(found[1]) == str(found[3]) == "out of memory"
+    results = asyncio.run(everything())
+    assert results[0][0] == wanted and results[2][0].token_ids == wanted
+    assert [type(results[n]) for n in (1, 3, 4, 5)] == [RuntimeError, RuntimeError, ValueError, CapacityError]
+    assert str(results[1]) == str(results[3]) == "out of memory"
 
 
 def test_the_loop_goes_on_meanwhile(llm: LLM) -> None:
@@ -138,7 +138,7 @@ def test_the_loop_goes_on_meanwhile(llm: LLM) -> None:
 
 
 def test_a_loop_that_ends_leaves_nothing(llm: LLM) -> None:
-    """The request of a generator that nobody closes ends with its loop."""
+    """The request of a generator that is never closed ends with its event loop."""
 
     async def begin() -> None:
         pieces = llm.astream([5, 6], LONG)

@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on what else is in the batch, when it comes, or whether it is preempted.
+"""A request's tokens do not depend on the rest of the batch, on its arrival, or on preemption.
 
 The same is shown for several ranks in ``distributed/test_preemption.py``.
 """
@@ -21,8 +21,8 @@ SMALL = {"page_size": 2, "max_num_batched_tokens": 48}
 
 
 def load(folder: Path, pages: int = 4000, **options: Any) -> LLM:
-    """With a cache of ``pages`` pages of 2 tokens."""
-    floats = 3 * (32 + 8 + 24)  # of a token: layers, latent, RoPE, index key
+    """An ``LLM`` with a cache of ``pages`` pages of 2 tokens."""
+    floats = 3 * (32 + 8 + 24)  # per token: layers, latent, RoPE, index key
     memory = pages * 2 * floats * 4
     llm = LLM(folder, device="cpu", max_model_len=512, cache_memory=memory, progress=False, **SMALL | options)
     assert llm.engine.cache.pages == pages
@@ -30,7 +30,7 @@ def load(folder: Path, pages: int = 4000, **options: Any) -> LLM:
 
 
 def staggered(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[Request]:
-    """Runs all requests, one more of which arrives every ``every`` steps."""
+    """Runs all requests, which arrive one by one, every ``every`` steps."""
     sequences: list[Request] = []
     step = 0
     while llm.engine.scheduler.has_work or len(sequences) < len(prompts):
@@ -63,14 +63,14 @@ def test_alone_as_transformers_generates(model: Any, prompts: list[list[int]], a
     assert alone == [model.greedy(prompt, COUNT) for prompt in prompts]
 
 
-@pytest.mark.parametrize("every, share, ahead", [(3, 0.3, False), (1, 1.0, False), (3, 0.3, True), (1, 1.0, True)])
+@pytest.mark.parametrize("every, fraction, ahead", [(3, 0.3, False), (1, 1.0, False), (3, 0.3, True), (1, 1.0, True)])
 def test_in_a_batch_of_16(
-    model: Any, prompts: list[list[int]], alone: list[list[int]], every: int, share: float, ahead: bool
+    model: Any, prompts: list[list[int]], alone: list[list[int]], every: int, fraction: float, ahead: bool
 ) -> None:
-    llm = load(model.folder, max_prefill_share=share)
+    llm = load(model.folder, max_prefill_share=fraction)
     llm.engine.async_scheduling = ahead
-    found = staggered(llm, prompts, [GREEDY] * 16, every)
-    assert [s.output for s in found] == alone
+    results = staggered(llm, prompts, [GREEDY] * 16, every)
+    assert [s.output for s in results] == alone
     assert llm.engine.scheduler.preemptions == 0
     assert (llm.engine.launched_ahead > 10) == ahead
 
@@ -81,12 +81,12 @@ def test_in_a_batch_of_16(
 def test_with_preemption(
     model: Any, prompts: list[list[int]], alone: list[list[int]], pages: int, every: int, ahead: bool
 ) -> None:
-    """85 pages hold the longest request, just."""
+    """85 pages just hold the longest request."""
     llm = load(model.folder, pages)
     llm.engine.async_scheduling = ahead
-    found = staggered(llm, prompts, [GREEDY] * 16, every)
-    assert [s.output for s in found] == alone
-    assert llm.engine.scheduler.preemptions == sum(s.preemptions for s in found) >= 3
+    results = staggered(llm, prompts, [GREEDY] * 16, every)
+    assert [s.output for s in results] == alone
+    assert llm.engine.scheduler.preemptions == sum(s.preemptions for s in results) >= 3
     assert (llm.engine.launched_ahead > 10) == ahead
 
 

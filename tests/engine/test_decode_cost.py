@@ -1,4 +1,4 @@
-"""What a decoded token costs as its context grows: the index keys that are scored, and nothing else.
+"""The cost of a decoded token grows with its context by the index keys that are scored, and by nothing else.
 
 Counted, not timed: the floating-point operations of a decode step and the bytes that it makes, stage by stage.
 """
@@ -16,16 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels import indexer_scores, launch
+from dsa_engine.kernels.indexer import indexer_scores
+from dsa_engine.kernels.runtime import launch
 from dsa_engine.measure.emulation.overlap_model import watched
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.stage_timer import current_stage
 
 CONTEXTS = (2048, 4096, 8192, 32768)
 
 
 class Work(TorchDispatchMode):
-    """Sums, by stage, the operations of matrix products, and the bytes of what is made: views, and what is changed in
-    place, are not."""
+    """Sums by stage the operations of matrix products, and the bytes of new tensors without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # linear, for instance: its product is an operation of its own
+        with self:  # linear, for instance, calls an operation for its product
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -50,15 +51,15 @@ class Work(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def references() -> Iterator[None]:
-    """What is counted are PyTorch's operations: the engines here run none of the CPU's own kernels."""
+    """The engines here use references, as only PyTorch's operations are counted, not the C++ kernels."""
     yield
     launch.use_references(always=False)
 
 
 def decode_step(llm: LLM, context: int) -> Work:
     """The work of one token that sees ``context`` others."""
-    request = llm.engine.add_filled(context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    llm.engine.step()  # what is made once
+    request = add_filled(llm.engine, context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    llm.engine.step()  # makes tensors that are made once
     with watched(llm.engine), Work() as work:
         llm.engine.step()
     llm.engine.finish(request, "abort")
@@ -80,12 +81,12 @@ def test_only_the_index_keys_grow(demo_cache: Path) -> None:
         assert changed == ({"lightning indexer": more * a_key} if more else {})
         stages = [stage for stage in work.made if work.made[stage] != first.made[stage]]
         assert set(stages) <= {"lightning indexer", "other"}, "all but the scores is of the same size"
-        # The block table is made anew: 4 bytes a page, passed on a few times.
+        # The block table is made in every step: 4 bytes a page, copied a few times.
         assert work.made["other"] - first.made["other"] <= 32 * more / llm.engine.cache.page_size
         grown[context] = work.made["lightning indexer"] - first.made["lightning indexer"]
     one = grown[4096] / 2048
     assert all(bytes_ == one * (context - CONTEXTS[0]) for context, bytes_ in grown.items()), "in proportion"
-    # Keys, one product a head and the score are written once; what selection makes is as large as the scores, about.
+    # Keys, one product a head and the score are written once; the selection makes about as much as the scores.
     keys = 4 * config.num_hidden_layers * (config.index_head_dim + config.index_n_heads + 1)
     assert keys <= one <= 1.5 * keys
 
@@ -94,8 +95,8 @@ def test_only_the_index_keys_grow(demo_cache: Path) -> None:
 def test_index_keys_are_read_once_for_all_drafts(
     drafts: int, modules: int, demo_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that verifies drafts reads the keys that one without reads, and the drafts' own: by each layer of the
-    model, and by a module once for each of its passes."""
+    """A step with drafts reads the keys that a step without reads, and those of the drafts: once in each layer of the
+    model, and once in each pass of a module."""
     llm = LLM(
         "demo-random",
         device="cpu",
@@ -110,23 +111,23 @@ def test_index_keys_are_read_once_for_all_drafts(
     read: list[int] = []
     original = indexer_scores.read_index_keys
 
-    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int, *more: Any) -> torch.Tensor:
         read.append(stop - start)
-        return original(pool, table, start, stop)
+        return original(pool, table, start, stop, *more)
 
     monkeypatch.setattr(indexer_scores, "read_index_keys", counted)
     layers, rows = llm.engine.config.num_hidden_layers, {}
     for count in (0, drafts):
         llm.engine.draft(count)
-        request = llm.engine.add_filled(3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        request = add_filled(llm.engine, 3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
         llm.engine.step()
         visible = len(request) + count
         assert len(request.drafts) == count
         read.clear()
         llm.engine.step()
         rows[count] = sum(read) - layers * visible
-        # The pass over the step's rows, then one row each, which may see as much as if every draft had been accepted,
-        # and all that were drafted; or a pass of each module.
+        # The pass over the step's rows, then one row each, which may see as many tokens as if all drafts were accepted,
+        # and all new drafts; or a pass of each module.
         chain = (count - 1) * (visible + (count - 1 if modules == 1 else 0))
         assert rows[count] == (visible + chain if count else 0)
         llm.engine.finish(request, "abort")

@@ -1,5 +1,4 @@
-"""Decode in padded steps of static shape, as CUDA graphs replay them, and with several rows a request: the same tokens
-as without.
+"""Decode in padded steps of static shape, as CUDA graphs replay them, and with several rows a request: same tokens.
 
 On a GPU the graphs are captured. Under ``TRITON_INTERPRET=1`` the same padded steps run kernel by kernel; the
 references look at the batch on the host and cannot run them.
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
@@ -22,10 +22,9 @@ from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
 
@@ -39,12 +38,12 @@ def test_buckets() -> None:
 def test_padded_steps(
     model_type: str, ahead: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:
-    """Three sequences in a bucket of four: one selects, one comes to it while it decodes, one sees few tokens."""
+    """Three sequences in a bucket of four: one selects, one begins to select while it decodes, one sees few tokens."""
     model = oracle(model_type, num_hidden_layers=2)
     prompts = [random_ids(70), random_ids(62, seed=1), random_ids(3, seed=2)]
     llm = LLM(
         model.folder,
-        kernels="triton",  # to compare them with their references takes long in the interpreter
+        kernels="triton",  # comparing them with their references takes long in the interpreter
         device="cuda" if CUDA else "cpu",
         dtype="float32",
         max_model_len=128,
@@ -63,13 +62,11 @@ def test_padded_steps(
             before.append(sampled is not None)
             return super().forward(step, sampled)
 
-    engine.runner.graphs = Counted(
-        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=64)
-    )
+    engine.runner.graphs = Counted(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=64))
     padded = [o.token_ids for o in llm.generate(prompts, params)]
     assert padded == [model.greedy(prompt, 5) for prompt in prompts]
     assert steps == [[3]] * 4  # the first token comes with the prefill
-    # On a GPU the first of them is captured, and what is under way is read before.
+    # On a GPU the first one is captured, and the step in flight is read before.
     assert before == [ahead and not CUDA, ahead, ahead, ahead]
     if CUDA:
         assert engine.runner.graphs.captured == [(4, 128)] and engine.runner.graphs.memory_bytes > 0
@@ -77,11 +74,11 @@ def test_padded_steps(
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
 def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> None:
-    """One sequence selects, one comes to it while it decodes."""
+    """One sequence selects, one begins to select while it decodes."""
     model = oracle("deepseek_v32", num_hidden_layers=1, index_topk=16, kv_lora_rank=128, index_head_dim=16)
     llm = LLM(
         model.folder,
-        kernels="triton",  # to compare them with their references takes long in the interpreter
+        kernels="triton",  # comparing them with their references takes long in the interpreter
         device="cuda" if CUDA else "cpu",
         dtype="float32",
         kv_cache_dtype="fp8",
@@ -93,26 +90,23 @@ def test_padded_steps_over_fp8_caches(oracle: Callable[..., Any], random_ids: Ca
     engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     prompts = [random_ids(20), random_ids(15, seed=1)]
     plain = [out.token_ids for out in llm.generate(prompts, params)]
-    parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner.graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=32))
     assert [out.token_ids for out in llm.generate(prompts, params)] == plain
 
 
 PAGE = 16
 CONTEXTS = (3, 62, 70)  # tokens in the cache before the step: below index_topk 64, up to it and across it, beyond it
-MOST = 4  # rows of a request in a step
+MAX_ROWS = 4  # rows of a request in a step
 
 
 class Rows:
-    """Runs chunks of known tokens on an engine without its scheduler: request i has pages of its own."""
+    """Runs chunks of known tokens on an engine without its scheduler: each request has other pages."""
 
     def __init__(self, llm: LLM, requests: list[list[int]], *, padded: bool):
         engine = llm.engine
-        parts = engine.model, engine.cache, engine.config, engine.mesh
-        graphs = DecodeGraphs(*parts, capture=CUDA, contexts=ContextBuckets(fewest=64))
-        self.runner = ModelRunner(
-            engine.model, engine.cache, engine.config, engine.mesh, 0, graphs if padded else None, MOST
-        )
+        graphs = DecodeGraphs(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=64))
+        self.runner = ModelRunner(engine.model, engine.cache, 0, graphs if padded else None)
+        self.config = engine.config
         each = -(-max(len(ids) for ids in requests) // PAGE)
         self.requests = [
             Request(i, ids, SamplingParams(), pages=list(range(i * each, (i + 1) * each)))
@@ -127,8 +121,10 @@ class Rows:
             for request, count in zip(self.requests, counts, strict=True)
             if count
         ]
-        plan = self.runner.plan(chunks)
-        assert plan.decodes == decodes and (plan.bucket is not None) == (decodes and self.runner.graphs is not None)
+        plan = StepPlan.of(chunks, 1, self.config, "head_tail", max_decode_rows=MAX_ROWS)
+        assert plan.decodes == decodes
+        if decodes and self.runner.graphs is not None:
+            plan = self.runner.graphs.pad(plan)
         _, hidden = self.runner.forward(plan)
         wanted = plan.ranks[0].logits_rows
         assert [request for _, request in wanted] == [c.request for c in chunks for _ in range(c.length)]
@@ -158,10 +154,10 @@ def test_the_same_as_one_row_at_a_time(
     model_type: str, padded: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:
     model = oracle(model_type, num_hidden_layers=2)
-    tokens = [random_ids(context + MOST, seed=i) for i, context in enumerate(CONTEXTS)]
+    tokens = [random_ids(context + MAX_ROWS, seed=i) for i, context in enumerate(CONTEXTS)]
     llm = LLM(
         model.folder,
-        kernels="triton",  # to compare them with their references takes long in the interpreter
+        kernels="triton",  # comparing them with their references takes long in the interpreter
         device="cuda" if CUDA else "cpu",
         dtype="float32",
         page_size=PAGE,
@@ -171,20 +167,20 @@ def test_the_same_as_one_row_at_a_time(
         progress=False,
     )
     alone, rows = (Rows(llm, tokens, padded=form) for form in (False, padded))
-    alone.step(list(CONTEXTS), decodes=False)  # into the same pages for both
+    alone.step(list(CONTEXTS), decodes=False)  # both runners use the same pages
     for request in rows.requests:
-        request.num_computed_tokens = len(request.prompt) - MOST
+        request.num_computed_tokens = len(request.prompt) - MAX_ROWS
     expected = []
-    for _ in range(MOST):
+    for _ in range(MAX_ROWS):
         expected.append(alone.step([1] * len(CONTEXTS)))
     wanted = [[torch.cat([step[i][what] for step in expected]) for what in range(2)] for i in range(len(CONTEXTS))]
     for ids, (_, logits) in zip(tokens, wanted, strict=True):
-        assert same(model.logits(ids)[-MOST:].to(logits), logits)
-    # Other tokens are written to the slots first, and forgotten.
+        assert same(model.logits(ids)[-MAX_ROWS:].to(logits), logits)
+    # Other tokens are written to the slots first, and rewound.
     for request, ids in zip(rows.requests, tokens, strict=True):
-        request.prompt = ids[:-MOST] + [5] * MOST
-    rows.step([MOST] * 3)
-    rows.rewind([MOST] * 3)
+        request.prompt = ids[:-MAX_ROWS] + [5] * MAX_ROWS
+    rows.step([MAX_ROWS] * 3)
+    rows.rewind([MAX_ROWS] * 3)
     for request, ids in zip(rows.requests, tokens, strict=True):
         request.prompt = ids
     for counts in ([1] * 3, [2] * 3, [4] * 3, [3, 0, 2]):
@@ -207,8 +203,8 @@ def requests() -> list[Request]:
 
 
 def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
-    """Rows of a request that has fewer than others, and of requests that the bucket has room for, are padding."""
-    # Start, length, ranks, logits: by default of the request's last token.
+    """Missing rows of a request with fewer than others, and rows of missing requests, are padding."""
+    # Start, length, ranks, number of logits (-1: the default).
     parts = [(5, 3, range(1), 2), (4, 1, range(1), 0), (7, 2, range(1, 2), -1)]
     chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
     step = StepPlan.of(chunks, 3, config, "head_tail", max_decode_rows=3)
@@ -223,7 +219,7 @@ def test_rows_of_a_bucket(config: ModelConfig, requests: list[Request]) -> None:
 
 
 def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Request]) -> None:
-    """The same tensors, with the values that a fresh batch has."""
+    """The tensors are the same, and have the values of a new batch."""
     mesh = LLM(
         "demo-random", device="cpu", kernels="triton", cache_memory="1MiB", max_model_len=64, progress=False
     ).engine.mesh
@@ -241,9 +237,9 @@ def test_a_padded_batch_is_written_over(config: ModelConfig, requests: list[Requ
     assert batch.live.tolist() == [True] * 3 + [False] + [True] * 2 + [False] * 2
     assert batch.sparse_mqa.visible.tolist() == [6, 7, 5, 0, 1, 2, 0, 0]
     assert batch.sparse_mqa.sequences.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [s.end for s in batch.sparse_mqa] == [16] * 4, "whatever they see now"
+    assert [s.end for s in batch.sparse_mqa] == [16] * 4, "on the host they see the whole context"
     assert later.bucket == step.bucket
-    again, fresh = (build_batch(later, config, mesh, tables, None, kept) for kept in (batch, None))
+    again, fresh = (build_batch(later, config, mesh, tables, None, buffers) for buffers in (batch, None))
     for name in ("input_ids", "cos", "sin", "block_tables", "slot_mapping", "live"):
         assert getattr(again, name) is getattr(batch, name) and torch.equal(getattr(again, name), getattr(fresh, name))
     assert again.sparse_mqa is batch.sparse_mqa

@@ -13,7 +13,7 @@ from dsa_engine.engine.startup.step_memory import unfilled_bytes
 
 
 @pytest.mark.parametrize(
-    ("tokens", "max_model_len", "most", "lengths"),
+    ("tokens", "max_model_len", "max_num_seqs", "lengths"),
     [
         (8192, 5000, 64, [5000, 3192]),
         (8192, 4000, 64, [4000, 4000, 192]),
@@ -21,9 +21,9 @@ from dsa_engine.engine.startup.step_memory import unfilled_bytes
         (8192, 20_000, 64, [8192]),
     ],
 )
-def test_prefill_steps_are_full(tokens: int, max_model_len: int, most: int, lengths: list[int]) -> None:
+def test_prefill_steps_are_full(tokens: int, max_model_len: int, max_num_seqs: int, lengths: list[int]) -> None:
     mesh: Any = SimpleNamespace(world_size=4, cp_size=2, cp_ranks=lambda group: range(2 * group, 2 * group + 2))
-    for chunks in prefill_steps(mesh, 64, tokens, max_model_len, most):
+    for chunks in prefill_steps(mesh, 64, tokens, max_model_len, max_num_seqs):
         for group in range(2):
             assert [chunk.length for chunk in chunks if chunk.ranks == mesh.cp_ranks(group)] == lengths
         assert all(chunk.end <= max_model_len for chunk in chunks)
@@ -31,7 +31,7 @@ def test_prefill_steps_are_full(tokens: int, max_model_len: int, most: int, leng
 
 @pytest.mark.parametrize(("chunk", "pairs"), [(None, 0), (800, 0), (1000, 200), (10_000, 2400), (700, 300)])
 def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) -> None:
-    """100 tokens with 8 choices on each of 4 ranks: 800 pairs a rank where routing is even, 3,200 where all want one,
+    """100 tokens with 8 choices on each of 4 ranks: 800 pairs a rank under even routing, 3,200 if all choose one rank,
     and 400 in each of two rounds."""
     config: Any = SimpleNamespace(
         num_experts_per_tok=8, moe_intermediate_size=10, hidden_size=100, mlp_layer_types=("sparse",)

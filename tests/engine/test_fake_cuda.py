@@ -1,8 +1,8 @@
-"""The engine on a CUDA device that is not there, at production sizes: what a step launches, where the host waits for
-the device, what the products multiply, and how many bytes live at once.
+"""The engine on a fake CUDA device, at production sizes: launches of a step, waits of the host for the device, sizes of
+products, and bytes that live at once.
 
-The figures below are held: a change that waits for the device fails, and one that launches or allocates more than a few
-percent over what was counted when they were written. One that does with less lowers them.
+A change that waits for the device fails here, and so does one that launches or allocates a few percent more than the
+figures below. A change that needs less lowers them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
 
@@ -28,9 +29,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 @dataclass(frozen=True)
 class Held:
-    """Most launches of a step, and most GiB that live at once beside weights and caches, of the 3 layers together."""
+    """Maximum launches of a step, and maximum GiB that live at once beside weights and caches, for all 3 layers."""
 
-    prefill: int  # launches, 8,192 tokens a rank at most, 128K in all
+    prefill: int  # launches, up to 8,192 tokens a rank, 128K in all
     decode: int  # launches in the graph of a step with up to two requests a rank
     replay: int  # launches of a step that replays it
     gib: float  # in prefill
@@ -49,7 +50,7 @@ CASES = {
 
 
 def prefill(device: FakeDevice, engine: Engine, length: int) -> int:
-    """The last step of a prefill; returns the most bytes that it added."""
+    """Runs the last step of a prefill; returns the maximum number of bytes that it added."""
     request = engine.add([5] * length, GREEDY)
     while not request.prefilled:
         chunks = engine.scheduler.schedule()
@@ -77,11 +78,11 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         seen = Held(len(device.launches), 0, 0, added / 2**30)
 
         for _ in range(min(2 * world, 64)):
-            engine.add_filled(100_000, GREEDY)
+            add_filled(engine, 100_000, GREEDY)
         with device.watched():
-            engine.step()  # warms up and captures: within, a wait is an error
+            engine.step()  # warms up and captures; a wait within is an error
         seen = replace(seen, decode=len(device.captures[-1].launches))
-        for _ in range(2):  # launched before the step before is read
+        for _ in range(2):  # launched before the previous step is read
             with device.watched():
                 engine.step()
             assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
@@ -98,20 +99,23 @@ def test_skewed_routing_costs_time_and_not_memory(fake_engine: Callable[..., Any
     for skew, chunk in ((1.0, None), (1.5, None), (16.0, None), (16.0, 1 << 30)):
         with FakeDevice() as device:
             parallel = {"skew": skew, "moe_chunk_size": chunk}
-            sizes = {"max_num_batched_tokens": 2048, "workspace": "64MiB"}  # so that experts take most
+            sizes = {
+                "max_num_batched_tokens": 2048,
+                "workspace": "64MiB",
+            }  # small, so that experts take the largest part
             engine = fake_engine(device, "deepseek_v32", 64, parallel, **sizes)
             peaks.append(prefill(device, engine, 131_072) / 2**30)
             rounds.append(
                 device.count("triton", "combine_kernel") // 2 - 1
-            )  # of 2 layers with experts: one a round, and one at the end
+            )  # 2 layers with experts: one a round, and one at the end
     print(peaks, rounds)
     assert rounds == [1, 2, 17, 1]
-    returned = 2048 * 8 * 7168 * 2 / 2**30  # what has come back of this rank's own tokens, in earlier rounds
+    returned = 2048 * 8 * 7168 * 2 / 2**30  # results for this rank's tokens from earlier rounds
     assert max(peaks[:3]) < peaks[0] + returned < peaks[3] / 4
 
 
 def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) -> None:
-    """Every token comes to every rank, and up to 8 times as many choices as balanced routing has are served here."""
+    """Every token comes to every rank, and this one serves up to 8 times as many choices as under balanced routing."""
     peaks, rounds = [], []
     for skew, chunk in ((1.0, None), (1.5, None), (8.0, None), (7.0, 131_071)):
         with FakeDevice() as device:
@@ -119,7 +123,7 @@ def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) ->
             sizes = {"max_num_batched_tokens": 2048, "workspace": "64MiB"}
             engine = fake_engine(device, "deepseek_v32", 8, parallel, **sizes)
             peaks.append(prefill(device, engine, 16_384) / 2**30)
-            rounds.append(device.count("triton", "combine_kernel") // 2)  # of 2 layers with experts
+            rounds.append(device.count("triton", "combine_kernel") // 2)  # 2 layers with experts
             assert device.waits == ["event in expert_parallel.py:count_served"] * 2
     print(peaks, rounds)
     assert rounds == [1, 2, 8, 1]
@@ -127,22 +131,22 @@ def test_skewed_routing_in_an_all_gather_too(fake_engine: Callable[..., Any]) ->
 
 
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01)
-# Most launches of a step with three drafts: in its graph, and of a step that replays it.
+# Maximum launches of a step with three drafts: in its graph, and of a step that replays it.
 WITH_DRAFTS = {(1, "greedy"): (395, 5), (8, "greedy"): (416, 5), (8, "drawn"): (481, 5), (8, "penalised"): (438, 32)}
 
 
 @pytest.mark.parametrize(("world", "how"), WITH_DRAFTS)
 def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: str) -> None:
-    """One graph, launched before the step before is read; the host waits for nothing but what it reads, also where
-    tokens are drawn within limits, and where what a token costs depends on those before."""
+    """One graph, launched before the previous step is read; the host waits only for the tokens that it reads, also with
+    random sampling and penalties."""
     params = {"greedy": GREEDY, "drawn": DRAWN, "penalised": replace(GREEDY, presence_penalty=0.5)}[how]
     drafts = {"num_speculative_tokens": 3}
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", world, speculative_config=drafts)
         for _ in range(2 * world):
-            engine.add_filled(100_000, replace(params, max_tokens=200))
+            add_filled(engine, 100_000, replace(params, max_tokens=200))
         with device.watched():
-            engine.step()  # warms up and captures: within, a wait is an error
+            engine.step()  # warms up and captures; a wait within is an error
         captured = len(device.captures[-1].launches)
         for ahead in (1, 2, 3):
             with device.watched():
@@ -151,4 +155,4 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
             assert engine.launched_ahead == ahead
         seen = captured, len(device.launches)
     print(world, how, seen)
-    assert all(found <= held for found, held in zip(seen, WITH_DRAFTS[world, how], strict=True)), seen
+    assert all(measured <= held for measured, held in zip(seen, WITH_DRAFTS[world, how], strict=True)), seen

@@ -1,4 +1,4 @@
-"""The whole engine with its Triton kernels in the interpreter: how kernels are wired into layers, without a GPU."""
+"""The whole engine with its Triton kernels in the interpreter: shows without a GPU how layers call kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import write_random_checkpoint
 from dsa_engine.demo import demo_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 # Prefill in chunks, then decode of a ragged batch in which one sequence selects and one is shorter than index_topk.
 ENGINE = """
 import json, sys, torch
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 assert INTERPRETED
 folder, out, options = sys.argv[1:]
 llm = LLM(folder, device="cpu", max_model_len=512, max_num_batched_tokens=96, page_size=16, cache_memory="4MiB",
@@ -34,7 +34,7 @@ torch.save((logits, tokens), out)
 
 
 def interpreted(folder: Path, long: list[int], short: list[int], out: Path, **options: Any) -> Any:
-    """Logits of the long prompt and tokens of both."""
+    """Logits of the long prompt, and tokens of both prompts."""
     torch.save((long, short), f"{out}.ids")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -63,7 +63,7 @@ def test_the_engine_in_the_interpreter(
 def test_fp8_caches_in_the_interpreter(
     oracle: Callable[..., Any], random_ids: Callable[..., list[int]], tmp_path: Path
 ) -> None:
-    """The references' logits, but for numbers between two codes that fall to the other one, and their tokens."""
+    """The tokens of the references, and their logits up to values that round to the next code."""
     folder = oracle("deepseek_v32", kv_lora_rank=128, index_head_dim=32).folder
     long, short = random_ids(150), random_ids(20, seed=1)
     logits, tokens = interpreted(folder, long, short, tmp_path / "results.pt", kv_cache_dtype="fp8")

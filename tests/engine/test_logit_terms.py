@@ -1,4 +1,4 @@
-"""What parameters do to logits: against the definitions written out, row by row, with drafts and placeholders."""
+"""Changes of logits by parameters, against the definitions, row by row, with drafts and placeholders."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def random_request(number: int, rng: random.Random) -> Request:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_against_the_definition(seed: int) -> None:
-    """Twelve steps of some requests: with drafts of which some are taken back, with a token that only the device knows,
-    with requests that end and others that come in their place, and once again after a step that was lost."""
+    """Twelve steps: drafts are rejected, placeholders are read late, requests end and begin, a step is repeated."""
     rng = random.Random(seed)
     terms = LogitsProcessors((EOS,))
     requests = [random_request(number, rng) for number in range(5)]
@@ -84,14 +83,14 @@ def test_rows_against_the_definition(seed: int) -> None:
                 wanted.append(Wanted(request, len(request.prompt) + len(output)))
                 logits.append([rng.uniform(-4, 4) for _ in range(VOCAB)])
                 expected.append(defined(logits[-1], request.prompt, output, request))
-        found = torch.tensor(logits)
-        terms.apply(found, wanted, sampled)
-        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        actual = torch.tensor(logits)
+        terms.apply(actual, wanted, sampled)
+        torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-5)
         if step == 4:  # a step that is launched once more
-            found = torch.tensor(logits)
-            terms.apply(found, wanted, sampled)
-            torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
-        # What was sampled: read at once, or left on the device until after the next step.
+            actual = torch.tensor(logits)
+            terms.apply(actual, wanted, sampled)
+            torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        # The sampled tokens are read at once, or after the next step.
         sampled = torch.randint(0, 4, (len(requests),), generator=torch.Generator().manual_seed(step))
         for number, request in enumerate(requests):
             if any(request is of for of, _ in wanted):
@@ -133,7 +132,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_greedy_follows_the_definition(llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, ahead: bool) -> None:
-    """Every token is the best after all that stand before it, by the model's logits and the definitions."""
+    """Every token is the best one after those before it, by the model's logits and the definitions."""
     monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
     params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True, **SHAPES[name])
     other = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, repetition_penalty=3.0)
@@ -156,9 +155,9 @@ def test_bad_words_do_not_come(llm: LLM) -> None:
     text = llm.generate("some text", SamplingParams(**keys))[0].text
     assert len(text) == 40 and set(text) == set("abc")
     for word in (text[5:7], text[8:11], text[20]):
-        kept = llm.generate("some text", SamplingParams(**keys, bad_words=["zz", word]))[0].text
+        without_word = llm.generate("some text", SamplingParams(**keys, bad_words=["zz", word]))[0].text
         at = text.index(word)
-        assert word not in kept and kept.startswith(text[: at + len(word) - 1])
+        assert word not in without_word and without_word.startswith(text[: at + len(word) - 1])
 
 
 def test_tokens_that_the_model_does_not_have(llm: LLM) -> None:
@@ -168,7 +167,7 @@ def test_tokens_that_the_model_does_not_have(llm: LLM) -> None:
 
 
 def test_several_outputs_of_a_prompt(llm: LLM) -> None:
-    """The i-th has the seed + i; without a seed each has one of its own."""
+    """The i-th has the seed + i; without a seed each has another one."""
     keys: dict[str, Any] = {"temperature": 1.2, "max_tokens": 12, "ignore_eos": True, "frequency_penalty": 0.5}
     first, second = llm.generate(["a prompt", "another"], SamplingParams(n=3, seed=5, **keys))
     for output, prompt in ((first, "a prompt"), (second, "another")):

@@ -1,4 +1,4 @@
-"""The loop under many callers of all kinds, and how it ends: nothing wrong, nothing lost, nothing left."""
+"""The loop under many callers of all kinds, and its end: nothing is wrong, lost or left over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 THREADS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -37,7 +37,7 @@ def llm(tiny_llm: Callable[..., LLM]) -> LLM:
 
 @pytest.fixture(scope="module")
 def kinds(llm: LLM) -> list[Kind]:
-    """Requests with what they bring alone."""
+    """Requests, with the tokens and text that they get alone."""
     rng, made = random.Random(5), []
     for number in range(40):
         prompt = [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 24, 30]))]
@@ -58,7 +58,7 @@ def open_files() -> int:
 
 
 def in_a_thread(llm: LLM, kinds: list[Kind], rng: random.Random) -> str:
-    """One request of a thread, which may leave it; how it ended."""
+    """Runs a request of a thread, which may leave it early; returns how it ended."""
     prompt, params, wanted, text = rng.choice(kinds)
     if rng.random() < 0.4:
         output = llm.generate([prompt], params)[0]
@@ -76,7 +76,7 @@ def in_a_thread(llm: LLM, kinds: list[Kind], rng: random.Random) -> str:
 
 
 async def in_a_task(llm: LLM, kinds: list[Kind], rng: random.Random) -> str:
-    """One request of a task, which may leave it, or be cancelled at any moment."""
+    """Runs a request of a task, which may leave it early, or be cancelled at any moment."""
     prompt, params, wanted, text = rng.choice(kinds)
     await asyncio.sleep(rng.random() * 0.5)
     if rng.random() < 0.4:
@@ -129,19 +129,19 @@ def test_threads_and_tasks_at_once(
     assert set(ended) == {"generated", "streamed", "left", "cancelled"}
     llm.wait_idle()
     scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
-    assert not scheduler.has_work and scheduler.free_pages == [pages] and scheduler.own_free_pages == pages
+    assert not scheduler.has_work and scheduler.free_pages == [pages] and scheduler.ledger.own_free == pages
     assert threading.active_count() == threads and open_files() == files
 
 
 def test_messages_can_be_pickled() -> None:
-    """As they are when rank 0 sends them."""
+    """Messages are pickled, as when rank 0 sends them."""
     add = Add([1, 2], SamplingParams(stop=["a"], logit_bias={3: 1.0}, seed=4), [[5]], 1.5, 7)
     for message in (add, Abort((1, 2)), Run(3, "prompt_logits", [4]), Shutdown()):
         assert pickle.loads(pickle.dumps(message)) == message
 
 
 def test_a_stop_string_ends_the_request_itself(llm: LLM) -> None:
-    """It is found on the caller's side, and aborts what would go on for long."""
+    """It is found on the caller's side, and aborts a request that would run for long."""
     free = llm.generate([[5, 6, 7]], ENDLESS)[0]
     stop = next(text for text in free.text[20:] if text.isprintable() and text.strip())
     before = llm.loop.steps
@@ -156,7 +156,7 @@ def test_a_stop_string_ends_the_request_itself(llm: LLM) -> None:
 
 
 class Panic(BaseException):
-    """As of Rust: no ``Exception``."""
+    """Like a panic of Rust, which is no ``Exception``."""
 
 
 def test_a_panic_in_the_text_of_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_panic_in_the_text_of_one_request(llm: LLM, monkeypatch: pytest.Monkey
 
 
 def test_a_panic_in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its callers get it, those that come later are served."""
+    """The callers of that step get it; later ones are served."""
     wanted = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner, "launch", lambda *_: (_ for _ in ()).throw(Panic("lost")))
@@ -188,7 +188,7 @@ def test_a_panic_in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_of_no_request_ends_the_loop(tiny_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits is told, and so are those that come later; nothing hangs."""
+    """Callers that wait get the error, and so do later ones; nothing hangs."""
     llm = tiny_llm(160)
     stream = llm.stream([5, 6, 7], ENDLESS)
     next(stream)
@@ -218,11 +218,11 @@ def test_closing(tiny_llm: Callable[..., LLM]) -> None:
         with pytest.raises(RuntimeError, match="the LLM has been closed; make another one"):
             call()
     assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
-    llm.close()  # once more changes nothing
+    llm.close()  # a second time changes nothing
 
 
 def test_what_is_dropped_is_freed(tiny_llm: Callable[..., LLM]) -> None:
-    """With all that it holds: no thread keeps it."""
+    """With everything that it refers to: no thread refers to it."""
     llm = tiny_llm(160)
     llm.generate([[5]], GREEDY)
     engine, thread = weakref.ref(llm.engine), llm.loop.thread

@@ -1,16 +1,16 @@
-"""How much of the memory the caches get, and what does not fit."""
+"""Memory for the caches, and errors when something does not fit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup import memory
 from dsa_engine.engine.startup.memory import default_cache_memory, enough_memory
 from dsa_engine.errors import CapacityError
 from dsa_engine.measure.peak_memory import peak_bytes
-from dsa_engine.model.config import ModelConfig
 
 
 def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytes
 
 
 def test_caches_of_a_gpu_take_what_the_utilization_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free are 60 of 100 GiB, and 3 more that PyTorch keeps without using them: 37 are taken by weights and others."""
+    """60 of 100 GiB are free, and 3 more are reserved by PyTorch and unused; weights and others take 37."""
     cuda, gib = torch.device("cuda"), 1 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * gib, 100 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * gib)
@@ -37,7 +37,7 @@ def test_caches_of_a_gpu_take_what_the_utilization_leaves(monkeypatch: pytest.Mo
 
 
 def _any_released() -> dict[str, object]:
-    from dsa_engine.checkpoint import RELEASED_CONFIGS
+    from dsa_engine.config.released import RELEASED_CONFIGS
 
     return released_config(sorted(RELEASED_CONFIGS)[0])
 
@@ -46,7 +46,7 @@ def test_activations_grow_with_tokens_and_width() -> None:
     config = ModelConfig.from_dict(_any_released())
     one = memory.activation_bytes(config, 1, 1, torch.bfloat16)
     assert memory.activation_bytes(config, 1000, 1000, torch.bfloat16) == 1000 * one
-    # What is gathered from other ranks counts: rows twice, in and out, and their float32 sums.
+    # Tokens gathered from other ranks count: rows twice, in and out, and their float32 sums.
     more = memory.activation_bytes(config, 1, 64, torch.bfloat16)
     assert more - one == 63 * config.hidden_size * (2 * 2 + 4)
     # The widest sets of a DeepSeek layer: absorbed queries and results of 128 heads, or 8 experts' inputs and outputs.

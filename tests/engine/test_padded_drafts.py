@@ -16,7 +16,7 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DRAFTS, COUNT = 2, 7
@@ -35,15 +35,15 @@ DRAFTS, COUNT = 2, 7
 def test_padded_steps_with_drafts(
     model_type: str, modules: int, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:
-    """Three requests in a bucket of four: one selects, one comes to it while it decodes, one sees few tokens. Drafts
-    that are made are those of the equations; those that are verified are right now and then."""
+    """Three requests in a bucket of four: one selects, one begins to select while it decodes, one sees few tokens. New
+    drafts are those of the equations; some of the verified drafts are right."""
     oracle = drafting_oracle(
         model_type, layers=1, modules=modules, **({"index_topk": 16} if model_type == "deepseek_v32" else {})
     )
     prompts = [random_ids(19), random_ids(14, seed=1), random_ids(3, seed=2)]
     llm = LLM(
         oracle.folder,
-        kernels="triton",  # to compare them with their references takes long in the interpreter
+        kernels="triton",  # comparing them with their references takes long in the interpreter
         device="cuda" if CUDA else "cpu",
         dtype="float32",
         max_model_len=64,
@@ -62,9 +62,7 @@ def test_padded_steps_with_drafts(
             ran.append(name)  # type: ignore[arg-type]
             return super().run(name, function)
 
-    engine.runner.graphs = Counted(
-        engine.model, engine.cache, engine.config, engine.mesh, capture=CUDA, contexts=ContextBuckets(fewest=32)
-    )
+    engine.runner.graphs = Counted(engine.model, engine.cache, capture=CUDA, contexts=ContextBuckets(fewest=32))
     original, accepted = engine.scheduler.accept_drafts, []
 
     def accept_drafts(request: Request, drafts: list[int]) -> None:
@@ -73,8 +71,8 @@ def test_padded_steps_with_drafts(
         assert drafts == wanted[: COUNT - request.num_output_tokens - 1]
         done = request.num_output_tokens
         right = expected[tuple(request.prompt)][done : done + DRAFTS]
-        kept = (done + len(request.prompt)) % (DRAFTS + 1)
-        original(request, [token if i < kept else (token + 1) % 200 for i, token in enumerate(right)])
+        num_right = (done + len(request.prompt)) % (DRAFTS + 1)
+        original(request, [token if i < num_right else (token + 1) % 200 for i, token in enumerate(right)])
 
     engine.scheduler.accept_drafts = accept_drafts  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Pages: the allocator, the ledger of all ranks, and that no page is lost and nobody starves, whatever comes."""
+"""Pages: the allocator and the ledger of all ranks; no page is lost and no request starves, whatever happens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.engine.requests.pages import PageAllocator, PageLedger, pages_for
+from dsa_engine.engine.requests.pages import Capacity, PageAllocator, PageLedger, pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
@@ -78,19 +78,16 @@ class World:
     page_size: int
     seqs: int
     tokens: int
-    share: float
+    fraction: float
 
     def schedulers(self) -> list[Scheduler]:
         return [
             Scheduler(
+                Capacity(self.world, self.cp, self.pages, self.page_size),
                 rank=rank,
-                world_size=self.world,
-                cp_size=self.cp,
-                pages=self.pages,
-                page_size=self.page_size,
                 max_num_seqs=self.seqs,
                 max_num_batched_tokens=self.tokens,
-                max_prefill_share=self.share,
+                max_prefill_share=self.fraction,
             )
             for rank in range(self.world)
         ]
@@ -98,17 +95,17 @@ class World:
 
 @dataclass
 class Wish:
-    """A request as hypothesis makes it."""
+    """A request made by hypothesis."""
 
     prompt: int
     output: int
-    arrives: int  # at this step
-    ends_after: int  # tokens, as an end token would end it
-    leaves: int | None  # steps after its arrival, as a closed stream would end it
+    arrives: int  # its step of arrival
+    ends_after: int  # tokens after which it ends, as by an end token
+    leaves: int | None  # steps after which it ends, as by a closed stream
 
 
 def crowd(rng: random.Random) -> tuple[World, list[Wish]]:
-    """Requests that together want more than the cache has, so that most runs preempt."""
+    """Requests that need more than the cache together, so that runs preempt as a rule."""
     cp, page_size, pages = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
     world = World(
         world=cp * rng.randint(1, 3),
@@ -117,7 +114,7 @@ def crowd(rng: random.Random) -> tuple[World, list[Wish]]:
         page_size=page_size,
         seqs=rng.randint(1, 8),
         tokens=rng.randint(1, 12),
-        share=rng.choice([1.0, 0.9, 0.5, 0.3, 0.05]),
+        fraction=rng.choice([1.0, 0.9, 0.5, 0.3, 0.05]),
     )
     room = pages * page_size
     wishes = [
@@ -143,11 +140,11 @@ class Simulation:
     admitted: list[int] = field(default_factory=list)
     decoding_steps: int = 0  # steps while some request decodes
     prefill_steps: int = 0  # … that prefilled
-    rewound: int = 0  # times that a request was rewound
+    rewound: int = 0  # number of rewinds
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
-        self.copies: list[dict[int, Request]] = [{} for _ in self.ranks]  # a process has its own objects
+        self.copies: list[dict[int, Request]] = [{} for _ in self.ranks]  # each process has other objects
         self.to_come = sorted(range(len(self.wishes)), key=lambda n: self.wishes[n].arrives)
         self.arrived: dict[int, int] = {}  # request: step
 
@@ -165,7 +162,7 @@ class Simulation:
                 request = Request(number, list(range(wish.prompt)), SamplingParams(max_tokens=wish.output))
                 if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages:
                     with pytest.raises(CapacityError):
-                        scheduler.check(wish.prompt, wish.output)
+                        scheduler.capacity.check(wish.prompt, wish.output)
                     return
                 scheduler.add(request)
                 mine[number] = request
@@ -190,7 +187,7 @@ class Simulation:
     def step(self) -> None:
         oldest = min(self.live(), key=lambda s: s.id)
         lost, decoded = oldest.preemptions, any(s.prefilled for s in self.live())
-        if self.now % 3 == 0:  # as a step that is scheduled, and not launched before another one has been read
+        if self.now % 3 == 0:  # a step is scheduled, and not launched before another one has been read
             self.on_all(lambda scheduler, _: scheduler.schedule())
             lost = oldest.preemptions
         steps = [scheduler.schedule() for scheduler in self.ranks]
@@ -201,11 +198,11 @@ class Simulation:
         assert prefills in ([], chunks), "prefill and decode in one step"
         self.decoding_steps += decoded
         self.prefill_steps += bool(prefills) and any(s.prefilled for s in self.live())
-        assert self.prefill_steps <= self.world.share * self.decoding_steps + 1e-6
+        assert self.prefill_steps <= self.world.fraction * self.decoding_steps + 1e-6
         self.check_budgets(chunks, bool(prefills))
         assert oldest.preemptions == lost, "the oldest was preempted"
         if oldest.prefilled != bool(prefills) and oldest.pages:
-            assert oldest in [c.request for c in chunks], "the oldest stands still"
+            assert oldest in [c.request for c in chunks], "the oldest does not run"
         for chunk in chunks:
             assert chunk.start == chunk.request.num_computed_tokens, "a token is left out, or computed twice"
             if chunk.start == 0 and chunk.request.id not in self.admitted:
@@ -225,7 +222,7 @@ class Simulation:
             self.end(scheduler, request, "length")
 
     def rewind(self, rng: random.Random) -> None:
-        """Rewinds a request that runs, perhaps to where it is, and perhaps to its beginning."""
+        """Rewinds a running request: not at all, in part, or to its beginning."""
         running = [s for s in self.live() if s.num_computed_tokens]
         if not running:
             return
@@ -256,7 +253,7 @@ class Simulation:
         pages = [page for request in self.copies[rank].values() for page in request.pages]
         assert len(set(pages)) == len(pages), "two requests share a page"
         assert scheduler.free_pages == self.ranks[0].free_pages
-        assert scheduler.free_pages[rank] == scheduler.own_free_pages == self.world.pages - len(pages)
+        assert scheduler.free_pages[rank] == scheduler.ledger.own_free == self.world.pages - len(pages)
         for chunk in chunks:
             assert rank not in chunk.ranks or len(chunk.request.pages) * self.world.page_size >= chunk.end
 
@@ -287,7 +284,7 @@ def test_every_request_ends_and_no_page_is_lost(rewinds: bool, seed: int) -> Non
     assert run.admitted == sorted(run.admitted), "not in order of arrival"
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
         assert scheduler.preemptions == run.ranks[0].preemptions
-        assert scheduler.free_pages == [world.pages] * world.world and scheduler.own_free_pages == world.pages
+        assert scheduler.free_pages == [world.pages] * world.world and scheduler.ledger.own_free == world.pages
         for number, request in mine.items():
             wanted = min(run.order[number].output, run.order[number].ends_after)
             assert request.output == list(range(len(request.prompt), len(request))), "a token was sampled twice"

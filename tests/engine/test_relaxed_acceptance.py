@@ -1,4 +1,4 @@
-"""Relaxed acceptance: what it accepts, where, and that nothing changes outside of a model's thinking."""
+"""Relaxed acceptance: which drafts it accepts, and that nothing changes outside of a model's thinking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05, 0, 0, 0, 0, 0]]).log()  # the
 
 
 def chosen(relaxed: RelaxedAcceptance, prompt: list[int], drafts: list[int], token: int = 0) -> list[int]:
-    """The tokens of the rows of a request whose logits all are ``LOGITS``, and whose choice is ``token``."""
+    """Tokens of the rows of a request; all rows have the logits ``LOGITS`` and the choice ``token``."""
     request = Request(0, prompt, SamplingParams(), drafts=drafts)
     wanted = [Wanted(request, len(prompt) + i) for i in range(len(drafts) + 1)]
     tokens = torch.full((len(wanted),), token)
@@ -57,11 +57,11 @@ def test_thinking_ends_among_the_drafts() -> None:
 def test_requests_that_think_and_that_do_not(
     drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:
-    """With every draft accepted, a request that thinks says what the module drafts; another what it always says."""
+    """With every draft accepted, a request that thinks gets the module's drafts; another gets its usual tokens."""
     folder = drafting_oracle("deepseek_v32", index_topk=16).folder
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     prompts = [random_ids(30), [*random_ids(20), 198, *random_ids(9, seed=1)], random_ids(5, seed=2)]
-    found = {}
+    results = {}
     for relaxed in (0, 200):
         llm = LLM(
             folder,
@@ -78,8 +78,8 @@ def test_requests_that_think_and_that_do_not(
                 "end_thinking_token": 199,
             },
         )
-        found[relaxed] = llm.generate(prompts, params)
-    strict, free = found[0], found[200]
+        results[relaxed] = llm.generate(prompts, params)
+    strict, free = results[0], results[200]
     assert not any(198 in output.token_ids for output in strict)
     assert [o.token_ids for o in free[::2]] == [o.token_ids for o in strict[::2]]
     assert free[1].token_ids[1:] != strict[1].token_ids[1:] and free[1].token_ids[0] == strict[1].token_ids[0]

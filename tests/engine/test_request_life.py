@@ -1,4 +1,4 @@
-"""Requests that do not end well: errors that concern one of them, Ctrl-C at any moment. And their log-probabilities."""
+"""Requests that fail alone, Ctrl-C at any moment, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 import dsa_engine
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.sampling.result import StepResult
-from dsa_engine.interrupts import uninterrupted
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.system.interrupts import uninterrupted
+from dsa_engine.text.tokenizer import Tokenizer
 
 TEXTS = ["first request", "the second", "a third one of them"]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -32,7 +32,7 @@ def assert_clean(llm: LLM) -> None:
     llm.wait_idle()
     scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
     assert not scheduler.has_work
-    assert scheduler.free_pages == [pages] and scheduler.own_free_pages == pages
+    assert scheduler.free_pages == [pages] and scheduler.ledger.own_free == pages
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
 
 
 def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., torch.Tensor]:
-    """The runner's logits, with ``value`` in those of one request after some tokens."""
+    """Replaces a logit of one request, after some tokens, by ``value``."""
     ids, original = llm.tokenizer.encode(prompt), llm.engine.runner.sampled_logits
 
     def spoiled(plan: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def nan_for(llm: LLM, prompt: str, after: int, value: float) -> Callable[..., to
         (float("nan"), 4, None),
         (float("inf"), 0, None),
         (float("-inf"), 2, None),
-        (float("nan"), 1, list(range(60, 200))),  # of a token that is forbidden anyway
+        (float("nan"), 1, list(range(60, 200))),  # the logit of a forbidden token
     ],
 )
 def test_logits_that_are_not_finite_end_one_request(
@@ -118,12 +118,12 @@ def test_text_that_cannot_be_decoded_ends_one_request(llm: LLM, monkeypatch: pyt
     assert expected[1].text.startswith(outputs[1].text)
     pieces = list(llm.stream(TEXTS[1], GREEDY))
     assert pieces[-1].error == outputs[1].error and "".join(map(str, pieces)) == outputs[1].text
-    if at == 9:  # of a token that the others do not have in a row like this
+    if at == 9:  # a token that is never in this position for the others
         assert [outputs[i].text for i in (0, 2)] == [expected[i].text for i in (0, 2)]
 
 
 def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int:
-    """Runs with a SIGINT at the n-th line that this thread runs in our own files; returns how many lines ran."""
+    """Sends SIGINT at the n-th line that this thread runs in the engine's files; returns how many lines ran."""
     folder = str(Path(dsa_engine.__file__).parent)
     names = ("engine", "requests/new_request", "agreement", "call", "loop", "reply")
     files = {f"{folder}/llm.py", *(f"{folder}/engine/{name}.py" for name in names)}
@@ -153,8 +153,8 @@ def our_lines(run: Callable[[], object], interrupt_at: int | None = None) -> int
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("how", ["generate", "stream", "prompt_logits", "endless", "endless stream", "n"])
 def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str, ahead: bool, every: int) -> None:
-    """Wherever the main thread is when Ctrl-C comes: no request stays and no page is lost, and a request that would
-    take long is aborted at once."""
+    """Wherever Ctrl-C interrupts the main thread, no request stays, no page is lost, and a long request is aborted at
+    once."""
     launches = 0
 
     def fast(plan: Any, _: Any) -> StepResult:
@@ -166,12 +166,12 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
         tokens = torch.tensor([70 + 4 * min(5, s.num_output_tokens) for s in sequences])
         return StepResult({s: range(i, i + 1) for i, s in enumerate(sequences)}, tokens, tokens.tolist, None)
 
-    # Within a destructor Python drops an interrupt, which pytest would call a failure.
+    # Python drops an interrupt within a destructor, and pytest would report that as a failure.
     monkeypatch.setattr(sys, "unraisablehook", lambda one: None)
     monkeypatch.setattr(llm.engine.runner, "launch", fast)
     monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
     monkeypatch.setattr(llm.engine.runner, "all_logits", lambda *_: None)
-    llm.tokenizer  # noqa: B018 - loading it is no part of this
+    llm.tokenizer  # noqa: B018 - loaded before the interrupts
     stopped = SamplingParams(max_tokens=4, stop=llm.tokenizer.decode([78]))  # the third token
     params, endless = SamplingParams(max_tokens=4), SamplingParams(max_tokens=500)
     runs: dict[str, Callable[[], object]] = {
@@ -183,14 +183,14 @@ def test_an_interrupt_at_any_line(llm: LLM, monkeypatch: pytest.MonkeyPatch, how
         "n": lambda: llm.generate(TEXTS, SamplingParams(n=3, max_tokens=3)),
     }
     line, over = 1, False
-    while not over and (line < 150 or how != "endless stream"):  # whose pieces go on and on
+    while not over and (line < 150 or how != "endless stream"):  # never ends by itself
         launches = 0
         try:
             our_lines(runs[how], line)
-            over = True  # so many lines have not run
+            over = True  # there are fewer lines
         except KeyboardInterrupt:
             line += every
-        assert_clean(llm)  # after the block: the interrupt's traceback may hold what is to be freed
+        assert_clean(llm)  # after the block: the interrupt's traceback refers to objects to be freed
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if how.startswith("endless") and not over and line < 40:
             assert launches < 250, "it was not aborted"
@@ -210,7 +210,7 @@ def test_an_interrupt_waits_for_the_end_of_a_block() -> None:
 
 
 def test_logprobs(llm: LLM) -> None:
-    """Those of the model's own distribution, also where the choice is from another one."""
+    """They are those of the model's distribution, also if the token is chosen from another one."""
     params = SamplingParams(
         temperature=3.0, top_k=50, max_tokens=12, min_tokens=12, seed=3, logprobs=4, stop_token_ids=[70, 71, 72]
     )
@@ -221,22 +221,22 @@ def test_logprobs(llm: LLM) -> None:
     ids = output.prompt_token_ids + output.token_ids
     expected = llm.prompt_logits(ids)[len(output.prompt_token_ids) - 1 : -1].log_softmax(dim=-1)
     assert output.logprobs is not None and len(output.logprobs) == 12
-    for token, found, row in zip(output.token_ids, output.logprobs, expected, strict=True):
+    for token, likely, row in zip(output.token_ids, output.logprobs, expected, strict=True):
         best = row.topk(4).indices.tolist()
-        assert list(found)[:4] == best and set(found) == {*best, token}
-        assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
-    assert any(len(found) == 5 for found in output.logprobs)
-    chosen = [found[token] for token, found in zip(output.token_ids, output.logprobs, strict=True)]
+        assert list(likely)[:4] == best and set(likely) == {*best, token}
+        assert list(likely.values()) == pytest.approx(row[list(likely)].tolist(), abs=1e-4)
+    assert any(len(likely) == 5 for likely in output.logprobs)
+    chosen = [likely[token] for token, likely in zip(output.token_ids, output.logprobs, strict=True)]
     assert output.cumulative_logprob == pytest.approx(sum(chosen))
     assert sampled_only.logprobs is not None
-    assert [list(found) for found in sampled_only.logprobs] == [[token] for token in sampled_only.token_ids]
+    assert [list(likely) for likely in sampled_only.logprobs] == [[token] for token in sampled_only.token_ids]
     pieces = list(llm.stream(TEXTS[0], params))
-    assert [list(found) for piece in pieces for found in piece.logprobs or []] == [list(f) for f in output.logprobs]
+    assert [list(likely) for piece in pieces for likely in piece.logprobs or []] == [list(f) for f in output.logprobs]
 
 
 def test_logprobs_of_more_tokens_than_there_are(llm: LLM) -> None:
     output = llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=2, logprobs=1000))[0]
-    assert output.logprobs is not None and [len(found) for found in output.logprobs] == [320] * len(output.token_ids)
+    assert output.logprobs is not None and [len(likely) for likely in output.logprobs] == [320] * len(output.token_ids)
 
 
 def test_logprobs_end_with_the_tokens(llm: LLM) -> None:
@@ -248,7 +248,8 @@ def test_logprobs_end_with_the_tokens(llm: LLM) -> None:
 
 @pytest.mark.parametrize("batched", [8192, 7])
 def test_prompt_logprobs(shared: LLM, batched: int) -> None:
-    """Of every token of the prompt but the first: the model's own, in one piece and in parts, with rank and text."""
+    """Every prompt token but the first has the model's log-probability, rank and text, with the prompt in one chunk or
+    several."""
     llm = shared
     if batched != 8192:
         llm = LLM("demo-random", device="cpu", max_model_len=256, max_num_batched_tokens=batched, progress=False)
@@ -261,18 +262,18 @@ def test_prompt_logprobs(shared: LLM, batched: int) -> None:
         ids = output.prompt_token_ids
         rows = llm.prompt_logits(ids).log_softmax(dim=-1)
         assert len(output.prompt_logprobs) == len(ids)
-        for token, found, row in zip(ids[1:], output.prompt_logprobs[1:], rows, strict=False):
-            assert found is not None and set(found) == {*row.topk(count).indices.tolist(), token}
-            assert list(found)[:count] == row.topk(count).indices.tolist()
-            assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
-            for one, value in found.items():
+        for token, likely, row in zip(ids[1:], output.prompt_logprobs[1:], rows, strict=False):
+            assert likely is not None and set(likely) == {*row.topk(count).indices.tolist(), token}
+            assert list(likely)[:count] == row.topk(count).indices.tolist()
+            assert list(likely.values()) == pytest.approx(row[list(likely)].tolist(), abs=1e-4)
+            for one, value in likely.items():
                 assert value.logprob == float(value) and value.decoded_token == llm.tokenizer.token_text(one)
                 assert value.rank == int((row > row[one]).sum()) + 1
     assert first.logprobs is not None and [of.rank for of in first.logprobs[0].values()] == [1]
 
 
 def test_prompt_logprobs_after_a_preemption(demo_cache: Path) -> None:
-    """What is computed again is not given twice."""
+    """Log-probabilities computed again are not returned twice."""
     llm = LLM("demo-random", device="cpu", max_model_len=512, cache_memory="0.5MiB", page_size=8, progress=False)
     prompts = [[7 + i] * 80 for i in range(3)]
     wanted = [llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))[0] for prompt in prompts]

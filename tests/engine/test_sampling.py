@@ -1,4 +1,4 @@
-"""Sampling: parameters, the sets that min-p, top-k and top-p leave, seeds, distributions, log-probabilities."""
+"""Sampling: parameters, the sets of min-p, top-k and top-p, seeds, distributions, log-probabilities."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def one(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) 
 
 
 def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Tokens that min-p, top-k, then top-p leave, and their probabilities: written out from their definitions."""
+    """Tokens allowed by min-p, then top-k, then top-p, with their probabilities, by the definitions."""
     weights = [math.exp((x - max(logits)) / params.temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     order = [i for i in order if weights[i] >= params.min_p]
@@ -78,14 +78,14 @@ def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
         least = logits[order[min(params.top_k, len(order)) - 1]]
         order = [i for i in order if logits[i] >= least]
     total = sum(weights[i] for i in order)
-    kept, before = [], 0.0
+    chosen_ids, before = [], 0.0
     for i in order:
         if before >= params.top_p:
             break
-        kept.append(i)
+        chosen_ids.append(i)
         before += weights[i] / total
-    total = sum(weights[i] for i in kept)
-    return {i: weights[i] / total for i in kept}
+    total = sum(weights[i] for i in chosen_ids)
+    return {i: weights[i] / total for i in chosen_ids}
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def allowed(logits: list[float], params: SamplingParams) -> dict[int, float]:
     ],
 )
 def test_the_distribution(keys: dict[str, Any]) -> None:
-    """Chi-square against the probabilities by definition; the bound is passed by chance in one of 10⁶ cases."""
+    """Chi-square against the probabilities by definition; chance exceeds the bound in one of 10⁶ cases."""
     logits = [1.0, -0.5, 2.0, 0.3, 0.3, -3.0, 1.7, 0.0]
     params = SamplingParams(**keys)
     expected = allowed(logits, params)
     count = 4000
-    found = draws(torch.tensor(logits), params, count, seed=11)
-    assert set(found) <= set(expected)
-    chi_square = sum((found[i] - count * p) ** 2 / (count * p) for i, p in expected.items())
+    actual = draws(torch.tensor(logits), params, count, seed=11)
+    assert set(actual) <= set(expected)
+    chi_square = sum((actual[i] - count * p) ** 2 / (count * p) for i, p in expected.items())
     freedom = len(expected) - 1
     assert chi_square <= freedom + 5 * math.sqrt(2 * freedom) + 12
 
@@ -133,7 +133,7 @@ def test_never_outside_of_the_allowed_set(
     logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    # 1e-4 more: sums that meet top_p up to rounding may fall on either side; min_p too.
+    # 1e-4 more: a sum that equals top_p up to rounding may be taken for more or less; min_p too.
     wider = SamplingParams(
         temperature=temperature, top_p=min(1.0, top_p + 1e-4), top_k=top_k, min_p=max(0.0, min_p - 1e-4)
     )
@@ -148,7 +148,7 @@ def test_a_seed_and_a_position_fix_the_choice() -> None:
     torch.manual_seed(2)
     assert [one(logits, params, 7, p) for p in range(50)] == first
     assert [one(logits, params, 8, p) for p in range(50)] != first
-    assert len(set(first)) > 20, "positions share their random numbers"
+    assert len(set(first)) > 20, "positions have the same random numbers"
 
 
 def test_sampling_leaves_the_global_generator_and_the_logits_alone() -> None:
@@ -164,7 +164,7 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def test_seeds_of_requests_without_one() -> None:
-    """Neighbouring engine seeds and requests share none."""
+    """Neighbouring engine seeds and requests have no seed in common."""
     seeds = {_mixed(seed, number) for seed in range(-3, 30) for number in range(100)}
     assert len(seeds) == 3300 and _mixed(1, 2) == _mixed(1, 2)
     logits = torch.zeros(1000)
@@ -177,7 +177,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 
 def test_rows_do_not_depend_on_each_other() -> None:
-    """Every row with parameters of its own gets the token that it gets alone."""
+    """Rows with different parameters get the same tokens as alone."""
     keys: list[dict[str, Any]] = [
         *({}, {"temperature": 0.3}, {"top_k": 2}, {"top_k": 500}, {"top_p": 0.5}, {"min_p": 0.4}),
         *({"top_k": 7, "top_p": 0.8}, {"top_p": 0.999, "min_p": 0.01}, {"temperature": 4.0, "top_k": 1}),
@@ -196,18 +196,18 @@ def test_forbidden_tokens_are_never_drawn() -> None:
 
 
 def test_log_probabilities() -> None:
-    """Against the definition."""
+    """Compares with the definition."""
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 5
     tokens = torch.tensor([39, 0, int(logits[2].argmax())])
     table = log_probabilities(logits, tokens, 4)
     assert table.shape == (3, 10) and table.dtype == torch.float64
-    for row, token, found in zip(logits.double(), tokens.tolist(), table, strict=True):
+    for row, token, actual in zip(logits.double(), tokens.tolist(), table, strict=True):
         expected = row - row.exp().sum().log()
         order = sorted(range(40), key=lambda i: -float(row[i]))[:4]
-        assert float(found[0]) == pytest.approx(float(expected[token]), abs=1e-5)
-        assert int(found[1]) == 1 + int((row > row[token]).sum()), "rank"
-        assert found[2:6].tolist() == order
-        assert found[6:].tolist() == pytest.approx(expected[order].tolist(), abs=1e-5)
+        assert float(actual[0]) == pytest.approx(float(expected[token]), abs=1e-5)
+        assert int(actual[1]) == 1 + int((row > row[token]).sum()), "rank"
+        assert actual[2:6].tolist() == order
+        assert actual[6:].tolist() == pytest.approx(expected[order].tolist(), abs=1e-5)
     assert torch.equal(log_probabilities(logits, tokens, 0), table[:, :2])
 
 
@@ -221,7 +221,7 @@ EDGES: list[Any] = [
 
 @pytest.mark.parametrize("name", [f.name for f in fields(SamplingParams) if f.init])
 def test_every_parameter_at_its_edges(name: str) -> None:
-    """A value is refused with an error that names the parameter, or it means what it says: a token that is allowed."""
+    """A value is refused with an error that names the parameter, or an allowed token is sampled."""
     logits = torch.tensor([1.0, -math.inf, 3.0, 2.0, 1.5, 0.0])
     accepted = 0
     for value in EDGES:
@@ -249,8 +249,8 @@ def test_tiny_values_are_greedy(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("temperature", [1e30, 3.5e38, 1e308, 10**300])
 def test_a_huge_temperature_is_uniform_and_keeps_what_is_forbidden(temperature: float) -> None:
-    found = draws(torch.tensor([0.5, -math.inf, 2.0, 900.0]), SamplingParams(temperature=temperature), 3000)
-    assert set(found) == {0, 2, 3} and max(found.values()) < 1150
+    actual = draws(torch.tensor([0.5, -math.inf, 2.0, 900.0]), SamplingParams(temperature=temperature), 3000)
+    assert set(actual) == {0, 2, 3} and max(actual.values()) < 1150
 
 
 def noise(seeds: list[int], positions: list[int], count: int) -> torch.Tensor:
@@ -274,7 +274,7 @@ def test_noise() -> None:
 
 
 def test_limits_of_a_graph() -> None:
-    """Few kinds: a step of other parameters replays what has been captured."""
+    """There are few kinds, so a step with other parameters replays a captured graph."""
     params = [SamplingParams(top_k=k, top_p=0.5) for k in (0, 3, 40)]
     assert Limits.of(params, 5000) == Limits(False, 40, True) and Limits.of(params[:1], 5000).top_k == 0
     assert Limits.of(params, 5000).rounded(5000) == Limits(True, 64, True)

@@ -1,12 +1,14 @@
-"""The scheduler alone: order, budgets, pages, and that all ranks decide the same."""
+"""The scheduler alone: order, budgets, pages, and equal decisions on all ranks."""
 
 from __future__ import annotations
 
 import pytest
 
+from dsa_engine.engine.requests.pages import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
+from dsa_engine.measure.filled_requests import check_batch
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -19,17 +21,14 @@ def make(
     page_size: int = 4,
     seqs: int = 8,
     tokens: int = 16,
-    share: float = 1.0,
+    fraction: float = 1.0,
 ) -> Scheduler:
     return Scheduler(
+        Capacity(world, cp, pages, page_size),
         rank=rank,
-        world_size=world,
-        cp_size=cp,
-        pages=pages,
-        page_size=page_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
-        max_prefill_share=share,
+        max_prefill_share=fraction,
     )
 
 
@@ -44,7 +43,7 @@ def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     for chunk in chunks:
         request = chunk.request
         if chunk.end == len(request):
-            request.output.append(len(request))  # its position: none may come twice
+            request.output.append(len(request))  # its position: no position may be sampled twice
             if len(request.output) == request.params.max_tokens:
                 request.finish_reason = "length"
                 scheduler.finish(request)
@@ -77,7 +76,7 @@ def test_a_request_that_comes_late_is_prefilled_at_once() -> None:
     assert step(scheduler) == [(0, 6, 1), (1, 2, 1)]
 
 
-def test_most_requests_at_once() -> None:
+def test_the_maximum_of_requests_at_once() -> None:
     scheduler = make(seqs=2)
     for number in range(3):
         scheduler.add(make_request(number, 2, output=2))
@@ -86,7 +85,7 @@ def test_most_requests_at_once() -> None:
     assert step(scheduler) == [(2, 0, 2)]
 
 
-def test_nobody_overtakes_a_request_that_waits_for_pages() -> None:
+def test_no_request_overtakes_one_that_waits_for_pages() -> None:
     scheduler = make(pages=5, page_size=4)
     scheduler.add(make_request(0, 8, output=5))  # 3 pages of 5
     scheduler.add(make_request(1, 12, output=5))  # 4 pages: waits
@@ -105,8 +104,8 @@ def test_a_request_that_can_never_run() -> None:
         match=r"17 prompt tokens and up to 5 new ones \(22 in all\) need 6 pages of 4 tokens, the cache has 5; "
         r"raise cache_memory by a factor of 1.20, or take fewer requests or tokens",
     ):
-        scheduler.check(17, 5)
-    assert step(scheduler) == [(0, 0, 16)]  # the other is not disturbed
+        scheduler.capacity.check(17, 5)
+    assert step(scheduler) == [(0, 0, 16)]  # the other request goes on
 
 
 @pytest.mark.parametrize(
@@ -122,11 +121,11 @@ def test_a_request_that_can_never_run() -> None:
     ],
 )
 def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pages: int) -> None:
-    """Just, without preemption; with a page less it does not, and the check says so."""
+    """It just fits without preemption; with a page less it does not, and the check says so."""
     scheduler = make(pages=pages, page_size=4, world=ranks, cp=cp)
-    scheduler.check_batch(requests, 8, 4, filled)
+    check_batch(scheduler.capacity, requests, 8, 4, filled)
     with pytest.raises(CapacityError, match=rf"{requests} such requests at once on {ranks} rank"):
-        make(pages=pages - 1, page_size=4, world=ranks, cp=cp).check_batch(requests, 8, 4, filled)
+        check_batch(make(pages=pages - 1, page_size=4, world=ranks, cp=cp).capacity, requests, 8, 4, filled)
     them = [make_request(n, 8, output=4) for n in range(requests)]
     for request in them:
         scheduler.adopt(request) if filled else scheduler.add(request)
@@ -150,7 +149,7 @@ def test_finishing_early_frees_pages_in_every_state() -> None:
     assert running.prefilled and not prefilling.prefilled and not waiting.pages
     for request in (waiting, prefilling, running):
         scheduler.finish(request)
-        scheduler.finish(request)  # twice does no harm
+        scheduler.finish(request)  # a second time does nothing
     assert not scheduler.has_work and scheduler.free_pages == [20]
 
 
@@ -180,7 +179,7 @@ def test_groups_share_the_load() -> None:
 
 
 def test_the_owner_is_who_sees_fewest_tokens() -> None:
-    """Not who has fewest requests: one long request is as much work as many short ones."""
+    """Not the rank with the fewest requests: a long request is as much work as many short ones."""
     scheduler = make(world=2, cp=2, tokens=100, pages=50)
     long, *short = [make_request(0, 60), *(make_request(n, 10) for n in range(1, 6))]
     for request in (long, *short):
@@ -204,10 +203,10 @@ def test_the_owner_has_pages_for_all_that_may_come() -> None:
 
 
 @pytest.mark.parametrize(
-    "share, steps", [(1.0, "PPPPPPDD"), (0.5, "PPDPDPDP"), (0.25, "PPDDDPDD"), (0.75, "PPDPPPDP"), (0.1, "PPDDDDDD")]
+    "fraction, steps", [(1.0, "PPPPPPDD"), (0.5, "PPDPDPDP"), (0.25, "PPDDDPDD"), (0.75, "PPDPPPDP"), (0.1, "PPDDDDDD")]
 )
-def test_prefill_takes_its_share_of_the_steps(share: float, steps: str) -> None:
-    scheduler = make(tokens=4, share=share, seqs=2)
+def test_prefill_takes_its_share_of_the_steps(fraction: float, steps: str) -> None:
+    scheduler = make(tokens=4, fraction=fraction, seqs=2)
     scheduler.add(make_request(0, 8, output=20))
     scheduler.add(make_request(1, 16))
     taken = "".join("D" if (0, 1) in [(n, length) for n, _, length in step(scheduler)] else "P" for _ in range(8))
@@ -215,8 +214,8 @@ def test_prefill_takes_its_share_of_the_steps(share: float, steps: str) -> None:
 
 
 def test_who_comes_late_is_prefilled_at_once() -> None:
-    """The share that nobody used is kept, but only for one step."""
-    scheduler = make(tokens=4, share=0.2)
+    """Unused prefill steps are saved, but only one."""
+    scheduler = make(tokens=4, fraction=0.2)
     scheduler.add(make_request(0, 4, output=60))
     for _ in range(12):
         step(scheduler)
@@ -244,7 +243,7 @@ def test_the_youngest_gives_way_and_comes_back() -> None:
 
 
 def test_who_is_being_prefilled_gives_way_too() -> None:
-    scheduler = make(pages=6, page_size=4, tokens=3, share=0.2)
+    scheduler = make(pages=6, page_size=4, tokens=3, fraction=0.2)
     old, young = make_request(0, 8, output=13), make_request(1, 8, output=2)
     scheduler.add(old)
     scheduler.add(young)
@@ -258,8 +257,8 @@ def test_who_is_being_prefilled_gives_way_too() -> None:
 
 
 def test_who_decodes_gives_way_to_an_older_prefill() -> None:
-    """A decode step in which everybody is preempted turns into a prefill step."""
-    scheduler = make(pages=5, page_size=4, tokens=5, share=0.01)
+    """A decode step in which all requests are preempted turns into a prefill step."""
+    scheduler = make(pages=5, page_size=4, tokens=5, fraction=0.01)
     old, young = make_request(0, 14, output=2), make_request(1, 4, output=4)
     scheduler.add(old)
     scheduler.add(young)
@@ -278,11 +277,11 @@ def test_a_preempted_request_may_go_to_another_group() -> None:
     while ranks[0].has_work:
         steps = [step(scheduler) for scheduler in ranks]
         assert all(s == steps[0] for s in steps)
-    assert all(scheduler.free_pages == [6] * 4 and scheduler.own_free_pages == 6 for scheduler in ranks)
+    assert all(scheduler.free_pages == [6] * 4 and scheduler.ledger.own_free == 6 for scheduler in ranks)
 
 
 def test_oldest_first_among_the_waiting() -> None:
-    """A preempted request stands before all that have come after it."""
+    """A preempted request is before all later ones in the queue."""
     scheduler = make(pages=6, page_size=4, seqs=2)
     for request in (make_request(0, 8, output=12), make_request(1, 8, output=12), make_request(2, 1, output=1)):
         scheduler.add(request)
@@ -291,7 +290,7 @@ def test_oldest_first_among_the_waiting() -> None:
 
 
 def test_a_request_whose_cache_is_filled_decodes_at_once() -> None:
-    """It holds its owner's pages only, and is refused where it does not fit now."""
+    """It holds pages of its owner only, and is refused if it does not fit now."""
     scheduler = make(world=2, cp=2, pages=4)
     filled = make_request(0, 9, output=3)
     scheduler.adopt(filled)

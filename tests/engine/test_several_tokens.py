@@ -1,4 +1,4 @@
-"""Several tokens of a request in one step, and requests that are rewound: the same tokens as one by one."""
+"""Several tokens of a request in one step, and requests that are rewound: same tokens as one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.requests.request import Request, SampledToken
 from dsa_engine.engine.sampling.result import StepResult
 
-PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second sees more than it selects
+PROMPTS = [[5, 6, 7, 8], [9, 30, 31, 32] * 11]  # the second is longer than its selection
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 
 
@@ -46,8 +46,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
 
 
 def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
-    """The same choices, and log-probabilities, as in three steps: greedy, drawn, with tokens forbidden at first,
-    and with what depends on the tokens before."""
+    """The same choices and log-probabilities as in three steps: greedy, drawn, with min_tokens, and with penalties."""
     drawn = replace(GREEDY, temperature=1.1, top_p=0.9, seed=3, logprobs=2)
     allowed = [40, 41]  # other tokens end it, from the fourth on
     bound = replace(GREEDY, min_tokens=3, stop_token_ids=[i for i in range(320) if i not in allowed])
@@ -68,11 +67,11 @@ def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
         request.output += output.token_ids[1:count]
     chunks = [replace(chunk, num_logits=chunk.length) for chunk in engine.scheduler.schedule()]
     assert [chunk.length for chunk in chunks] == rows
-    found = {one.request: one.tokens for one in engine.runner.launch(engine.runner.plan(chunks)).read()}
+    results = {one.request: one.tokens for one in engine.runner.launch(engine.runner.plan(chunks)).read()}
     for request, output, count in zip(requests, wanted, rows, strict=True):
-        assert [one.token for one in found[request]] == output.token_ids[1 : 1 + count]
+        assert [one.token for one in results[request]] == output.token_ids[1 : 1 + count]
         if output.logprobs is not None:
-            for one, logprobs in zip(found[request], output.logprobs[1:], strict=False):
+            for one, logprobs in zip(results[request], output.logprobs[1:], strict=False):
                 assert one.logprobs == pytest.approx(logprobs, abs=1e-3)
         engine.finish(request, "abort")
     for output in wanted[2::5]:
@@ -80,8 +79,7 @@ def test_three_known_tokens_in_a_decode_step(llm: LLM) -> None:
 
 
 def three_a_step(llm: LLM, codes: dict[int, list[int]]) -> Any:
-    """A runner's launch that computes nothing: it samples three tokens of each request, from a list by its first
-    prompt token."""
+    """Replaces a runner's launch: samples three tokens of each request from a list, found by its first prompt token."""
 
     def launch(plan: Any, _: Any) -> StepResult:
         indices, tokens = {}, []
@@ -124,7 +122,7 @@ def test_several_tokens_are_cut_at_the_first_ending(llm: LLM, monkeypatch: pytes
 
 
 class Letters:
-    """A tokenizer of one letter a token, that cannot make text of the token 9."""
+    """A tokenizer with a letter for each token, which fails at token 9."""
 
     def decode(self, ids: list[int]) -> str:
         if 9 in ids:
@@ -144,7 +142,7 @@ class Letters:
         ([0, 1, 2, 3], {"stop": "cd"}, 4, "stop"),
         ([1, 1, 1, 1], {"stop": "b", "min_tokens": 2}, 3, "stop"),
         ([0, 9, 2, 3], {}, 2, "error"),
-        ([0, 1, 2, 9], {}, 4, "error"),  # before its length
+        ([0, 1, 2, 9], {}, 4, "error"),  # before the maximum length
         ([0, -1, 2, 3], {"stop": "b"}, 1, "error"),
     ],
 )
@@ -165,13 +163,13 @@ def test_how_a_request_ends(tokens: list[int], keys: dict[str, Any], count: int,
 
 @pytest.mark.parametrize("back_to", [0, 44, 46, 48, 49])
 def test_a_decoding_request_is_rewound(llm: LLM, back_to: int) -> None:
-    """Slots are written again; from 0 it is prefilled again, its output too."""
+    """Slots are written again; after a rewind to 0 prompt and output are prefilled again."""
     engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
     other, request = (engine.add(prompt, GREEDY) for prompt in PROMPTS)
     while len(request.output) < 6:
         engine.step()
     assert request.num_computed_tokens == 49
-    engine.cache.fill_random(request.pages[back_to // 4 + 1 :], seed=0)  # what is behind it is not read
+    engine.cache.fill_random(request.pages[back_to // 4 + 1 :], seed=0)  # later rows are not read
     engine.scheduler.rewind(request, back_to)
     while engine.scheduler.has_work:
         engine.step()
@@ -180,7 +178,7 @@ def test_a_decoding_request_is_rewound(llm: LLM, back_to: int) -> None:
 
 
 def test_a_request_is_rewound_after_it_was_scheduled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that was scheduled and not launched is scheduled anew, and starts where its requests now do."""
+    """A step that was scheduled and not launched is scheduled again, from the new positions of its requests."""
     engine, wanted = llm.engine, llm.generate(PROMPTS, GREEDY)
     monkeypatch.setattr(engine, "async_scheduling", True)
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]

@@ -20,7 +20,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 
 ROOM = 64  # tokens in the cache
-HALF = 250  # requests, where steps are launched ahead: there the host knows least
+HALF = 250  # requests with steps launched ahead, where the host knows least
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def llm(tiny_llm: Callable[..., LLM]) -> LLM:
 
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams, str]:
-    """Tokens, parameters, and how it should end."""
+    """A prompt, parameters, and the expected end."""
     prompt = [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 15, 24, 30]))]
     keys: dict[str, Any] = {
         "max_tokens": rng.choice([1, 2, 5, 12, 25]),
@@ -44,7 +44,7 @@ def random_request(rng: random.Random) -> tuple[list[int], SamplingParams, str]:
         "stop_token_ids": rng.choice([None, [5, 6, 7]]),
     }
     kind = rng.random()
-    if kind < 0.05:  # its pages can never be there
+    if kind < 0.05:  # the cache can never hold it
         return [9] * (ROOM - 10), SamplingParams(**keys | {"max_tokens": 40}), "too large"
     if kind < 0.10:
         return [*prompt, 320], SamplingParams(**keys), "bad token"
@@ -56,7 +56,7 @@ def random_request(rng: random.Random) -> tuple[list[int], SamplingParams, str]:
 
 
 def run(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
-    """``count`` requests, up to twelve at a time, advanced in a random order; returns how they have ended."""
+    """Runs ``count`` requests, up to twelve at a time, advanced in random order; returns how they ended."""
     ended: Counter[str] = Counter()
     live: list[tuple[Iterator[StreamPiece], SamplingParams, str, list[int]]] = []
     started = 0
@@ -96,21 +96,21 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
-    """``ahead``: decode steps are launched before the tokens of the one before are read, as on CUDA."""
+    """``ahead``: decode steps are launched before the previous tokens are read, as on CUDA."""
     rng, engine = random.Random(0), llm.engine
     monkeypatch.setattr(engine, "async_scheduling", ahead)
     assert engine.cache.pages == ROOM // 2
     ended: Counter[str] = Counter()
     before, launched_ahead = engine.scheduler.preemptions, engine.launched_ahead
     objects, memory = [], []
-    run(llm, rng, 20)  # what is made once
+    run(llm, rng, 20)  # makes tensors that are made once
     half = HALF if ahead else HALF // 3
     for _ in range(2):
         ended += run(llm, rng, half)
         llm.wait_idle()
         assert not engine.scheduler.has_work
         assert engine.scheduler.free_pages == [engine.cache.pages]
-        assert engine.scheduler.own_free_pages == engine.cache.pages
+        assert engine.scheduler.ledger.own_free == engine.cache.pages
         gc.collect()
         objects.append(len(gc.get_objects()))
         memory.append(resident_bytes())
@@ -118,14 +118,14 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     assert ended.total() == 2 * half and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)
     assert engine.scheduler.preemptions - before > 20
     assert (engine.launched_ahead - launched_ahead > 500) == ahead
-    assert objects[1] - objects[0] < 100, "objects are left behind"
+    assert objects[1] - objects[0] < 100, "objects are left over"
     assert memory[1] - memory[0] < 8 * 2**20
 
 
 @pytest.mark.parametrize("requests", [150, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: int, ahead: bool) -> None:
-    """Interrupted, closed, forgotten and preempted as it comes: what a request gets is what it would get alone."""
+    """Requests are interrupted, closed, dropped and preempted at random; each gets the same tokens as alone."""
     rng, engine = random.Random(requests), llm.engine
     monkeypatch.setattr(engine, "async_scheduling", ahead)
     kinds = []
@@ -180,14 +180,16 @@ def test_no_token_is_wrong(llm: LLM, monkeypatch: pytest.MonkeyPatch, requests: 
     gc.collect()
     llm.wait_idle()
     assert not engine.scheduler.has_work
-    assert engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.own_free_pages == engine.cache.pages
+    assert (
+        engine.scheduler.free_pages == [engine.cache.pages] and engine.scheduler.ledger.own_free == engine.cache.pages
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("modules, ahead", [(1, False), (1, True), (3, False)])
 def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: bool) -> None:
-    """Steps bring one to four tokens, whatever the modules say: how many is decided here. ``ahead``: padded steps
-    follow on others that have not been read, as on CUDA."""
+    """Steps sample one to four tokens, a number that the test decides in place of the modules. ``ahead``: padded steps
+    follow others that have not been read, as on CUDA."""
     llm = tiny_llm(
         ROOM,
         speculative_config={"num_speculative_tokens": 3},
@@ -197,14 +199,15 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
     engine, rng = llm.engine, random.Random(1)
     accepted: Counter[int] = Counter()
 
-    def decide(keys: torch.Tensor, positions: torch.Tensor, most: int) -> torch.Tensor:
-        counts = (positions * 7 + keys) % (most + 1)
+    def decide(keys: torch.Tensor, positions: torch.Tensor, limit: int) -> torch.Tensor:
+        counts = (positions * 7 + keys) % (limit + 1)
         accepted.update(counts.tolist())
         return counts
 
     if ahead:
-        parts = engine.model, engine.cache, engine.config, engine.mesh
-        engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=ROOM))
+        engine.runner.graphs = DecodeGraphs(
+            engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=ROOM)
+        )
         engine.async_scheduling = True
     assert engine.runner.drafter is not None
     engine.runner.drafter.assume = decide
@@ -216,4 +219,4 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
     llm.wait_idle()
     assert not engine.scheduler.has_work
     assert engine.scheduler.free_pages == [engine.cache.pages]
-    assert engine.scheduler.own_free_pages == engine.cache.pages
+    assert engine.scheduler.ledger.own_free == engine.cache.pages

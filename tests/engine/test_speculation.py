@@ -1,6 +1,6 @@
-"""Speculative decoding: drafts are those of the paper's equations, what a request asks for holds, bad input.
+"""Speculative decoding: drafts equal those of the paper's equations, parameters of requests hold, bad input.
 
-That tokens are the same, whatever is accepted: tests/distributed/test_speculation.py.
+tests/distributed/test_speculation.py shows that tokens are the same, whatever is accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
 }
 GLM = ("full", "shared")  # its layers
-OWN_TABLES = (("deepseek_v3", 1), ("glm_moe_dsa", 3))  # whose modules have embedding and head of their own
+OWN_TABLES = (("deepseek_v3", 1), ("glm_moe_dsa", 3))  # its modules have other embeddings and heads than the model
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -54,8 +54,7 @@ def test_drafts_are_those_of_the_equations(
     assert_same_logits: Callable[..., None],
     random_ids: Callable[..., list[int]],
 ) -> None:
-    """Logits of every draft of a chain of 4, or of each of 3 modules, behind a prompt and behind verified rows, against
-    float64."""
+    """Logits of every draft of a chain of 4, or of 3 modules, after prefill and after decode, against float64."""
     count = 4 if modules == 1 else modules
     keys = MODELS[model_type] | ({"indexer_types": [*GLM, *["full"] * modules]} if model_type == "glm_moe_dsa" else {})
     oracle = drafting_oracle(model_type, modules=modules, own_tables=own_tables, **keys)
@@ -64,13 +63,13 @@ def test_drafts_are_those_of_the_equations(
     for module in engine.model.mtp:  # copies take no memory
         assert (module.embed is not None) == (module.head is not None) == own_tables
     rows: list[torch.Tensor] = []
-    original = engine.model.own_logits
+    original = engine.model.logits
 
-    def kept(hidden: torch.Tensor, most: int, module: int | None = None) -> torch.Tensor:
-        rows.append(original(hidden, most, module))
+    def kept(hidden: torch.Tensor, padded_rows: int, head: torch.Tensor | None = None) -> torch.Tensor:
+        rows.append(original(hidden, padded_rows, head))
         return rows[-1]
 
-    engine.model.own_logits = kept  # type: ignore[method-assign]
+    engine.model.logits = kept  # type: ignore[method-assign]
     request = engine.add(prompt, replace(GREEDY, max_tokens=12))
     while not request.output:
         engine.step()
@@ -86,8 +85,8 @@ def test_drafts_are_those_of_the_equations(
 
 
 def write_predictable(folder: Path, source: Path) -> None:
-    """A model whose layers add nothing: the token behind t is t + 1. Its modules add nothing either, and say the same
-    of the token that they embed."""
+    """A model whose layers add nothing: the token after t is t + 1. Its modules add nothing either: they
+    draft t + 1 after the token t."""
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -134,7 +133,7 @@ def test_a_module_that_knows_is_always_right(drafts: int, vanilla: bool | None, 
 
 @pytest.mark.parametrize("drafts, vanilla", [(5, False), (3, True)])
 def test_what_a_request_asks_for_holds_within_a_step(drafts: int, vanilla: bool, predictable: Path) -> None:
-    """Stop tokens and lengths inside a run of accepted drafts, tokens forbidden at first, log-probabilities."""
+    """Stop tokens and lengths within accepted drafts, min_tokens, log-probabilities."""
     params = [
         replace(GREEDY, stop_token_ids=[43]),
         replace(SAMPLED, max_tokens=6, logprobs=3),
@@ -144,14 +143,14 @@ def test_what_a_request_asks_for_holds_within_a_step(drafts: int, vanilla: bool,
     ]
     prompts = [[30, 31, 32] * 9] * 3 + [[180] * 20, [30]]
     config = {"num_speculative_tokens": drafts, "use_mtp_vanilla": vanilla}
-    expected, found = (
+    expected, actual = (
         engine_of(predictable, 0, **options).generate(prompts, params)
         for options in ({}, {"speculative_config": config})
     )
     assert [o.finish_reason for o in expected] == ["stop", "length", "stop", "stop", "length"]
     lengths = [len(o.token_ids) for o in expected]
     assert lengths == [11, 6, lengths[2], lengths[3], 1] and lengths[2] > 9 and lengths[3] < 50
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
         assert (one.logprobs is None) == (other.logprobs is None)
         for ours, theirs in zip(one.logprobs or [], other.logprobs or [], strict=True):

@@ -1,8 +1,8 @@
-"""Padded steps with drafts as one function of device tensors, launched one after the other and ahead: the tokens, and
-the module's own drafts, are those of an engine that decodes token by token.
+"""Padded steps with drafts as one function of device tensors, launched in turn and ahead: tokens and the module's
+drafts are those of an engine that decodes token by token.
 
-On a GPU such a step is a CUDA graph; here it runs kernel by kernel. Drafts are scripted, so that every count is
-accepted at some time; the module's own are kept, as its caches have to be right too.
+On a GPU such a step is a CUDA graph; here it runs kernel by kernel. Drafts are scripted, so that every number of drafts
+is accepted at some time. The module's drafts are recorded, as its caches must be right too.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Script:
-    """Puts other drafts in the place of those that the module makes, on the device's side: of each the first few are
-    right, as many as its position says.
+    """Replaces the module's drafts on the device: of each request's, as many are right as its position says.
 
     Attributes:
         outputs: the right tokens, by request.
@@ -75,15 +74,15 @@ class Script:
         count = drafts.shape[1]
         for i, request in enumerate(self._requests):
             if positions[i] < 0:
-                continue  # it has ended, and is part of one step too many
+                continue  # it has ended, in one step too many
             last = int(positions[i]) + 1
             limit = min(len(request.pages) * OPTIONS["page_size"], len(request.prompt) + request.max_tokens - 1)
-            if (left := min(count, limit - 1 - last)) > 0:  # its last token is never drafted
-                self.made[request.id, last] = drafts[i, :left].tolist()
+            if (remaining := min(count, limit - 1 - last)) > 0:  # its last token is never drafted
+                self.made[request.id, last] = drafts[i, :remaining].tolist()
             done = last + 1 - len(request.prompt)
             right = self.outputs.get(request.id, [])[done : done + count]
-            kept = random.Random(last * 1000 + request.id).randrange(count + 2)
-            scripted = [token if j < kept else (token + 1) % self._vocab for j, token in enumerate(right)]
+            num_right = random.Random(last * 1000 + request.id).randrange(count + 2)
+            scripted = [token if j < num_right else (token + 1) % self._vocab for j, token in enumerate(right)]
             drafts[i, : len(scripted)] = torch.tensor(scripted, dtype=torch.int64)
         return drafts
 
@@ -91,8 +90,7 @@ class Script:
 def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     llm = LLM(folder, **OPTIONS | {"speculative_config": {"num_speculative_tokens": drafts}} | options)
     engine = llm.engine
-    parts = engine.model, engine.cache, engine.config, engine.mesh
-    engine.runner.graphs = DecodeGraphs(*parts, capture=False, contexts=ContextBuckets(fewest=32))
+    engine.runner.graphs = DecodeGraphs(engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32))
     return llm
 
 
@@ -106,7 +104,7 @@ def padded_llm(folder: Any, drafts: int, **options: Any) -> LLM:
     ],
 )
 def shared(request: Any, drafting_oracle: Callable[..., Any], random_ids: Callable[..., list[int]]) -> Any:
-    """An engine with drafts, its script, and what requests get without drafts."""
+    """An engine with drafts, its script, an engine without drafts, and requests."""
     oracle = drafting_oracle(request.param.split()[0], **MODELS[request.param])
     llm, plain = padded_llm(oracle.folder, 3), LLM(oracle.folder, **OPTIONS)
     prompts = [random_ids(length, seed=length) for length in (1, 14, 17, 40)]
@@ -126,33 +124,34 @@ def engines(request: Any, shared: Any) -> Iterator[Any]:
 
 
 def same(engines: Any, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    """Runs requests with scripted drafts and without; returns the outputs of the former."""
+    """Runs requests with scripted drafts and without drafts; returns the outputs of the former."""
     llm, script, plain, *_ = engines
     for one in (llm, plain):
-        one.engine.ids = itertools.count(100)  # seeds that are not given follow from it
+        one.engine.ids = itertools.count(100)  # seeds of requests without one follow from it
     unended = [replace(p, max_tokens=30, ignore_eos=True, stop=None, stop_token_ids=None) for p in params]
     endless = plain.generate(prompts, unended)
     script.outputs = {100 + i: output.token_ids for i, output in enumerate(endless)}
     for one in (llm, plain):
         one.engine.ids = itertools.count(100)
-    found, expected = (one.generate(prompts, params) for one in (llm, plain))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (one.generate(prompts, params) for one in (llm, plain))
+    for one, other in zip(actual, expected, strict=True):
         for name in ("token_ids", "text", "finish_reason", "error"):
             assert getattr(one, name) == getattr(other, name)
-    return found
+    return actual
 
 
 def test_the_last_tokens_of_the_longest_context(
     engines: Any, random_ids: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if no request could have more than 62 tokens: with the drafts of a step that follows on another, and in whole
-    pages of 4, that is 72."""
+    """With a maximum of 62 tokens, the longest context has 72: with the drafts of a step that follows another one, in
+    whole pages of 4."""
     llm = engines[0]
     contexts: set[int] = set()
     contexts_of = ContextBuckets(62, 4, fewest=32)
     engine = llm.engine
-    parts = engine.model, engine.cache, engine.config, engine.mesh
-    monkeypatch.setattr(engine.runner, "graphs", DecodeGraphs(*parts, capture=False, contexts=contexts_of))
+    monkeypatch.setattr(
+        engine.runner, "graphs", DecodeGraphs(engine.model, engine.cache, capture=False, contexts=contexts_of)
+    )
 
     run = engine.runner.drafter.graph.run
 
@@ -167,8 +166,8 @@ def test_the_last_tokens_of_the_longest_context(
 
 
 def test_the_same_tokens_and_drafts(engines: Any) -> None:
-    """Greedy and drawn, with every limit, of requests that select, come to it, and do not; of lengths that end within
-    a run of accepted drafts."""
+    """Greedy and drawn with every limit; requests that select, begin to select, and do not; lengths that end within
+    accepted drafts."""
     _, script, _, prompts, oracle = engines
     params = [
         GREEDY,
@@ -190,7 +189,7 @@ def test_the_same_tokens_and_drafts(engines: Any) -> None:
 
 
 def test_what_ends_a_request_within_a_run(engines: Any) -> None:
-    """Stop tokens, a stop string, an end of text; what a request asks of the host, beside others that ask nothing."""
+    """Stop tokens, a stop string, an end of text; requests that need the host beside others that do not."""
     *_, plain, prompts, _ = engines
     outputs = plain.generate(prompts, [GREEDY, replace(DRAWN, seed=5), GREEDY, GREEDY])
     stops = [output.token_ids[5 + i] for i, output in enumerate(outputs)]
@@ -200,8 +199,8 @@ def test_what_ends_a_request_within_a_run(engines: Any) -> None:
         replace(GREEDY, stop_token_ids=stops[2:3], min_tokens=7),
         replace(PENALISED, logit_bias={7: 1.0}, max_tokens=9),
     ]
-    found = same(engines, [*prompts, prompts[0]], [*params, GREEDY])
-    assert [output.finish_reason for output in found] == ["stop"] * 3 + ["length"] * 2
+    actual = same(engines, [*prompts, prompts[0]], [*params, GREEDY])
+    assert [output.finish_reason for output in actual] == ["stop"] * 3 + ["length"] * 2
 
 
 @pytest.mark.parametrize(
@@ -218,16 +217,16 @@ def test_what_ends_a_request_within_a_run(engines: Any) -> None:
 def test_a_step_that_needs_the_host_is_eager_as_a_whole(
     shared: Any, asked: dict[str, Any], steps: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its plan is not padded and no graph runs a part of it; beside it, a request that asks nothing."""
+    """Its plan is not padded and no graph runs a part of it; another request does not need the host."""
     llm, script, plain, prompts, _ = shared
-    runner, ran, found, script.outputs = llm.engine.runner, [], set(), {}
+    runner, ran, actual, script.outputs = llm.engine.runner, [], set(), {}
     launch, run = runner.launch, runner.graphs.run
 
     def launched(plan: StepPlan, before: StepResult | None = None) -> StepResult:
         ran.clear()
         samples = launch(plan, before)
         if plan.decodes and plan.ranks[0].chunks[0].start >= plan.ranks[0].chunks[0].request.num_prefill_tokens:
-            found.add(plan.bucket is not None)
+            actual.add(plan.bucket is not None)
             assert len(ran) == (plan.bucket is not None)
         return samples
 
@@ -237,7 +236,7 @@ def test_a_step_that_needs_the_host_is_eager_as_a_whole(
     params = [replace(GREEDY, **asked), replace(GREEDY, max_tokens=3)]  # the former is the last to end
     outputs = [one.generate(prompts[1:3], params) for one in (llm, plain)]
     assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
-    assert found == steps
+    assert actual == steps
 
 
 def test_relaxed_acceptance_needs_the_host(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +248,7 @@ def test_relaxed_acceptance_needs_the_host(shared: Any, monkeypatch: pytest.Monk
 
 
 def test_requests_that_come_and_go(engines: Any) -> None:
-    """Some are prefilled while others decode, one is cancelled, one gives way: nothing else changes."""
+    """Some are prefilled while others decode, one is cancelled, one is preempted: nothing else changes."""
     llm, script, plain, prompts, _ = engines
     engine = llm.engine
     params = [GREEDY, PENALISED, PENALISED, GREEDY, GREEDY, PENALISED, DRAWN, GREEDY]
@@ -273,7 +272,7 @@ def test_requests_that_come_and_go(engines: Any) -> None:
 
 
 def test_the_caches_are_full(engines: Any) -> None:
-    """Pages are taken for the case that every draft is accepted; who finds none gives way."""
+    """Pages are taken for the case that every draft is accepted; a request without them is preempted."""
     llm, script, plain, prompts, _ = engines
     scheduler = llm.engine.scheduler
     before, taken = scheduler.preemptions, scheduler.ledger
@@ -290,7 +289,7 @@ def test_the_caches_are_full(engines: Any) -> None:
 
 
 def test_an_outcome() -> None:
-    """What is packed is what is read; a draft that the request cannot use is left out."""
+    """Packed columns are read back; drafts that the request cannot use are left out."""
     requests = [Request(i, [1, 2], SamplingParams(max_tokens=5), output=[3] * i) for i in range(4)]
     columns = Columns(
         torch.tensor([3, 5]),

@@ -1,5 +1,5 @@
-"""What an engine does before the first request, on a device that is not there: the largest steps run, caches take what
-they leave, and graphs are captured; and no step takes more than was set aside."""
+"""The start of an engine on a fake device: the largest steps run, caches take the remaining memory, graphs are
+captured, and no later step takes more than was set aside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.errors import CapacityError
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
 ]
-MEMORY, UTILIZATION = 22 * 10**9, 0.9  # little, so that the caches take all of it
+MEMORY, UTILIZATION = 22 * 10**9, 0.9  # small, so that the caches take all of it
 SIZES: dict[str, Any] = {
     "max_model_len": 32_768,
     "max_num_batched_tokens": 1024,
@@ -37,14 +38,14 @@ SMALL = {"max_model_len": 9000, "max_num_seqs": 6, "hf_overrides": {"num_hidden_
 
 
 def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) -> None:
-    """Of 64 ranks, with balanced routing and with 8 times the tokens on this one."""
+    """One of 64 ranks, with balanced routing and with 8 times as many tokens."""
     for skew in (1.0, 8.0):
         with FakeDevice(memory=MEMORY) as device:
             engine = fake_engine(device, "deepseek_v32", 64, {"skew": skew}, **SIZES, cudagraph_capture_sizes=[2])
             assert len(device.captures) == 4, "contexts from 4,096 to 32,768"
             assert {name for name, _ in device.connected} == {"all_gather", "all_to_all", "reduce_scatter"}
             connected, fixed = len(device.connected), device.live + device.outside
-            # Weights, caches, what lies outside of PyTorch, and steps: all that may be used, but for a page.
+            # Weights, caches, memory outside of PyTorch and steps together use all that may be used, up to a page.
             assert abs(fixed + engine.step_bytes - UTILIZATION * MEMORY) < 1 << 20
             assert device.reserved + device.outside < UTILIZATION * MEMORY
             params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, max_tokens=4)
@@ -53,7 +54,7 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
                 engine.step()
             engine.finish(request, "abort")
             for _ in range(128):
-                engine.add_filled(2000, params)
+                add_filled(engine, 2000, params)
             for _ in range(3):
                 engine.step()
             used = device.reserved + device.outside
@@ -64,8 +65,7 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
 
 
 def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[..., Any]) -> None:
-    """A row of the vocabulary for each of as many requests as there may be; counted by the device, and with the host's
-    help."""
+    """They have a row of the vocabulary for each of the maximum number of requests, in graphs and in eager steps."""
     sizes = SMALL | {"max_num_seqs": 8, "max_num_batched_tokens": 512, "workspace": "16MiB", "cache_memory": None}
     sizes |= {"speculative_config": {"num_speculative_tokens": 2}}
     penalised = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.1, max_tokens=8)
@@ -74,7 +74,7 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
         engine = fake_engine(device, "deepseek_v32", 1, **sizes, enforce_eager=True)
         before = device.live
         for params in (penalised, replace(penalised, logit_bias={7: 1.0}, logprobs=1)):
-            requests = [engine.add_filled(2000, params) for _ in range(8)]
+            requests = [add_filled(engine, 2000, params) for _ in range(8)]
             with device.watched():
                 engine.step()
                 engine.step()
@@ -91,7 +91,7 @@ def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> N
 
 
 def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
-    """One stream and one pool for all graphs of an engine, of its own; nothing that the other keeps is freed."""
+    """All graphs of an engine have one stream and one pool, no other engine's; the other engine's memory stays."""
     with FakeDevice() as device:
         seen = []
         for sizes in (None, [1, 3], []):
@@ -101,7 +101,7 @@ def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
             assert engine.step_bytes is None and not engine.scheduler.has_work
         # One request: up to 4,096, 8,192 and 9,024 tokens; up to 4,096: also 2, 4, 8. Then 1 and 4 requests each.
         assert [len(captures) for captures in seen] == [6, 6, 0]
-        engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
+        add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         assert len(device.captures) == 13, "when it first occurs"
         for captures in seen[:2]:
@@ -121,25 +121,25 @@ def test_capture_sizes_that_are_none(given: Any) -> None:
 
 
 def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any]) -> None:
-    """And the graphs are those that the first requests need."""
+    """The graphs are those that the first requests need."""
     with FakeDevice() as device:
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
         assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 9024), (1, 8192), (1, 4096)]
         greedy = {GraphKey(Bucket(1, 3, context), None, False, None) for context in (4096, 8192, 9024)}
         assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
-        engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
+        add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         assert len(device.captures) == 3
 
 
 def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engine: Callable[..., Any]) -> None:
-    """The largest has room for the drafts behind the last token that a request may have."""
+    """The largest has room for drafts after the last token that a request may have."""
     with FakeDevice() as device:
         sizes = SMALL | {"max_model_len": 8192, "speculative_config": {"num_speculative_tokens": 3}}
         engine = fake_engine(device, "deepseek_v32", 1, **sizes, cudagraph_capture_sizes=[1])
         assert likely_buckets(engine.mesh, engine.options, 8192, 3) == [(1, 8256), (1, 4096)]
-        request = engine.add_filled(8185, SamplingParams(temperature=0.0, max_tokens=7))
+        request = add_filled(engine, 8185, SamplingParams(temperature=0.0, max_tokens=7))
         contexts = set()
         engine.runner.observers.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))
         while request.finish_reason is None:

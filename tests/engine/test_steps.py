@@ -1,6 +1,6 @@
-"""Steps that are launched ahead: the order of things, what a step too many leaves, and that nothing else differs.
+"""Steps that are launched ahead: the order of launches and reads, a step too many, and equal results.
 
-On CUDA they are by default. On a CPU, where a launch computes at once, the same loop runs.
+On CUDA this is the default. On a CPU a launch computes at once, but the loop is the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shared(demo_cache: Path) -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """Launches ahead; nothing may stay behind."""
+    """An ``LLM`` that launches ahead; a test may leave no request and no page in use."""
     monkeypatch.setattr(shared.engine, "async_scheduling", True)
     yield shared
     shared.wait_idle()
@@ -48,7 +48,7 @@ def llm(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
 
 
 class Log:
-    """Launches and reads, in order; a launch is the number of its step, "prefill" or "decode", and its sequences."""
+    """Records launches and reads in order; a launch has its step's number, "prefill" or "decode", and sequences."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
         self.events: list[tuple[str, int]] = []
@@ -95,16 +95,16 @@ def test_what_is_under_way_is_read_before_a_prefill(llm: LLM, monkeypatch: pytes
     prefill = [kind for kind, _ in log.steps].index("prefill", 1)
     at = log.events.index(("launch", prefill))
     assert log.events[at - 1] == ("read", prefill - 1)
-    flying = most = 0
+    flying = maximum = 0
     for what, _ in log.events:
         flying += 1 if what == "launch" else -1
-        most = max(most, flying)
-    assert (flying, most) == (0, 2)
+        maximum = max(maximum, flying)
+    assert (flying, maximum) == (0, 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU is never waited for")
 def test_decode_never_waits_for_the_device(llm: LLM) -> None:
-    """But for the tokens that it reads, whatever the requests ask for."""
+    """It waits only for the tokens that it reads, with any parameters."""
     asks_for_all = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -136,7 +136,7 @@ def test_decode_never_waits_for_the_device(llm: LLM) -> None:
 
 
 def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends a request: its length, a stop token, an end of text, a stop string, an error, its own choice."""
+    """Requests end by length, a stop token, an end of text, a stop string or an error, or are closed."""
     greedy = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
     text = llm.tokenizer.decode(greedy[4:6])
     params = [
@@ -154,7 +154,7 @@ def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPat
     prompts = [PROMPTS[0]] * len(params)
 
     def run() -> list[RequestOutput]:
-        llm.engine.ids = itertools.count(1000)  # seeds that are not given follow from it
+        llm.engine.ids = itertools.count(1000)  # seeds of requests without one follow from it
         return llm.generate(prompts, params)
 
     ahead = run()
@@ -163,14 +163,14 @@ def test_the_same_as_one_after_the_other(llm: LLM, monkeypatch: pytest.MonkeyPat
         for name in ("token_ids", "text", "finish_reason", "error"):
             assert getattr(one, name) == getattr(other, name)
         assert [list(of) for of in one.logprobs or []] == [list(of) for of in other.logprobs or []]
-        # Another row in the batch rounds otherwise.
+        # Another row in the batch changes the rounding.
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
     assert [o.finish_reason for o in ahead[:3]] == ["length", "stop", "stop"] and ahead[6].finish_reason == "error"
     assert ahead[1].token_ids[-1] == greedy[7] and ahead[4].token_ids == greedy[:1]
 
 
 def test_a_step_too_many_is_dropped(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more step is under way when a stop token is read; it leaves no token, no page and no place in the batch."""
+    """One more step is in flight when a stop token is read; its token is dropped, and pages and batch are free."""
     greedy = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
     stop = next(i for i in range(3, 12) if greedy[i] not in greedy[:i])
     log = Log(llm, monkeypatch)
@@ -188,7 +188,7 @@ def test_closing_a_stream_while_a_step_is_under_way(llm: LLM) -> None:
         with closing(llm.stream(PROMPTS[1], GREEDY)) as stream:  # type: ignore[type-var]
             for _ in range(pieces):
                 next(stream)
-        # What is left under way concerns no request, though its pages are now another's.
+        # The step in flight concerns no request, though its pages are now another's.
         assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == [o.token_ids for o in wanted]
         assert torch.equal(llm.prompt_logits(PROMPTS[1]), logits)
         assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
@@ -197,7 +197,7 @@ def test_closing_a_stream_while_a_step_is_under_way(llm: LLM) -> None:
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", range(4))
 def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int) -> None:
-    """The requests of that step end with it, with the tokens from before; others, and the pages, are not concerned."""
+    """The requests of that step end with their earlier tokens; other requests and the pages are not affected."""
     wanted = [llm.generate(PROMPTS[i], GREEDY)[0].token_ids for i in (0, 2)]
     request = llm.engine.add(PROMPTS[0], GREEDY)
     read, reads = StepResult.read, iter(range(100))
@@ -220,8 +220,8 @@ def test_an_error_while_reading(llm: LLM, monkeypatch: pytest.MonkeyPatch, error
     assert later.output == wanted[1] and request.output == wanted[0][:at]
 
 
-def test_an_error_while_reading_behind_a_launch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the step that cannot be read the requests end; the step that was launched after it is read for the others."""
+def test_an_error_while_reading_after_a_launch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of the step that cannot be read end; the step launched after it is read for the others."""
     wanted = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
     first = llm.engine.add(PROMPTS[0], GREEDY)
     while len(first.output) < 3:
@@ -245,7 +245,7 @@ def test_an_error_while_reading_behind_a_launch(llm: LLM, monkeypatch: pytest.Mo
 
 
 def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> None:
-    """The next step has been scheduled with it, and goes on without it; with nobody left, another one is scheduled."""
+    """The next step has been scheduled with it and runs without it; if no request remains, another one is scheduled."""
     engine = llm.engine
     wanted = {i: llm.generate(PROMPTS[i], GREEDY)[0].token_ids for i in (0, 2)}
     for gone in ([1], [1, 2]):
@@ -264,7 +264,7 @@ def test_a_request_ends_between_what_is_read_and_what_is_launched(llm: LLM) -> N
 
 
 def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of one token looks like a decode step, and is launched ahead."""
+    """A chunk of one token looks like a decode step, and is launched ahead."""
     llm = LLM(
         "demo-random", device="cpu", max_model_len=64, cache_memory="8MiB", max_num_batched_tokens=1, progress=False
     )
@@ -283,7 +283,7 @@ def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monk
 
 @pytest.mark.parametrize("fill_cache", [False, True])
 def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
-    """One time for each token, though the first call of a step brings none."""
+    """Each token has one time, though the first call of a step returns none."""
     run = generate_batch(llm.engine, [[5] * 40] * 2, 6, fill_cache=fill_cache)
     assert run.decoded_tokens == len(run.itl) == 5 and min(run.itl) > 0
     assert run.first_token_steps == ([] if fill_cache else [0, 0])

@@ -1,4 +1,4 @@
-"""One ``LLM`` shared by threads: everybody gets the tokens he would have got alone, whatever the others do."""
+"""One ``LLM`` used by several threads: each gets the same tokens as alone, whatever the others do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_idle(llm: LLM) -> None:
     llm.wait_idle()
     scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
     assert not scheduler.has_work
-    assert scheduler.free_pages == [pages] and scheduler.own_free_pages == pages
+    assert scheduler.free_pages == [pages] and scheduler.ledger.own_free == pages
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
 
 @dataclass
 class Job:
-    """Something that a user does, and the tokens that it must bring."""
+    """A user's call, and its expected tokens."""
 
     kind: str
     prompts: list[list[int]]
@@ -67,7 +67,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 def random_job(llm: LLM, rng: random.Random) -> Job:
-    """With what it brings to somebody who is alone."""
+    """A random call, with the tokens that it gets alone."""
     kind = rng.choice(["generate", "stream", "chat", "leave", "too large", "bad token", "no token left"])
     prompts = [
         [rng.randrange(4, 320) for _ in range(rng.choice([1, 3, 8, 24, 30]))]
@@ -96,7 +96,7 @@ def random_jobs(shared: LLM) -> Callable[[int], list[Job]]:
 
 
 def do(llm: LLM, job: Job) -> None:
-    """Does it and checks what it brings."""
+    """Runs a call and checks its tokens."""
     prompt, params = job.prompts[0], job.params[0]
     outputs: list[RequestOutput] = []
     if job.kind == "generate":
@@ -129,7 +129,7 @@ def do(llm: LLM, job: Job) -> None:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """The loop takes messages between two steps: what they bring about is waited for."""
+    """Waits for a condition: the loop takes messages between two steps."""
     end = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < end
@@ -150,11 +150,11 @@ def run_threads(work: Callable[[int], object], threads: int = THREADS) -> None:
 
 
 def test_two_threads_do_not_share_tokens(llm: LLM) -> None:
-    """As it was found: two equal prompts at once, and each token came twice."""
+    """A bug of the past: with two equal prompts at once, each token came twice."""
     alone = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
-    found: list[list[int]] = []
-    run_threads(lambda _: found.append(llm.generate([[5, 6, 7]], GREEDY)[0].token_ids), 2)
-    assert found == [alone, alone]
+    results: list[list[int]] = []
+    run_threads(lambda _: results.append(llm.generate([[5, 6, 7]], GREEDY)[0].token_ids), 2)
+    assert results == [alone, alone]
 
 
 @pytest.mark.parametrize("requests", [120, pytest.param(2000, marks=pytest.mark.slow)])
@@ -162,27 +162,27 @@ def test_two_threads_do_not_share_tokens(llm: LLM) -> None:
 def test_stress(
     llm: LLM, random_jobs: Callable[[int], list[Job]], monkeypatch: pytest.MonkeyPatch, requests: int, ahead: bool
 ) -> None:
-    """Eight threads do everything at once; each token is that of somebody who is alone."""
+    """Eight threads make all kinds of calls at once; each gets the same tokens as alone."""
     jobs = random_jobs(requests)
     monkeypatch.setattr(llm.engine, "async_scheduling", ahead)
     before = llm.engine.scheduler.preemptions
-    most = [0]
+    maximum = [0]
     step = llm.engine.step
 
     def counted() -> Any:
-        most[0] = max(most[0], len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting))
+        maximum[0] = max(maximum[0], len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting))
         return step()
 
     monkeypatch.setattr(llm.engine, "step", counted)
     run_threads(lambda number: [do(llm, job) for job in jobs[number::THREADS]])
     kinds = Counter(job.kind for job in jobs)
-    print(kinds, f"{llm.engine.scheduler.preemptions - before} preemptions, {most[0]} calls at once")
+    print(kinds, f"{llm.engine.scheduler.preemptions - before} preemptions, {maximum[0]} calls at once")
     assert len(kinds) == 7 and sum(len(job.prompts) for job in jobs) > requests
-    assert most[0] >= THREADS - 2, "their requests run together"
+    assert maximum[0] >= THREADS - 2, "their requests run together"
 
 
 def test_requests_of_all_threads_share_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuous batching over callers: a step computes the requests of several."""
+    """Continuous batching over callers: a step computes the requests of several threads."""
     sizes: list[int] = []
     plan = llm.engine.runner.plan
 
@@ -207,7 +207,7 @@ def test_a_step_that_fails_ends_those_who_were_part_of_it(llm: LLM, monkeypatch:
         return launch(plan, *rest)
 
     monkeypatch.setattr(llm.engine.runner, "launch", failing)
-    monkeypatch.setattr(llm.engine.scheduler, "_max_num_seqs", 1)  # each is prefilled alone
+    monkeypatch.setattr(llm.engine.scheduler, "_max_num_seqs", 1)  # each request is prefilled alone
     ended: dict[int, Any] = {}
 
     def work(number: int) -> None:
@@ -234,7 +234,7 @@ def test_an_interrupt_of_the_main_thread_leaves_the_others_alone(
         if one.exc_type is not KeyboardInterrupt:
             failures.append(one.exc_value)
 
-    # Within a destructor Python drops it; pytest would call that a failure.
+    # Python drops it within a destructor; pytest would report that as a failure.
     monkeypatch.setattr(sys, "unraisablehook", drop_interrupts)
 
     def work(number: int) -> None:
@@ -275,11 +275,11 @@ def test_an_interrupt_of_the_main_thread_leaves_the_others_alone(
         thread.join()
     print(f"{interrupted} calls were interrupted, {finished} were not")
     assert not failures and interrupted > 10
-    llm.generate([[5]], GREEDY)  # what an interrupt has left is freed
+    llm.generate([[5]], GREEDY)  # frees what interrupted calls refer to
 
 
 def test_what_needs_the_engine_alone_waits_for_it(llm: LLM) -> None:
-    """``prompt_logits`` of four threads beside streams of four: whoever runs is brought to the end, who comes waits."""
+    """``prompt_logits`` in four threads beside four streams: running requests are finished first, later ones wait."""
     ids = list(range(4, 60))
     logits, wanted = llm.prompt_logits(ids), llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
 
@@ -294,20 +294,20 @@ def test_what_needs_the_engine_alone_waits_for_it(llm: LLM) -> None:
     run_threads(work)
     stream = llm.stream([5, 6, 7], GREEDY)
     next(stream)
-    run_threads(lambda _: llm.prompt_logits(ids), 1)  # nobody advances the stream meanwhile: it is brought to its end
+    run_threads(lambda _: llm.prompt_logits(ids), 1)  # the stream runs to its end though no caller advances it
     assert len([t for piece in stream for t in piece.token_ids]) == 11
 
 
-def test_a_stream_that_nobody_closes(llm: LLM) -> None:
-    """Its requests are freed when it is, in whatever thread that happens to be."""
+def test_a_stream_that_is_never_closed(llm: LLM) -> None:
+    """Its request ends when the garbage collector frees it, in any thread."""
     streams = [llm.stream([5 + n], SamplingParams(max_tokens=100, ignore_eos=True)) for n in range(3)]
     for stream in streams:
         next(stream)
-    kept = streams.pop()
+    last = streams.pop()
     del streams, stream
     gc.collect()
     wait_until(lambda: len(llm.engine.scheduler.running) == 1)
-    run_threads(lambda _: kept.close(), 1)  # type: ignore[attr-defined]
+    run_threads(lambda _: last.close(), 1)  # type: ignore[attr-defined]
 
 
 def test_a_call_from_within_a_call_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

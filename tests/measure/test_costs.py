@@ -12,19 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import released_config
 from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, total
-from dsa_engine.kernels.launch import references
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans, prefill_plans_of
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Served, Shape
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.overlap_model import watched
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.stage_timer import current_stage
 from dsa_engine.measure.weight_memory import rank_model, rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_format
 
 PICKS = ("aten::index", "aten::index_select", "aten::embedding")
@@ -90,7 +91,7 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
     """Above and below the 256 selected tokens; the references read whole pages."""
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    running = [llm.engine.add_filled(context, params) for _ in range(requests)]
+    running = [add_filled(llm.engine, context, params) for _ in range(requests)]
     llm.engine.step()  # everything that is created once
     with references(), watched(llm.engine), Touched(llm) as touched:  # PyTorch sees the operations of references
         llm.engine.step()
@@ -114,7 +115,7 @@ def test_a_prefill(demo_cache: Path) -> None:
     with references(), watched(llm.engine), Touched(llm) as touched:  # PyTorch sees the operations of references
         llm.engine.prefill(prompt)
     costs = ModelCosts.of(llm.engine)
-    plans = llm.engine.prefill_plans(len(prompt))
+    plans = prefill_plans_of(llm.engine, len(prompt))
     again = prefill_plans(costs.config, len(prompt), 1, 300)
     assert [Shape.of(p.ranks[0]) for p in plans] == [Shape.of(p.ranks[0]) for p in again]
     stages = costs.prefill(plans, 0)
@@ -182,7 +183,7 @@ def test_shares_of_the_ceilings(demo_cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e10))
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
     fractions = PeakFractions(llm.engine)
-    flops = sum(work.flops for work in ModelCosts.of(llm.engine).prefill(llm.engine.prefill_plans(700), 0).values())
+    flops = sum(work.flops for work in ModelCosts.of(llm.engine).prefill(prefill_plans_of(llm.engine, 700), 0).values())
     work = fractions.prefill(700, seconds=0.5, batch_size=2)["prefill_work"]
     assert work["flops"] == 2 * flops and work["share_of_matmul"] == pytest.approx(2 * flops / 0.5 / 1e12)
     two = LLM("demo-random", parallel=EmulatedConfig(emulate_world=2, cp_size=1), device="cpu", progress=False)

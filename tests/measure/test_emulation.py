@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import released_config
 from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
+from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.links import Links
@@ -90,7 +90,7 @@ def test_torchrun_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_groups_have_their_size_and_rank() -> None:
     mesh = EmulatedConfig(emulate_world=64, emulate_rank=21, cp_size=16, tp_size=8).create_mesh("cpu")
     assert isinstance(mesh, EmulatedMesh)
-    assert (mesh.rank, mesh.world_size, mesh.reports) == (21, 64, True)
+    assert (mesh.rank, mesh.world_size, mesh.is_leader) == (21, 64, True)
     assert mesh.world.ranks == tuple(range(64)) and mesh.world.index == 21
     assert mesh.machines == tuple(rank // 8 for rank in range(64))
     assert mesh.ep.ranks == tuple(range(64)) and mesh.ep.index == 21

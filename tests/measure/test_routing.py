@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -20,9 +21,8 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.routing import balanced_choices, check_loads, weighted_choices
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_padding_of_a_step_has_no_experts() -> None:
     group = EmulatedGroup((0, 1, 2), 1, None)
     parallel = EmulatedExpertParallel(group, step.placement, one)
     wrong = torch.zeros(8, 2, dtype=torch.int32)
-    here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8).arrive(0)
+    here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8).receive(0)
     assert int((here.experts >= 0).sum()) == sum(counts(step.physical, 9)[3:6])
 
 
@@ -159,7 +159,7 @@ def test_rows_between_which_there_is_padding() -> None:
             own = mesh.assigned[0].own(count, 2, CPU)
             assert (own >= 0).all(dim=1).nonzero()[:, 0].tolist() == wanted[rank]
             dispatch = parallel.dispatch(torch.randn(count, 5), given, torch.rand(count, 2), "all_gather", count)
-            here = dispatch.arrive(0)
+            here = dispatch.receive(0)
             served = (here.experts >= 0).any(dim=1).nonzero()[:, 0].tolist()
             assert set(served) <= {first * count + row for first, of in enumerate(wanted) for row in of}
             mine = mesh.assigned[0].choices(count, 2, CPU).placement.local(own, rank)
@@ -212,17 +212,17 @@ def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, expe
         for method in methods:
             group = EmulatedGroup((0, 1, 2, 3), rank, None)
             parallel = EmulatedExpertParallel(group, step.placement, assigned(4, rank, experts, tokens, loads))
-            for most_pairs in (sys.maxsize, 5):
-                dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), most_pairs)
+            for max_pairs in (sys.maxsize, 5):
+                dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), max_pairs)
                 arrived = 0
                 chosen = []
                 for number in range(dispatch.rounds):
-                    here = dispatch.arrive(number)
+                    here = dispatch.receive(number)
                     arrived += len(here.tokens)
                     assert len(here.tokens) == len(here.experts) == len(here.weights)
                     chosen += here.experts[here.experts >= 0].tolist()
                     assert math.isfinite(float(here.weights.sum()))
-                    dispatch.give_back(number, torch.randn(len(here.tokens), 6))
+                    dispatch.send_back(number, torch.randn(len(here.tokens), 6))
                 assert dispatch.combine().shape == (count, 6)
                 if method == "all_gather":
                     assert arrived == 4 * max(tokens)

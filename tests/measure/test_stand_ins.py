@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup.start import start
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.emulation.stand_ins import StandIns, stand_in
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
@@ -65,7 +66,8 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
     captured: list[set[Any]] = []
     capture = StandIns._captured
     monkeypatch.setattr(StandIns, "_captured", lambda self, on: captured.append(self._collectives) or capture(self, on))
-    monkeypatch.setattr(EmulatedMesh, "exchange", lambda mesh, value: [value] * mesh.world_size)  # no values there
+    # The fake device computes no values.
+    monkeypatch.setattr(EmulatedMesh, "all_gather_int", lambda mesh, value: [value] * mesh.world_size)
     layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     with FakeDevice() as device:
         parallel = EmulatedConfig(emulate_world=64)
@@ -84,7 +86,7 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
         assert isinstance(engine.mesh, EmulatedMesh)
         follow_steps(engine)
         for _ in range(64):
-            engine.add_filled(4000, SamplingParams(temperature=0.0, max_tokens=8))
+            add_filled(engine, 4000, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         with device.watched():
             engine.step()

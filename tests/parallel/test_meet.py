@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import Counter
@@ -27,8 +28,12 @@ class Rank(Mesh):
 
 
 @pytest.fixture
-def meshes(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
-    store = dist.HashStore()
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def meshes(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> list[Rank]:
     own = threading.local()  # each process counts its own meetings
     monkeypatch.setattr(agreement, "run_store", lambda: store)
 
@@ -42,8 +47,8 @@ def meshes(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
         def __setitem__(self, who: str, count: int) -> None:
             self._mine()[who] = count
 
-    monkeypatch.setattr(agreement, "_times", Times())
-    config = ParallelConfig(timeout=0.05)  # of collectives; nothing here is one
+    monkeypatch.setattr(agreement, "_meetings_held", Times())
+    config = ParallelConfig(timeout=0.05)  # for collectives; there are none here
     return [Rank(config, rank, 3, torch.device("cpu")) for rank in range(3)]
 
 
@@ -53,7 +58,7 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
     def run(mesh: Rank) -> None:
         time.sleep(0.3 * mesh.rank)
         came.append(mesh.rank)
-        mesh.meet(30.0)
+        mesh.barrier(30.0)
         assert len(came) == 3
 
     with ThreadPoolExecutor(3) as pool:
@@ -62,8 +67,36 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
 
 def test_who_does_not_come_is_named(meshes: list[Rank]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(mesh.meet, wait) for mesh, wait in zip(meshes[:2], (0.2, 1.0), strict=True))
+        first, second = (pool.submit(mesh.barrier, wait) for mesh, wait in zip(meshes[:2], (0.2, 1.0), strict=True))
         with pytest.raises(TimeoutError, match="rank 2 has not come to the start of the run for 0.2 seconds"):
             first.result()
         with pytest.raises(TimeoutError, match="rank 0 has not come"):
             second.result()
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_the_store_keeps_the_keys_of_the_last_meeting_only(
+    monkeypatch: pytest.MonkeyPatch, meshes: list[Rank], store: dist.Store, kind: str
+) -> None:
+    connection = threading.local()
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setattr(agreement, "run_store", lambda: connection.store)
+    before = store.num_keys()
+
+    def run(mesh: Rank) -> list[str]:
+        if kind == "tcp":
+            client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+            connection.store = dist.PrefixStore("run", client)
+        rng = random.Random(mesh.rank)
+        verdicts = []
+        for number in range(20):
+            time.sleep(rng.random() * 0.01)
+            meeting = agreement.Meeting(range(3), mesh.rank)
+            verdicts.append(meeting.hold(f"{number} {mesh.rank}", lambda texts: repr(sorted(texts.items())), 30.0))
+        return verdicts
+
+    with ThreadPoolExecutor(3) as pool:
+        verdicts = list(pool.map(run, meshes))
+    assert verdicts == [[repr([(r, f"{n} {r}") for r in range(3)]) for n in range(20)]] * 3
+    assert store.num_keys() - before == 4, "three texts and a verdict"

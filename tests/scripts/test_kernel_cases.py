@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from dsa_engine.commands.doctor import lost_device
-from dsa_engine.kernels.block_scaled_matmul import block_scaled_matmul_reference
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.ceilings import Ceilings
 from kernel_cases import bench, cases_fp8_products, cases_int
 from kernel_cases.bench import KernelCase, measure, rows
@@ -40,7 +40,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 def test_every_kernel_has_a_case() -> None:
     """A kernel that no case launches would be neither inspected nor measured."""
-    sources = (path.read_text(encoding="utf-8") for path in (SCRIPTS.parent / "kernels").glob("*.py"))
+    sources = (path.read_text(encoding="utf-8") for path in (SCRIPTS.parent / "kernels").rglob("*.py"))
     written = {name for text in sources for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.M)}
     compiled = json.loads((SCRIPTS.parent / "benchmarks" / "results" / "kernels_compiled.json").read_text())
     assert len(written) > 20
@@ -156,7 +156,7 @@ def test_a_measurement() -> None:
 
 def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The baselines of our FP8 and INT8 products compute the same. FP8's is PyTorch's call with its arguments
-    checked elsewhere (``kernels/test_block_scaled_libraries.py``), as no CPU has it."""
+    checked elsewhere (``kernels/linear/test_block_scaled_libraries.py``), as no CPU has it."""
 
     def scaled_mm(
         x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, kind: Any, weight_scale: torch.Tensor,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.llm import LLM
 from dsa_engine.measure.reported_latency import Latency
-from dsa_engine.model.config import ModelConfig
 
 # The stages of a decoder layer of each kind; all others are outside the layers.
 _EVERY_LAYER = ("MLA prolog", "sparse flash attention", "MLA epilog", "communication")

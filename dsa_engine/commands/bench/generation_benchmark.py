@@ -10,8 +10,9 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
+from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication
+from dsa_engine.measure.filled_requests import check_batch
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.reported_latency import Latency
@@ -85,7 +86,7 @@ def check_latency(engine: Engine, input_len: int, output_len: int, batch_size: i
             f"{input_len} tokens and up to {max_tokens} new ones exceed max_model_len {engine.max_model_len}; measure "
             "shorter inputs or outputs, or raise max_model_len"
         )
-    engine.scheduler.check_batch(batch_size, input_len, max_tokens, fill_cache)
+    check_batch(engine.scheduler.capacity, batch_size, input_len, max_tokens, fill_cache)
     if batch_size > engine.options.max_num_seqs:
         raise ValueError(
             f"the batch size {batch_size} exceeds max_num_seqs {engine.options.max_num_seqs}; raise max_num_seqs"
@@ -165,10 +166,11 @@ class _WatchedGeneration:
         self.first_token_steps = generation.first_token_steps
         self.decode_steps = generation.decode_steps
         self.decoded_tokens = generation.decoded_tokens
-        emulated, passes = isinstance(engine.mesh, EmulatedMesh), generation.passes
+        passes = generation.passes
         self._stages = [one.stage_seconds() for one in passes]
         self._stand_ins = [one.stand_ins for one in passes]
-        self._communication = [one.communication(links) for one in passes] if emulated else None
+        modelled = (one.communication(links) for one in passes)
+        self._communication = [one for one in modelled if one is not None] or None
 
     def stages(self, steps: slice, per: float = 1.0) -> list[dict[str, float]]:
         """Seconds in each stage for ``per`` tokens, a dictionary per rank."""

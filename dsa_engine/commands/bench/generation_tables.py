@@ -7,7 +7,7 @@ from typing import Any
 from dsa_engine.commands.bench.generation_benchmark import LatencyResult
 from dsa_engine.measure.report import format_percentages, format_table
 from dsa_engine.measure.stage_timer import mean_stages
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 
 def size_of(result: LatencyResult) -> str:

@@ -14,6 +14,7 @@ from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_latency
+from dsa_engine.config.speculative import MAX_DRAFTS
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
@@ -25,8 +26,7 @@ from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
-from dsa_engine.output_files import check_outputs
-from dsa_engine.speculative_config import MOST_DRAFTS
+from dsa_engine.system.output_files import check_outputs
 
 OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
 
@@ -121,18 +121,18 @@ class _Report:
 
     def write(self, complete: bool) -> None:
         engine = self._engine
-        if engine.mesh.reports and self._args.json:
+        if engine.mesh.is_leader and self._args.json:
             graphs = {"cuda_graph_memory_bytes": engine.graphs.memory_bytes if engine.graphs else 0}
             facts = {**self._about, **graphs, **self._fractions.to_json(), **to_json(engine, self._links)}
             write_so_far(self._args.json, facts, self._listed, complete=complete)
 
     def plot(self) -> None:
-        if self._engine.mesh.reports and self._args.plot:
+        if self._engine.mesh.is_leader and self._args.plot:
             plot_latency(self._listed, self._metric, self._args.plot, caption(self._about, title(self._engine)))
 
     def show(self) -> None:
         """Prints the tables; nothing without a result."""
-        if not self._engine.mesh.reports or not self._results:
+        if not self._engine.mesh.is_leader or not self._results:
             return
         sizes = [size_of(result) for result in self._results]
         print_latencies(self._metric, self._results, heading(self._engine, self._links))
@@ -190,9 +190,9 @@ def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance 
 def draft_counts(text: str) -> list[int]:
     """ "0,1,2,3" as numbers of drafts."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) <= MOST_DRAFTS for part in parts):
+    if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
         raise argparse.ArgumentTypeError(
-            f"give numbers from 0 to {MOST_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
+            f"give numbers from 0 to {MAX_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
         )
     return [int(part) for part in parts]
 
@@ -201,7 +201,7 @@ def _profile(engine: Engine, args: argparse.Namespace) -> None:
     """Traces one more run of the last length and batch size; the other ranks run it too."""
     input_len, batch_size = args.input_len[-1], args.batch_size[-1]
     prompts = [random_prompt(engine, input_len, args.seed + i) for i in range(batch_size)]
-    with chrome_trace(args.profile if engine.mesh.reports else None):
+    with chrome_trace(args.profile if engine.mesh.is_leader else None):
         generate_batch(engine, prompts, args.output_len, fill_cache=_fills_cache(args))
 
 

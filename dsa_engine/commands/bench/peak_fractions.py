@@ -8,12 +8,12 @@ from typing import Any
 
 from dsa_engine.commands.bench.generation_benchmark import LatencyResult
 from dsa_engine.engine.engine import Engine
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
 from dsa_engine.measure.costs.work import Stages, Work, times
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.report import format_table
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 
 class PeakFractions:
@@ -36,7 +36,7 @@ class PeakFractions:
             return {}
         drafts, ranks = result.num_speculative_tokens, self._engine.mesh.world_size
         context = result.input_len + max(1, result.output_len // 2) + drafts
-        step = Decode(-(-result.batch_size // ranks), result.batch_size, context, drafts)
+        step = Decode(cdiv(result.batch_size, ranks), result.batch_size, context, drafts)
         stages, seconds = self._costs.decode(step), result.itl.median
         work = total(stages)
         read = {"weights": work.weights, "index_keys": work.index_keys, "latent_rows": work.latent_rows}
@@ -53,9 +53,9 @@ class PeakFractions:
 
     def prefill(self, input_len: int, seconds: float, batch_size: int = 1, drafts: int = 0) -> dict[str, Any]:
         """Work of the prefills of ``batch_size`` prompts, which take ``seconds`` together."""
-        mesh, plans = self._engine.mesh, self._engine.prefill_plans(input_len)
-        ranks = [mesh.rank] if isinstance(mesh, EmulatedMesh) else mesh.cp_ranks(0)
-        prompts = -(-batch_size // (mesh.world_size // mesh.cp_size))
+        mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
+        ranks = mesh.cp_ranks(0) if mesh.communicates else mesh.processes.ranks
+        prompts = cdiv(batch_size, mesh.world_size // mesh.cp_size)
         # A rank's experts serve the prompts of all groups.
         each = [self._costs.prefill(plans, rank, drafts, batch_size / prompts) for rank in ranks]
         busiest = times(max(each, key=lambda stages: total(stages).flops), prompts)

@@ -10,8 +10,9 @@ import torch
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
+from dsa_engine.measure.costs.model_costs import prefill_plans_of
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
+from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, watched
 from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
 from dsa_engine.measure.reported_latency import Latency
@@ -85,7 +86,8 @@ def measure_prefill(
     sent += sum(group.bytes_sent for group in mesh.groups)
     seconds = [s - watch.stand_ins for s in seconds]
     stages = watch.stage_seconds()
-    pairs = [sum(step) for step in zip(*(p.attention_pairs() for p in engine.prefill_plans(len(prompt))), strict=True)]
+    plans = prefill_plans_of(engine, len(prompt))
+    pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
     ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
     first = 3 + len(stages)
     return PrefillResult(
@@ -93,13 +95,13 @@ def measure_prefill(
         world_size=mesh.world_size,
         seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # of the slowest rank
         peak_memory_bytes=[int(row[0]) for row in ranks],
-        attention_pairs=[pairs[mesh.rank]] if isinstance(mesh, EmulatedMesh) else pairs,
+        attention_pairs=[pairs[rank] for rank in mesh.processes.ranks],
         imbalance=max(pairs) * len(pairs) / sum(pairs),
         bytes_sent=[int(row[1]) for row in ranks],
         stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in ranks],
         watched_seconds=max(row[2] for row in ranks),
         logits=logits,
-        communication=watch.communication(links or Links()) if isinstance(mesh, EmulatedMesh) else None,
+        communication=watch.communication(links or Links()),
         stand_ins=watch.stand_ins,
     )
 

@@ -18,12 +18,11 @@ from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
-from dsa_engine.output_files import check_outputs, whole_file
+from dsa_engine.system.output_files import check_outputs, whole_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +53,7 @@ def run_prefill(args: argparse.Namespace) -> None:
     text = read_text(args.prompt_file) if args.prompt_file else None
     llm, links = measured_llm(args)
     engine = llm.engine
-    if isinstance(engine.mesh, EmulatedMesh) and args.dump_logits:
+    if not engine.mesh.communicates and args.dump_logits:
         raise ValueError(
             "--dump-logits with --emulate-world: the logits of an emulated rank mean nothing; leave it out"
         )
@@ -68,11 +67,11 @@ def run_prefill(args: argparse.Namespace) -> None:
     report = _Report(llm, links, args)
     for i, prompt in enumerate(prompts, 1):
         report.add(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat, links=links))
-        if engine.mesh.reports:
+        if engine.mesh.is_leader:
             report.write(last=i == len(prompts))
             report.show()
     if args.profile:
-        with chrome_trace(args.profile if engine.mesh.reports else None):  # the other ranks run too
+        with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run too
             engine.prefill(prompts[-1])
 
 
@@ -115,7 +114,7 @@ class _Report:
     def show(self) -> None:
         """Prints the tables of the last length."""
         result, engine = self._results[-1], self._engine
-        if len(self._results) == 1 and isinstance(engine.mesh, EmulatedMesh):
+        if len(self._results) == 1 and not engine.mesh.communicates:
             print(heading(engine, self._links))
         print_prefill(result, engine.mesh.rank)
         print_peak_fractions([f"{result.input_len:,} tokens"], self._listed[-1:], self._fractions.ceilings)

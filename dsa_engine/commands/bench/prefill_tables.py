@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsa_engine.commands.bench.prefill_benchmark import PrefillResult
 from dsa_engine.measure.report import format_table
 from dsa_engine.measure.stage_timer import mean_stages
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 
 def print_prefill(result: PrefillResult, this_rank: int) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsa_engine.config.checks import is_number
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks
 from dsa_engine.measure.percentiles import percentiles
-from dsa_engine.parallel.value_checks import is_number
 from dsa_engine.sampling_params import SamplingParams
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -163,7 +163,7 @@ def check_serving(engine: Engine, load: ServingLoad) -> None:
             f"{longest_in} tokens and {longest_out} new ones exceed max_model_len {engine.max_model_len}; send shorter "
             "requests, or raise max_model_len"
         )
-    engine.scheduler.check(longest_in, longest_out)
+    engine.scheduler.capacity.check(longest_in, longest_out)
 
 
 def measure_serving(

@@ -9,7 +9,7 @@ from dsa_engine.arguments import add_engine_arguments, llm_from, reported
 from dsa_engine.commands.bench.serving_benchmark import ServingLoad, check_serving, measure_serving
 from dsa_engine.commands.bench.serving_tables import print_serving, read_goals
 from dsa_engine.measure.report import run_report, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run_serving(args: argparse.Namespace) -> None:
     llm = llm_from(args)
     check_serving(llm.engine, load)
     result = measure_serving(llm.engine, load, goals, args.num_warmups)
-    if not llm.engine.mesh.reports:
+    if not llm.engine.mesh.is_leader:
         return
     if args.json:
         given = reported(args) | ({"request_rate": "inf"} if math.isinf(args.request_rate) else {})

@@ -19,24 +19,23 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dsa_engine.checkpoint import released_config
 from dsa_engine.commands.doctor.lost_device import is_lost
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.startup.dummy_steps import try_steps
-from dsa_engine.engine.startup.kernel_check import trial_tokens
+from dsa_engine.engine.startup.kernel_check import trial_tokens, try_steps
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.engine.startup.start import start
-from dsa_engine.kernels import cpu, operation
-from dsa_engine.kernels.block_scaled_matmul import multiplies_fp8
-from dsa_engine.kernels.error_line import error_line
+from dsa_engine.kernels.linear.block_scaled_matmul import multiplies_fp8
+from dsa_engine.kernels.runtime import cpu, operation
+from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.llm import LLM
 from dsa_engine.measure.weight_memory import rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 PROMPT = "def main():\n    key 4821 is 97\n"
 _OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -159,14 +158,14 @@ def check_links(mesh: Mesh) -> str:
 def check_kernels(mesh: Mesh) -> str:
     """Compares all kernels of DeepSeek-V3.2 with their references, at its sizes, for few rows and for a full step. On a
     CPU: the native kernels, or Triton's in the interpreter, at the demo model's sizes."""
-    if not max(mesh.exchange(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
+    if not max(mesh.all_gather_int(int(cpu.runs_kernel(torch.empty(0, device=mesh.device))))):
         raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
     before, running = operation.replaced(), [""]
     operation.replace({})
     try:
         with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as comparison:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
-                for _ in try_steps(engine.model, engine.config, mesh, engine.cache.format, rows * mesh.cp_size):
+                for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
     except RuntimeError as error:
         if not is_lost(mesh.device):
@@ -207,10 +206,11 @@ def check_tokens(mesh: Mesh) -> str:
         ways |= {"CUDA graphs": {}, "references": {"kernels": "reference"}}
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     tokens: dict[str, list[list[int]]] = {}
+    common: dict[str, Any] = {"parallel": mesh.config}
     for name, options in ways.items():
         llm = LLM(
             "demo", device=mesh.device.type, dtype="float32", max_model_len=2048, cache_memory="256MiB", progress=False,
-            parallel=mesh.config, **options,
+            **options, **common,
         )  # fmt: skip
         text = PROMPT * 40 + "key 4821 is"
         together = [out.token_ids for out in llm.generate([text, PROMPT], params)]
@@ -245,7 +245,7 @@ def check_room(mesh: Mesh) -> str:
 def _wait(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
-    mesh.exchange(0)
+    mesh.all_gather_int(0)
 
 
 CHECKS: dict[str, Callable[[Mesh], str]] = {

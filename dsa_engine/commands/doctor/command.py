@@ -15,7 +15,7 @@ import torch
 
 from dsa_engine.commands.doctor.checks import Finding, doctor_mesh, findings
 from dsa_engine.measure.report import environment, write_json
-from dsa_engine.output_files import check_outputs
+from dsa_engine.system.output_files import check_outputs
 
 _MARKS = {True: "✓", False: "✗", None: "–"}
 
@@ -34,13 +34,13 @@ def run_doctor(args: argparse.Namespace) -> None:
     with _warnings_only():
         for finding in findings(mesh):
             results.append(finding)
-            if mesh.reports:
+            if mesh.is_leader:
                 print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)
                 if finding.advice:
                     print(f"  {'':<9} what to do: {finding.advice}", flush=True)
                 if args.json and args.json != "-":  # the results so far, in case a check never ends
                     _write(args.json, about, results, complete=False)
-    if args.json and mesh.reports:
+    if args.json and mesh.is_leader:
         _write(args.json, about, results, complete=True)
     if any(finding.ok is False for finding in results):
         sys.exit(1)

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.commands.planner.devices import DEVICES
 from dsa_engine.commands.planner.efficiency import Efficiencies, Entry, stage_seconds
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
 from dsa_engine.measure.costs.work import Stages, Work
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
+from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import environment, format_table
 from dsa_engine.measure.stage_timer import mean_stages
@@ -142,8 +143,8 @@ class Check:
             self._large = LLM(model, parallel=of_several, **common)
 
     @property
-    def reports(self) -> bool:
-        return self._mesh.reports
+    def is_leader(self) -> bool:
+        return self._mesh.is_leader
 
     def environment(self) -> dict[str, Any]:
         """Circumstances of the measurement."""
@@ -228,17 +229,17 @@ def _work(llm: LLM, case: CheckCase) -> Stages:
     engine = llm.engine
     costs, mesh, rows = ModelCosts.of(engine), engine.mesh, case.tokens
     if case.phase == "prefill":
-        plans = engine.prefill_plans(case.tokens)
+        plans = prefill_plans_of(engine, case.tokens)
         stages, steps = costs.prefill(plans, mesh.rank), len(plans)
     else:
-        own, context = -(-case.requests // mesh.world_size), case.tokens + OUTPUT // 2
+        own, context = cdiv(case.requests, mesh.world_size), case.tokens + OUTPUT // 2
         stages, steps, rows = costs.decode(Decode(own, case.requests, context)), 1, case.requests
     if mesh.world_size == 1:
         return stages
     passes, row = steps * costs.config.mlp_layer_types.count("sparse"), costs.config.hidden_size * engine.dtype.itemsize
     tokens = Work(activations=passes / steps * rows * row, passes=passes)
     stages["MoE dispatch"], stages["MoE combine"] = tokens, tokens
-    if case.phase == "prefill" and not isinstance(mesh, EmulatedMesh):
+    if case.phase == "prefill" and mesh.communicates:
         stored = engine.cache.format
         layers = costs.config.num_hidden_layers
         gathered = rows * stored.packed_width() * stored.latent.pool_dtype.itemsize

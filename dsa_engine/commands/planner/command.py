@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any
 
 from dsa_engine.arguments import json_object
-from dsa_engine.checkpoint import released_config
-from dsa_engine.checkpoint.released import RELEASED_CONFIGS
 from dsa_engine.commands.planner.check import Check
 from dsa_engine.commands.planner.deployment import CACHES, DISPATCHES, WEIGHTS
 from dsa_engine.commands.planner.devices import DEVICES, Device, device_named
@@ -19,12 +17,13 @@ from dsa_engine.commands.planner.published import POINTS, published_table
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.commands.planner.sweep import AXES, plot_sweep, sweep, sweep_json, sweep_table
 from dsa_engine.commands.planner.tables import print_not_fitting, print_plan, print_what_is_not_known
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import write_json
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.output_files import check_outputs
-from dsa_engine.progress import progress_bar
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
 
 TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
 SPLIT = "Split: prefill and decode on separate devices (the engine does not do this yet)"
@@ -139,7 +138,7 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
 def _check(args: argparse.Namespace) -> None:
     check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
     runs = check.run()
-    if not check.reports:
+    if not check.is_leader:
         return
     if args.json:
         write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in runs]})

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
-from dsa_engine.checkpoint.schemes import stored_as
 from dsa_engine.commands.planner.devices import Device
-from dsa_engine.engine.startup.dummy_steps import layers_of_each_kind
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.quantization import QuantizationConfig
+from dsa_engine.config.released import released_fp8
+from dsa_engine.convert.schemes import stored_as
+from dsa_engine.engine.startup.kernel_check import layers_of_each_kind
 from dsa_engine.engine.startup.memory import activation_bytes
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Stages, Work
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.weight_memory import RELEASED_FP8, rank_model
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.measure.weight_memory import rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-from dsa_engine.model.quantization_config import QuantizationConfig
 from dsa_engine.parallel.collective_log import Collective, Kind
 
 WEIGHTS = ("bfloat16", "fp8", "int8", "int4-experts")
@@ -171,7 +173,7 @@ def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
     if weights == "bfloat16":
         return None
     if weights == "fp8":
-        return config.quantization if config.weight_block_size else RELEASED_FP8
+        return config.quantization if config.weight_block_size else released_fp8()
     return stored_as(weights, config)
 
 
@@ -185,7 +187,7 @@ def links_of(device: Device) -> Links:
 
 def rank_weights(config: ModelConfig, weights: str, ranks: int, tp_size: int, module: bool) -> WeightBytes:
     """Bytes of the weights of the rank with the most experts, by kind of layer and stage."""
-    return replace(_weights_of_one(config, weights, tp_size, module), held=-(-config.n_routed_experts // ranks))
+    return replace(_weights_of_one(config, weights, tp_size, module), held=cdiv(config.n_routed_experts, ranks))
 
 
 @lru_cache(maxsize=64)

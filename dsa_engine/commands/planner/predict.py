@@ -9,10 +9,11 @@ from typing import Any
 
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.commands.planner.efficiency import Efficiencies, stage_seconds
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import Decode, prefill_plans
 from dsa_engine.measure.costs.work import Stages
-from dsa_engine.model.config import ModelConfig
 
 LINKS = "links"
 
@@ -111,7 +112,7 @@ def predict_prefill(placed: Placed, reached: Efficiencies, tokens: int, prompts:
     for (rows, gathered, last), count in sizes.items():
         _communicate(stages, placed, rows, gathered, int(last), len(steps), count)
     ttft = sum(stage.seconds for stage in stages.values()) * prompts
-    room = placed.cache_room(min(how.chunk, -(-tokens // how.cp_size))) - tokens * placed.token_bytes
+    room = placed.cache_room(min(how.chunk, cdiv(tokens, how.cp_size))) - tokens * placed.token_bytes
     return Prefill(how, ttft, prompts * groups / ttft, room, stages)
 
 
@@ -126,7 +127,7 @@ def predict_decode(
         tokens_per_step: tokens of a request per step; 1 without drafts.
         longest: tokens in a request's pages at its end.
     """
-    how, own = placed.how, -(-requests // placed.how.ranks)
+    how, own = placed.how, cdiv(requests, placed.how.ranks)
     step = Decode(own, requests, context + how.drafts, how.drafts)
     rows = own * (1 + how.drafts)
     work = placed.dispatched(placed.costs.decode(step), rows, requests * (1 + how.drafts))

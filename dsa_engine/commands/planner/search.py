@@ -12,7 +12,7 @@ from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.efficiency import Efficiencies
 from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 
 CHUNKS = (2048, 4096, 8192, 16384)
 MAX_REQUESTS = 512  # maximum of a rank in a decode step

@@ -8,7 +8,7 @@ from dsa_engine.commands.planner.plan import Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import StageTime
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.measure.report import format_table
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 NOT_KNOWN = (
     "queueing: TTFT is that of a prompt that finds its ranks free",

@@ -1,1 +1,1 @@
-"""Requests: how they arrive, which tokens of them are computed next, which pages they hold."""
+"""Requests: how they arrive, which of their tokens are computed next, and which pages they hold."""

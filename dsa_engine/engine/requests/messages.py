@@ -1,4 +1,4 @@
-"""What callers tell the engine's loop: plain data, which rank 0 sends to all ranks."""
+"""Messages from callers to the engine's loop: plain data, which rank 0 sends to all ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dsa_engine.sampling_params import SamplingParams
 
 @dataclass
 class Add:
-    """A request, checked and normalised (:func:`.new_request.new_requests`): it can run, alone at least.
+    """A new request, checked and normalised by :func:`.new_request.new_requests`: the caches can hold it, if alone.
 
     Attributes:
-        id: grows with the order of arrival; given when the message is sent.
-        params: for one output, with ``max_tokens`` a number; the caller's own object is not kept.
-        bad_words: token ids of each word that is not to be generated.
-        arrival: seconds, ``time.perf_counter`` of the rank that was called.
+        id: grows with the order of arrival; set when the message is sent.
+        params: for one output, with ``max_tokens`` a number; a copy of the caller's object.
+        bad_words: token ids of each word that must not be generated.
+        arrival: time of the call in seconds, by ``time.perf_counter`` on the rank that was called.
     """
 
     prompt_ids: list[int]
@@ -28,7 +28,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """The caller no longer wants these requests; ids of requests that have ended, or never came, mean nothing."""
+    """Ends these requests; ids of requests that have ended or never came are ignored."""
 
     ids: tuple[int, ...]
 
@@ -38,10 +38,10 @@ Job = Literal["prefill", "prompt_logits", "wait"]
 
 @dataclass(frozen=True)
 class Run:
-    """Something that needs the engine for itself: it waits for the requests before it, and those after it wait.
+    """A job that needs the engine for itself: it waits for the requests before it, and the requests after it wait.
 
     Attributes:
-        job: "wait" for just that; or a prefill, see :meth:`.engine.Engine.job`.
+        job: a prefill, see :meth:`.engine.Engine.job`; "wait" computes nothing.
     """
 
     id: int
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The loop ends, on all ranks; what is under way is aborted."""
+    """Ends the loop on all ranks and aborts running requests."""
 
 
 Message = Add | Abort | Run | Shutdown

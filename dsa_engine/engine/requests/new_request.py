@@ -1,4 +1,4 @@
-"""The one door for requests: a prompt and its parameters are checked, brought within the model's limits, and copied."""
+"""The only way to make requests: checks a prompt and its parameters, applies the model's limits, and copies them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 
 def new_requests(
@@ -19,20 +19,20 @@ def new_requests(
     vocab_size: int,
     check_capacity: Callable[[int, int], None],
 ) -> list[Add]:
-    """A message for each of the ``params.n`` outputs of a prompt that arrives now.
+    """Makes a message for each of the ``params.n`` outputs of a prompt that arrives now.
 
     Args:
-        tokenizer: gives the token ids of ``bad_words``; None where none are asked for.
-        check_capacity: raises where the caches cannot hold so many prompt and output tokens.
+        tokenizer: gives the token ids of ``bad_words``; may be None if there are none.
+        check_capacity: called with the numbers of prompt and output tokens; raises if the caches cannot hold them.
 
     Raises:
-        ValueError: an empty prompt, token ids that the model does not have, or no room below ``max_model_len``.
-        CapacityError: it does not fit in the caches even alone.
+        ValueError: the prompt is empty, has token ids that the model lacks, or leaves no room below ``max_model_len``.
+        CapacityError: the request does not fit in the caches even alone.
     """
     check_prompt(prompt, 1, max_model_len, vocab_size)
     _check_token_ids(params, vocab_size)
     room = max_model_len - len(prompt)
-    # As in vLLM: the model's length ends a request that asks for more.
+    # As in vLLM, a request that asks for more tokens ends at the model's length.
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     check_capacity(len(prompt), max_tokens)
     words = params.bad_words or () if tokenizer else ()
@@ -57,7 +57,7 @@ def new_requests(
 
 
 def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_size: int) -> None:
-    """``ValueError`` for a prompt that is empty, has ids that the model does not have, or leaves no ``room`` tokens."""
+    """Raises ``ValueError`` if a prompt is empty, has ids that the model lacks, or leaves no ``room`` tokens."""
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if len(prompt) + room > max_model_len:
@@ -73,7 +73,7 @@ def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_siz
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """``ValueError`` where the parameters allow or favour tokens that the model does not have."""
+    """Raises ``ValueError`` if the parameters name tokens that the model lacks."""
     for name in ("allowed_token_ids", "logit_bias"):
         for token in getattr(params, name) or ():
             if token >= vocab_size:

@@ -1,4 +1,4 @@
-"""Which rank decodes a request: its owner, which keeps its pages."""
+"""The choice of a request's owner: the rank that decodes it and keeps its pages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from dsa_engine.engine.requests.request import Request
 
 
 class Load(NamedTuple):
-    """What the running requests mean for their owners, by rank."""
+    """Load of each rank by the running requests that it owns."""
 
-    tokens: list[int]  # tokens that they attend to
-    future_pages: list[int]  # pages that they may still ask for
-    reserved_pages: list[int]  # a spare one for each that may still grow: admitting another must not preempt at once
+    tokens: list[int]  # tokens that the requests attend to
+    future_pages: list[int]  # pages that the requests may still ask for
+    reserved_pages: list[int]  # one for each request that may still grow: a new one must not preempt it at once
 
     @classmethod
     def of(cls, running: Iterable[Request], ledger: PageLedger, capacity: Capacity) -> Load:
         ranks = capacity.world_size
         load = cls([0] * ranks, [0] * ranks, [0] * ranks)
         for request in running:
-            most = capacity.most(len(request.prompt), request.max_tokens)
-            more = most - ledger.held(request, request.owner)
+            more = capacity.max_pages(len(request.prompt), request.max_tokens) - ledger.held(request, request.owner)
             load.tokens[request.owner] += len(request)
             load.future_pages[request.owner] += more
             load.reserved_pages[request.owner] += min(more, 1)
@@ -30,7 +29,10 @@ class Load(NamedTuple):
 
 
 def choose_owner(request: Request, ranks: Iterable[int], load: Load, free: Sequence[int], capacity: Capacity) -> int:
-    """Of ``ranks``, the one whose requests see fewest tokens; before it, one that has pages for all that they and this
-    one may still become. ``free`` are the free pages of every rank."""
-    most = capacity.most(len(request.prompt), request.max_tokens)
-    return min(ranks, key=lambda rank: (free[rank] - load.future_pages[rank] < most, load.tokens[rank], -free[rank]))
+    """Chooses the owner among ``ranks``; ``free`` lists the free pages of every rank.
+
+    Ranks with enough pages for everything that their requests and this one may still ask for come first. Among these,
+    the rank whose requests attend to the fewest tokens is chosen.
+    """
+    need = capacity.max_pages(len(request.prompt), request.max_tokens)
+    return min(ranks, key=lambda rank: (free[rank] - load.future_pages[rank] < need, load.tokens[rank], -free[rank]))

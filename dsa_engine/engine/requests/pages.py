@@ -1,4 +1,4 @@
-"""Which pages of the caches each request holds on every rank, how many it needs, and whether there are as many."""
+"""Pages of the caches: which ones each request holds on every rank, and how many it needs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.runtime.integers import cdiv
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that ``tokens`` tokens fill."""
-    return -(-tokens // page_size)
+    """Number of pages that ``tokens`` tokens fill."""
+    return cdiv(tokens, page_size)
 
 
 class PageAllocator:
-    """Hands out page numbers, lowest first when new, and takes them back."""
+    """Hands out page numbers, the lowest first, and takes them back; returned pages are used again first."""
 
     def __init__(self, pages: int):
         self._free = list(range(pages - 1, -1, -1))
@@ -24,7 +25,7 @@ class PageAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """``count`` pages; the caller has made sure that there are as many."""
+        """Hands out ``count`` pages; the caller has checked that so many are free."""
         if count > len(self._free):
             raise RuntimeError(f"{count} pages asked for, {len(self._free)} are free")
         return [self._free.pop() for _ in range(count)]
@@ -34,12 +35,12 @@ class PageAllocator:
 
 
 class PageLedger:
-    """How many pages every request holds on every rank, and the numbers of those on this rank.
+    """Counts the pages that every request holds on every rank, and gives requests their page numbers on this rank.
 
-    All ranks keep the same counts, as all take the same decisions; the numbers go to ``Request.pages``.
+    All ranks have the same counts, as all take the same decisions; the page numbers go to ``Request.pages``.
 
     Args:
-        rank, world_size: this rank's place.
+        rank, world_size: this rank, and the number of ranks.
         pages: pages of the cache, the same on every rank.
     """
 
@@ -57,19 +58,19 @@ class PageLedger:
 
     @property
     def own_free(self) -> int:
-        """Page numbers that this rank has left to hand out: as many as its count in ``free``."""
+        """Number of pages that the allocator of this rank can hand out; equals ``free[rank]``."""
         return self._allocator.free
 
     def held(self, request: Request, rank: int) -> int:
-        """Pages of a request on a rank."""
+        """Number of pages that a request holds on a rank."""
         return self._held[rank].get(request, 0)
 
     def holders(self, rank: int) -> list[Request]:
-        """The requests that hold pages on a rank."""
+        """Requests that hold pages on a rank."""
         return list(self._held[rank])
 
     def take(self, request: Request, rank: int, count: int) -> None:
-        """Gives a request ``count`` more pages on a rank; the caller has made sure that there are as many."""
+        """Gives a request ``count`` more pages on a rank; the caller has checked that so many are free."""
         if count > self._free[rank]:
             raise RuntimeError(f"{count} pages asked for on rank {rank}, {self._free[rank]} are free")
         if rank == self._rank:
@@ -78,26 +79,26 @@ class PageLedger:
         self._held[rank][request] = self.held(request, rank) + count
 
     def release(self, request: Request, rank: int) -> None:
-        """Takes back all pages of a request on a rank, none where it holds none."""
+        """Takes back all pages of a request on a rank, if it holds any."""
         self._free[rank] += self._held[rank].pop(request, 0)
         if rank == self._rank:
             self._allocator.give_back(request.pages)
             request.pages = []
 
     def release_all(self, request: Request) -> None:
-        """Takes back all pages of a request."""
+        """Takes back all pages of a request on all ranks."""
         for rank in range(len(self._free)):
             self.release(request, rank)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The caches of all ranks, while nobody holds a page.
+    """Size of the caches of all ranks, and what fits in them when they are empty.
 
     Attributes:
-        world_size, cp_size: ranks, and those of a context-parallel group.
-        pages: of each rank.
-        page_size: tokens a page.
+        world_size, cp_size: number of ranks, and of ranks in a context-parallel group.
+        pages: pages on each rank.
+        page_size: tokens in a page.
     """
 
     world_size: int
@@ -105,43 +106,28 @@ class Capacity:
     pages: int
     page_size: int
 
-    def most(self, prompt_len: int, max_tokens: int) -> int:
-        """Pages that a request may come to hold; the last token that is sampled never enters the cache."""
+    def max_pages(self, prompt_len: int, max_tokens: int) -> int:
+        """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""
         return pages_for(prompt_len + max_tokens - 1, self.page_size)
 
     def with_drafts(self, request: Request, num_drafts: int) -> int:
-        """Pages of its tokens, of the drafts that its next step verifies, and of those that this step then makes: the
-        module's rows up to the one before the last draft."""
-        own = num_drafts if request.prefilled else 0
-        more = own + max(0, num_drafts - 1)
-        most = len(request.prompt) + request.max_tokens - 1
-        return pages_for(max(len(request) - request.num_unverified, min(len(request) + more, most)), self.page_size)
+        """Number of pages for a request's next step: for its tokens, the drafts that the step verifies, and the drafts
+        that it makes. The last new draft needs no row."""
+        to_verify = num_drafts if request.prefilled else 0
+        wanted = len(request) + to_verify + max(0, num_drafts - 1)
+        limit = len(request.prompt) + request.max_tokens - 1
+        return pages_for(max(len(request) - request.num_unverified, min(wanted, limit)), self.page_size)
 
     def check(self, prompt_len: int, max_tokens: int) -> None:
-        """Whether a request of this size can run, alone at least.
+        """Checks that a request of this size can run, if alone.
 
         Raises:
-            CapacityError: it cannot; says what it needs and what there is.
+            CapacityError: it cannot; the message says how many pages it needs and how many there are.
         """
-        self._check("this request", self.most(prompt_len, max_tokens), prompt_len, max_tokens)
+        self.require("this request", self.max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
 
-    def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
-        """Whether so many requests of this size, divided evenly over the ranks, can run at once without preemption.
-
-        Args:
-            filled: they are adopted, not prefilled.
-
-        Raises:
-            CapacityError: they cannot; says what a rank needs and what it has.
-        """
-        each = -(-requests // self.world_size)
-        need = each * self.most(prompt_len, max_tokens)
-        if requests > 1 and self.cp_size > 1 and not filled:
-            need += pages_for(prompt_len, self.page_size)  # of another rank's request, while it is prefilled
-        what = f"{requests} such requests at once on {self.world_size} rank(s), {each} on each"
-        self._check(what, need, prompt_len, max_tokens)
-
-    def _check(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+    def require(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+        """Raises ``CapacityError`` if ``what``, requests of this size, need more pages than a rank has."""
         if need > self.pages:
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "

@@ -1,8 +1,8 @@
-"""A request from its arrival to its output: its tokens, and how many of them are in the cache and where.
+"""A request from its arrival to its end: its tokens, and which of them are in the cache.
 
-A token that has been sampled and not read yet is known to the device alone. Here, and nowhere else, it is a
-placeholder: the index at which it lies in the ``tokens`` of the step that samples it (``sampler.StepResult``).
-:meth:`Request.tokens` gives it as a negative number, which ``batch.known_ids`` replaces on the device.
+A token that has been sampled but not read is known to the device only. The request holds a placeholder for it: the
+token's index in ``StepResult.tokens`` of the step that samples it. :meth:`Request.tokens` returns a placeholder as a
+negative number, which ``batch.known_ids`` replaces on the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dsa_engine.sampling_params import SamplingParams
 
 
 class SampledToken(NamedTuple):
-    """What was sampled from one row of logits."""
+    """The token sampled from one row of logits, or the error in its place."""
 
     token: int
-    logprobs: Logprobs | None = None  # None if not asked for
-    error: str | None = None  # why there is no token; the request ends with it
+    logprobs: Logprobs | None = None  # None if not requested
+    error: str | None = None  # the reason why there is no token; ends the request
 
 
 class Ending(NamedTuple):
@@ -34,9 +34,9 @@ class Ending(NamedTuple):
 
 
 class LastRows(NamedTuple):
-    """What is kept of a request's last computed positions, one less than there are MTP modules: on the device."""
+    """A request's last computed positions, one fewer than there are MTP modules; tensors on the device."""
 
-    states: torch.Tensor  # [modules - 1, hidden], of the model
+    states: torch.Tensor  # [modules - 1, hidden], the model's hidden states
     tokens: torch.Tensor  # [modules - 1] int64
 
 
@@ -44,8 +44,8 @@ class LastRows(NamedTuple):
 class Request:
     """One request.
 
-    ``id`` grows with the order of arrival. ``pages`` are this rank's own; other ranks hold the same request in other
-    pages or not at all. Its length counts placeholders; ``output`` lacks them.
+    ``id`` grows with the order of arrival. ``pages`` are pages of this rank; another rank holds the request in other
+    pages or not at all. ``len(request)`` counts placeholders, ``output`` does not contain them.
     """
 
     id: int
@@ -53,45 +53,45 @@ class Request:
     params: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     output: list[int] = field(default_factory=list)
-    placeholders: list[int] = field(default_factory=list)  # of the tokens not read yet, oldest first; see the module
-    num_unverified: int = 0  # of the placeholders, those that are no tokens where a draft turns out not to be accepted
-    drafts: list[int] = field(default_factory=list)  # guesses of the tokens behind its last one; no part of its length
-    draft_stats: list[tuple[int, int]] = field(default_factory=list)  # of each step: its drafts, and the accepted ones
-    last_rows: LastRows | None = None  # of its last computed positions, on its owner; with several MTP modules
+    placeholders: list[int] = field(default_factory=list)  # tokens not read yet, oldest first; see the module
+    num_unverified: int = 0  # placeholders that turn out to be no tokens if drafts are not accepted
+    drafts: list[int] = field(default_factory=list)  # guesses of the next tokens; not part of the length
+    draft_stats: list[tuple[int, int]] = field(default_factory=list)  # (verified, accepted) drafts of each step
+    last_rows: LastRows | None = None  # on the owner, if there are several MTP modules
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
-    num_prefill_tokens: int = field(init=False)  # what prefill computes: the prompt, and the output before a preemption
-    preemptions: int = 0  # times that it has lost its pages
-    cp_group: int = 0  # the ranks that prefill it
+    num_prefill_tokens: int = field(init=False)  # tokens to prefill: the prompt, and the output before a preemption
+    preemptions: int = 0  # how often it has lost its pages
+    cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it
     pages: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # of its ending
+    finish_reason: str | None = None  # this and the next two: see Ending
     error: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, where they are asked for
-    exception: BaseException | None = None  # of a step that it was part of, for its caller to raise
+    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, if requested
+    exception: BaseException | None = None  # raised by a step of this request, for its caller to raise
 
     def __post_init__(self) -> None:
         self.num_prefill_tokens = len(self.prompt)
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # nothing stands before the first token
+            self.prompt_logprobs = [None]  # the first token follows no other
 
     def __len__(self) -> int:
         return len(self.prompt) + self.num_output_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the output, placeholders included."""
+        """Number of output tokens, placeholders included."""
         return len(self.output) + len(self.placeholders)
 
     @property
     def max_tokens(self) -> int:
-        """Maximum of the output; a number also where the caller left it open (``new_request.py``)."""
+        """Maximum number of output tokens; ``new_request.py`` sets it if the caller did not."""
         assert self.params.max_tokens is not None
         return self.params.max_tokens
 
     @property
     def prefilled(self) -> bool:
-        """Whether it has nothing left to prefill: it decodes."""
+        """Whether prefill is complete: the request decodes."""
         return self.num_computed_tokens >= self.num_prefill_tokens
 
     @property
@@ -100,18 +100,19 @@ class Request:
         return None if self.finish_reason is None else Ending(self.finish_reason, self.error, self.stop_reason)
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at ``start … start+length-1``, drafts behind the last; ``-1 - index`` for a placeholder."""
-        border, end = len(self.prompt), start + length
-        known = self.prompt[start:end] + self.output[max(0, start - border) : max(0, end - border)]
+        """Token ids at positions ``start … start+length-1``; ``-1 - index`` for placeholders, then drafts."""
+        first_output, end = len(self.prompt), start + length
+        known = self.prompt[start:end] + self.output[max(0, start - first_output) : max(0, end - first_output)]
         if len(known) == length:
             return known
-        border += len(self.output)
-        behind = [-1 - index for index in self.placeholders] + self.drafts
-        return known + behind[max(0, start - border) : end - border]
+        first_unread = first_output + len(self.output)
+        unread = [-1 - index for index in self.placeholders] + self.drafts
+        return known + unread[max(0, start - first_unread) : end - first_unread]
 
     def append(self, sampled: SampledToken, eos_token_ids: Collection[int]) -> Ending | None:
-        """Takes the next token of the output, and decides whether the request ends with it: stop strings, which are
-        seen in the text alone, are the caller's side's to find (``reply.py``).
+        """Adds the next token to the output and decides whether the request ends with it.
+
+        Stop strings, which appear only in the text, are found on the caller's side (``reply.py``).
 
         Args:
             sampled: the token, or the error in its place.
@@ -131,19 +132,19 @@ class Request:
                 return Ending("stop", stop_reason=sampled.token)
         return Ending("length") if count >= self.max_tokens else None
 
-    def add_prompt_logprobs(self, found: Mapping[int, Logprobs]) -> None:
-        """Takes those of the prompt's next tokens, by position."""
+    def add_prompt_logprobs(self, by_position: Mapping[int, Logprobs]) -> None:
+        """Adds log-probabilities of the prompt's next tokens."""
         assert self.prompt_logprobs is not None
-        for position in sorted(found):
-            self.prompt_logprobs[position:] = [found[position]]
+        for position in sorted(by_position):
+            self.prompt_logprobs[position:] = [by_position[position]]
 
     def rewind(self, num_computed_tokens: int) -> None:
-        """Forgets the cache rows from this position on: the tokens there are computed again.
+        """Forgets the cache rows from this position on; their tokens are computed again.
 
-        From 0 all tokens so far are prefilled, the output too.
+        After a rewind to 0 all tokens so far are prefilled again, the output included.
 
         Raises:
-            ValueError: so many have not been computed, or a part of what was prefilled would have to be decoded.
+            ValueError: fewer tokens have been computed, or prefilled tokens would have to be decoded.
         """
         if not 0 <= num_computed_tokens <= self.num_computed_tokens:
             raise ValueError(f"cannot rewind to {num_computed_tokens}: {self.num_computed_tokens} tokens are computed")
@@ -155,7 +156,7 @@ class Request:
         self.num_computed_tokens = num_computed_tokens
         if num_computed_tokens == 0:
             self.drafts, self.last_rows = [], None
-            if self.num_unverified:  # how many tokens are in flight is not known: they are computed again
+            if self.num_unverified:  # the number of tokens in flight is not known: they are computed again
                 self.placeholders, self.num_unverified = [], 0
             self.num_prefill_tokens = len(self)
 
@@ -168,8 +169,9 @@ class Chunk:
     start: int
     length: int
     ranks: range
-    num_logits: int = -1  # of how many of its last tokens logits are wanted; -1: 1 if it reaches the last token, else 0
-    starts_on_device: bool = False  # where a step in flight decides: at ``start`` if all of its drafts are accepted
+    num_logits: int = -1  # number of last tokens with logits; -1: 1 if the chunk reaches the last token, else 0
+    # A step in flight decides on the device where the chunk starts: at ``start`` if all drafts are accepted, or before.
+    starts_on_device: bool = False
 
     def __post_init__(self) -> None:
         if self.num_logits < 0:

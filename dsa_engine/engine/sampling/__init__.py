@@ -1,1 +1,1 @@
-"""From logits to a request's next tokens."""
+"""From logits to the next tokens of requests."""

@@ -1,4 +1,4 @@
-"""The choice of the next token, and log-probabilities: pure functions of logits."""
+"""Sampling of the next token, and log-probabilities: pure functions of logits."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.outputs import Logprob, Logprobs
 from dsa_engine.sampling_params import SamplingParams
 
 
 class Draws(NamedTuple):
-    """How tokens are drawn, a row of ``[n]`` each, on the device; see :func:`draws_of`."""
+    """Parameters of n draws, ``[n]`` each, on the device; see :func:`draws_of`."""
 
-    keys: torch.Tensor  # int64, of the requests' seeds
+    keys: torch.Tensor  # int64, made from the requests' seeds
     temperature: torch.Tensor  # float32
-    log_min_p: torch.Tensor  # float32, -inf where there is none
-    top_p: torch.Tensor  # float32, inf where there is none
-    top_k: torch.Tensor  # int64, 0 where there is none
+    log_min_p: torch.Tensor  # float32, -inf for none
+    top_p: torch.Tensor  # float32, inf for none
+    top_k: torch.Tensor  # int64, 0 for none
 
     @classmethod
     def of_columns(cls, columns: Sequence[torch.Tensor]) -> Draws:
-        """Of the int64 columns ``[n]`` that :func:`draws_of` packs, on any device."""
+        """Unpacks the int64 columns ``[n]`` of :func:`draws_of`, on any device."""
         keys, *bits, top_k = columns
         temperature, log_min_p, top_p = (column.view(torch.float64).float() for column in bits)
         return cls(keys, temperature, log_min_p, top_p, top_k)
 
 
 class Limits(NamedTuple):
-    """Which limits the rows of a draw have: what it launches depends on nothing else."""
+    """The kinds of limits among the rows of a draw; its launches depend on nothing else."""
 
     min_p: bool
-    top_k: int  # at least the largest, 0 where no row has one
+    top_k: int  # at least the largest; 0 if no row has one
     top_p: bool
 
     @classmethod
@@ -44,15 +44,15 @@ class Limits(NamedTuple):
         return cls(any(p.min_p > 0 for p in params), top_k, any(p.top_p < 1 for p in params))
 
     def rounded(self, vocab: int) -> Limits:
-        """One of few that do the same."""
+        """Limits with the same effect, of which there are only a few."""
         return self._replace(min_p=True, top_k=next(k for k in (0, 64, 1024, vocab) if self.top_k <= k <= vocab))
 
 
 def draws_of(params: Sequence[SamplingParams], seeds: Sequence[int], vocab: int) -> torch.Tensor:
-    """The columns of :class:`Draws`, on the host, in one tensor: int64 ``[5, n]``; those of float64 as their bits."""
+    """Packs the columns of :class:`Draws` into an int64 tensor ``[5, n]`` on the host, float64 values as bits."""
     numbers = [
         [
-            # Beyond these two bounds nothing changes any more: the choice is greedy, or uniform.
+            # At these two bounds the choice is greedy, or uniform.
             min(max(p.temperature, 1e-30), 1e30),
             math.log(p.min_p) if p.min_p else -math.inf,
             max(p.top_p, 1e-30) if p.top_p < 1 else math.inf,
@@ -68,13 +68,13 @@ def draws_of(params: Sequence[SamplingParams], seeds: Sequence[int], vocab: int)
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
 ) -> torch.Tensor:
-    """Chooses the next token of each row at its temperature above 0; nothing waits for the device.
+    """Samples the next token of each row at a temperature above 0, without waiting for the device.
 
     Args:
-        logits: float32 ``[n, vocab]``; -inf forbids a token, at least one of a row is allowed.
-        params: each request's parameters.
-        seeds: of the requests.
-        positions: of the tokens; see :func:`draw`.
+        logits: float32 ``[n, vocab]``; -inf forbids a token, and each row has an allowed token.
+        params: parameters of each row's request.
+        seeds: seed of each row's request.
+        positions: position of each token; see :func:`draw`.
 
     Returns:
         int64 ``[n]``, on the logits' device.
@@ -86,19 +86,19 @@ def sample(
 
 
 def draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Draws a token for each row, by launches that depend on shapes and ``limits`` only.
+    """Draws a token for each row; the launches depend on shapes and ``limits`` only.
 
     Args:
-        logits: float32 ``[n, vocab]``; -inf forbids a token, at least one of a row is allowed.
-        draws: of each row.
-        positions: int64 ``[n]``, of the tokens; with the seed a position fixes the random numbers, so that a choice
-            depends neither on the batch nor on the rank that makes it, and is the same again after a preemption.
-        limits: that some row has.
+        logits: float32 ``[n, vocab]``; -inf forbids a token, and each row has an allowed token.
+        draws: parameters of each row.
+        positions: int64 ``[n]``, position of each token. Seed and position fix the random numbers, so a choice depends
+            neither on the batch nor on the rank, and is repeated after a preemption.
+        limits: of all rows together.
 
     Returns:
         int64 ``[n]``.
     """
-    # The most likely token lies at 0, so that no temperature makes it overflow.
+    # The highest logit becomes 0, so that no temperature makes it overflow.
     scaled = logits - logits.amax(dim=-1, keepdim=True)
     scaled /= draws.temperature[:, None]
     if limits.min_p:
@@ -110,12 +110,12 @@ def draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor, limits: Li
     probabilities = scaled.softmax(dim=-1)
     if limits.top_p:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        # A token stays while those before it have less than top_p together, so at least one does.
+        # A token stays while the tokens before it sum to less than top_p, so the first always stays.
         before = ordered.cumsum(dim=-1) - ordered
         ordered.masked_fill_(before >= draws.top_p[:, None], 0.0)
         probabilities.scatter_(1, order, ordered)
-    # Gumbel trick: the largest p / Exp(1) is a sample of p, without the sum that a multinomial draw rounds. What is
-    # forbidden (p = 0) never wins: some p is at least 1 / vocab, and the noise is positive and finite.
+    # Gumbel trick: the largest p / Exp(1) is a sample of p, without the sum that a multinomial draw rounds. A forbidden
+    # token (p = 0) never wins: some p is at least 1 / vocab, and the noise is positive and finite.
     return probabilities.div_(exponential_noise(draws.keys, positions, logits.shape[1])).argmax(dim=-1)
 
 
@@ -123,12 +123,12 @@ def exponential_noise(keys: torch.Tensor, positions: torch.Tensor, count: int) -
     """Random numbers of the distribution Exp(1), float32 ``[n, count]``.
 
     Args:
-        keys: int64 ``[n]``, of seeds (:func:`seed_key`).
+        keys: int64 ``[n]``, see :func:`seed_key`.
         positions: int64 ``[n]``.
 
-    A row depends on its key and position alone, and is the same on every device up to the rounding of a logarithm: it
-    is a run of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from a state
-    that its output function makes of the two.
+    A row depends on its key and position alone, and is the same on every device up to the rounding of a logarithm. It
+    is the output of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) from a
+    state that its output function makes from the key and the position.
     """
     state = _mixed(keys + positions * _signed(0xD1B54A32D192ED03))  # modulo 2^64 throughout
     bits = _mixed(state[:, None] + torch.arange(1, count + 1, device=keys.device) * _signed(0x9E3779B97F4A7C15))
@@ -139,45 +139,44 @@ def exponential_noise(keys: torch.Tensor, positions: torch.Tensor, count: int) -
 def _mixed(bits: torch.Tensor) -> torch.Tensor:
     """The output function of SplitMix64, in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits ^= (bits >> shift) & (2 ** (64 - shift) - 1)  # no copies of the sign
+        bits ^= (bits >> shift) & (2 ** (64 - shift) - 1)  # a logical shift: no copies of the sign
         bits *= _signed(factor)
     bits ^= (bits >> 31) & (2**33 - 1)
     return bits
 
 
 def seed_key(seed: int) -> int:
-    """Signed 64 bits: neighbouring seeds have nothing in common."""
+    """A signed 64-bit hash of a seed: neighbouring seeds have nothing in common."""
     return int.from_bytes(blake2b(f"{seed}".encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _signed(value: int) -> int:
-    """The signed 64-bit integer of the same bits."""
+    """The signed 64-bit integer with the same bits."""
     return value - 2**64 if value >= 2**63 else value
 
 
-def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """Log-probabilities of given tokens and of the most likely ones.
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Log-probabilities of given tokens and of the ``count`` most likely tokens.
 
     Args:
         logits: float32 ``[n, vocab]``.
         tokens: int64 ``[n]``.
-        most: how many of the most likely tokens.
 
     Returns:
-        float64 ``[n, 2 + 2 * most]``, exact for any token id: the log-probability of the token; its rank, how many
-        tokens are at least as likely; the ids of the most likely tokens, most likely first; their log-probabilities.
+        float64 ``[n, 2 + 2 * count]``, exact for any token id: the log-probability of the token; its rank, the number
+        of tokens at least as likely; the ids of the most likely tokens, in order; their log-probabilities.
     """
     of_all = logits.log_softmax(dim=-1)
-    best, ids = of_all.topk(most, dim=-1)
+    best, ids = of_all.topk(count, dim=-1)
     own = of_all.gather(1, tokens[:, None])
     rank = (of_all >= own).sum(dim=-1, keepdim=True)
     return torch.cat((own.double(), rank.double(), ids.double(), best.double()), dim=1)
 
 
 def ranked(token: int, row: list[float], count: int) -> Logprobs:
-    """A row of :func:`log_probabilities` by token id: the ``count`` most likely tokens, and the sampled one."""
+    """A row of :func:`log_probabilities` by token id: the ``count`` most likely tokens, and ``token``."""
     logprob, rank, *best = row
-    most = len(best) // 2
-    found = {int(best[i]): Logprob(best[most + i], i + 1) for i in range(min(count, most))}
-    found.setdefault(token, Logprob(logprob, int(rank)))
-    return found
+    available = len(best) // 2
+    by_token = {int(best[i]): Logprob(best[available + i], i + 1) for i in range(min(count, available))}
+    by_token.setdefault(token, Logprob(logprob, int(rank)))
+    return by_token

@@ -1,9 +1,9 @@
-"""How often requests have their tokens, counted on the device while the host does not know them yet.
+"""Token counts for penalties, updated on the device before the host knows the tokens.
 
-For steps that are one graph (``speculation/graph_step.py``). A table has a row for each request that penalises: what
-:class:`.processors.LogitsProcessors` holds for other steps, and up to which position its tokens are counted. Before a
-step the tokens up to its first row are added: those of the outcome that it follows from, or those that the host knows;
-none is counted twice, whatever has been launched before.
+These are for steps that are one graph (``speculation/graph_step.py``). A table has a row for each request with
+penalties: its counts, as :class:`.processors.LogitsProcessors` has for other steps, and the position up to which its
+tokens are counted. Before a step, the tokens before its first row are added, from the outcome of the step before or
+from the host. No token is counted twice, whatever was launched before.
 """
 
 from __future__ import annotations
@@ -15,59 +15,58 @@ import torch
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.sampling.processors import PerRequestTable, of_prompt
 from dsa_engine.engine.sampling.result import Columns
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 
 
 class PenaltyCounts:
-    """The table of all requests of this rank that penalise.
+    """Counts for the requests of this rank that have penalties.
 
     Args:
-        vocab: tokens of the model.
-        device: of the table.
+        vocab: size of the vocabulary.
+        device: device of the table.
     """
 
     def __init__(self, vocab: int, device: torch.device):
         self._vocab = vocab
         self._in_step = torch.empty(0, vocab + 1, dtype=torch.int32, device=device)
         self._rows = PerRequestTable(torch.int32)  # [vocab + 1]: counts, and the first position that is not counted
-        self._least: dict[Request, int] = {}  # up to where, at least, the tokens of each are counted
+        self._least: dict[Request, int] = {}  # the tokens of each are counted at least up to this position
 
     def in_step(self, requests: int) -> torch.Tensor:
-        """int32 ``[requests, vocab + 1]`` for :meth:`update`: the same memory in all calls but those for more requests
-        than any before."""
+        """int32 ``[requests, vocab + 1]`` for :meth:`update`; new memory only for more requests than ever before."""
         if len(self._in_step) < requests:
             self._in_step = self._in_step.new_zeros(requests, self._vocab + 1)
         return self._in_step[:requests]
 
     def update(self, chunks: Sequence[Chunk], before: torch.Tensor, out: torch.Tensor) -> None:
-        """Counts the tokens up to each chunk's first row; nothing waits for the device.
+        """Counts the tokens before each chunk's first row, without waiting for the device.
 
         Args:
-            chunks: of this rank's requests in a step.
-            before: ``[requests, …]``, the table of the outcome from which each follows that does.
-            out: int32 ``[requests, vocab + 1]``, gets the counts: 2 · occurrences in the output, + 1 where the prompt
-                has the token. Those of requests that do not penalise are void.
+            chunks: this rank's chunks in a step.
+            before: ``[requests, …]``, outcome of the step before; used for chunks that start on the device.
+            out: int32 ``[requests, vocab + 1]``, receives the counts: 2 · occurrences in the output, + 1 if the prompt
+                has the token. Rows of requests without penalties are void.
         """
         penalising = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.request.params.penalises]
         if not penalising:
             return
         width = (before.shape[1] - 2) // 2  # rows of a request: its last token and the drafts
         slots = self._slots([chunk for _, chunk in penalising], 2 * width, before.device)
-        table, everybodys = [], [0] * len(out)
+        table, table_rows = [], [0] * len(out)
         for i, chunk in penalising:
             request = chunk.request
-            everybodys[i] = slots[request]
+            table_rows[i] = slots[request]
             known = len(request.prompt) + len(request.output)
             first = max(len(request.prompt), known - 2 * width)
             tokens = request.tokens(first, known - first) + [0] * (2 * width - known + first)
             table.append([i, slots[request], int(chunk.starts_on_device), first, known, *tokens])
-        flat = upload(torch.tensor([*everybodys, *(x for row in table for x in row)]), before.device)
+        flat = upload(torch.tensor([*table_rows, *(x for row in table for x in row)]), before.device)
         columns = flat[len(out) :].view(len(table), -1).T
         self._add(columns[:5], columns[5:].T, Columns.of(before[columns[0]]))
         torch.index_select(self._rows.table, 0, flat[: len(out)], out=out)
 
     def _slots(self, chunks: Sequence[Chunk], window: int, device: torch.device) -> dict[Request, int]:
-        """The row of each request, with all counts that the host knows where it is new or has missed too many."""
+        """The row of each request; a new one, or one that lacks too many tokens, is counted again by the host."""
         for request in [r for r in self._least if r.finish_reason is not None]:
             del self._least[request]
         requests = [chunk.request for chunk in chunks]
@@ -77,19 +76,18 @@ class PenaltyCounts:
         slots = self._rows.slots(requests, self._counted, torch.empty(0, self._vocab + 1, device=device))
         for chunk in chunks:
             known = len(chunk.request.prompt) + len(chunk.request.output)
-            self._least[chunk.request] = known + chunk.starts_on_device  # the step in flight brings one at least
+            self._least[chunk.request] = known + chunk.starts_on_device  # the step in flight adds at least one
         return slots
 
     def _counted(self, request: Request) -> torch.Tensor:
-        """int32 ``[vocab + 1]`` on the host."""
+        """The whole row of a request, int32 ``[vocab + 1]`` on the host."""
         counts = of_prompt(request, self._vocab)
         output = torch.tensor(request.output, dtype=torch.int64)
         counts.scatter_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
         return torch.cat((counts, counts.new_tensor([len(request.prompt) + len(request.output)])))
 
     def _add(self, about: torch.Tensor, known_ids: torch.Tensor, before: Columns) -> None:
-        """Adds the tokens of each request that its row does not count yet: the last ones that the host knows, and those
-        of the outcome that it follows from."""
+        """Adds the tokens that each row lacks: the last ones that the host knows, and those of the outcome before."""
         _, slots, follows, first, known = about
         window, width = known_ids.shape[1], before.tokens.shape[1]
         number, followed = torch.arange(window + width, device=slots.device), follows[:, None] > 0
@@ -104,11 +102,11 @@ class PenaltyCounts:
 
 
 def with_drafts(counts: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """What each row of a step sees: int32 ``[requests · rows, vocab]``.
+    """Counts for each row of a step, its drafts included: int32 ``[requests · rows, vocab]``.
 
     Args:
-        counts: int32 ``[requests, vocab]``, up to the first row of each.
-        ids: int64 ``[requests, rows]``; a row sees the drafts before it and its own.
+        counts: int32 ``[requests, vocab]``, up to the first row of each request.
+        ids: int64 ``[requests, rows]``, token of each row; a row counts its own draft and those before it.
     """
     requests, rows = ids.shape
     seen = counts[:, None].repeat(1, rows, 1)

@@ -1,15 +1,15 @@
-"""What a request's parameters do to its logits before a token is chosen: biases, forbidden tokens, penalties.
+"""Changes to a request's logits before a token is chosen: biases, forbidden tokens, penalties.
 
 Definitions and order are vLLM's. With ``x`` a token's logit: ``allowed_token_ids``, ``bad_words`` and ``min_tokens``
-set it to -inf; ``logit_bias`` is added; ``x`` becomes ``x / r`` if it is positive and ``x · r`` otherwise, where prompt
-or output have the token (r: ``repetition_penalty``); then ``frequency_penalty · c`` is subtracted, c counting the token
-in the output, and ``presence_penalty`` where c > 0. ``bad_words`` look at the output only, too.
+set it to -inf; ``logit_bias`` is added; if prompt or output contain the token, ``x`` becomes ``x / r`` if it is
+positive and ``x · r`` otherwise (r: ``repetition_penalty``); then ``frequency_penalty · c`` is subtracted, where c
+counts the token in the output, and ``presence_penalty`` if c > 0. ``bad_words`` apply to the output only, too.
 
-A row of logits sees the tokens of its request before its position, and no others. So a request may have several rows
-in a step, for drafts that have yet to be confirmed: ``Request.tokens`` has to give the drafts at their positions. What
-lies before the first of these rows is certain, and is counted for good in a table on the device; what lies between it
-and a later row is counted for that row alone. Tokens that only the device knows (placeholders) are counted there:
-nothing is waited for. All rows of a step share each launch.
+A row of logits depends on the tokens of its request before its position, and on no others. So a request may have
+several rows in a step, for drafts that are not accepted yet; ``Request.tokens`` returns the drafts at their positions.
+Tokens before the first of these rows are certain, and are counted once in a table on the device. Drafts between it and
+a later row are counted for that row alone. Placeholders, which only the device knows, are counted on the device
+without waiting. All rows of a step share each launch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.batch import known_ids
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.sampling_params import SamplingParams
 
 
 class Wanted(NamedTuple):
-    """A token that is to be chosen: it comes to ``position`` of the request, and sees all tokens before."""
+    """A token to choose, for ``position`` of the request; it depends on all tokens before."""
 
     request: Request
     position: int
@@ -37,21 +37,21 @@ class LogitsProcessors:
     """Changes the logits of requests as their parameters say.
 
     Args:
-        eos_token_ids: the model's, which ``min_tokens`` forbids.
+        eos_token_ids: the model's end-of-sequence tokens, which ``min_tokens`` forbids.
     """
 
     def __init__(self, eos_token_ids: Sequence[int]):
         self._eos_token_ids = eos_token_ids
         self._biases = PerRequestTable(torch.float32)  # constant terms of a request; -inf forbids
-        self._counts = PerRequestTable(torch.int32)  # 2 · occurrences in the output, + 1 where the prompt has the token
+        self._counts = PerRequestTable(torch.int32)  # 2 · occurrences in the output, + 1 if the prompt has the token
         self._counted: dict[Request, int] = {}  # the tokens before this position are counted
 
     def apply(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
         """Changes ``logits`` (float32 ``[len(wanted), vocab]``).
 
         Args:
-            logits: a row for each of ``wanted``; the rows of a request lie in order of position.
-            sampled: the tokens of the step before, where they have not been read (``batch.known_ids``).
+            logits: a row for each of ``wanted``; the rows of a request are in order of position.
+            sampled: tokens of the step before, if they have not been read (``batch.known_ids``).
         """
         self._add_biases(logits, wanted)
         self._forbid(logits, wanted, sampled)
@@ -67,10 +67,10 @@ class LogitsProcessors:
         logits[at] += biases
 
     def _forbid(self, logits: torch.Tensor, wanted: Sequence[Wanted], sampled: torch.Tensor | None) -> None:
-        """``min_tokens``, and ``bad_words`` of several tokens."""
-        forbidden: list[tuple[int, int]] = []  # row, token
-        perhaps: list[tuple[int, int]] = []  # the same, where the placeholders are the tokens that they should be
-        conditions: list[list[tuple[int, int]]] = []  # of each: placeholder, token
+        """Forbids tokens for ``min_tokens``, and for ``bad_words`` of several tokens."""
+        forbidden: list[tuple[int, int]] = []  # (row, token)
+        perhaps: list[tuple[int, int]] = []  # (row, token) that is forbidden if its conditions are met
+        conditions: list[list[tuple[int, int]]] = []  # of each: (placeholder, the token that it must be)
         for i, (request, position) in enumerate(wanted):
             length = position - len(request.prompt)
             if length < request.params.min_tokens:
@@ -88,14 +88,14 @@ class LogitsProcessors:
                 else:
                     forbidden.append((i, last))
         forbidden = [(row, token) for row, token in forbidden if token < logits.shape[1]]
-        never = logits.new_full((), float("-inf"))  # a number would be copied, and waited for
+        never = logits.new_full((), float("-inf"))  # made on the device: a copy from the host would wait
         if forbidden:
             rows, ids = _indices(forbidden, logits).unbind(1)
             logits[rows, ids] = never
         if perhaps:
             rows, ids = _indices(perhaps, logits).unbind(1)
-            most = max(map(len, conditions))
-            filled = torch.tensor([of + of[-1:] * (most - len(of)) for of in conditions], dtype=torch.int64)
+            longest = max(map(len, conditions))
+            filled = torch.tensor([of + of[-1:] * (longest - len(of)) for of in conditions], dtype=torch.int64)
             placeholders, expected = filled.unbind(2)
             met = known_ids(placeholders, sampled, logits.device) == upload(expected, logits.device)
             added = torch.where(met.all(dim=1), never, torch.zeros_like(never))
@@ -111,8 +111,8 @@ class LogitsProcessors:
         logits[at] = penalised(logits[at], counts, penalties)
 
     def _count(self, wanted: list[Wanted], logits: torch.Tensor, sampled: torch.Tensor | None) -> torch.Tensor:
-        """int32 ``[len(wanted), vocab]``: 2 · occurrences in the output, + 1 where the prompt has the token."""
-        certain: dict[Request, int] = {}  # up to where a request's tokens are certain
+        """int32 ``[len(wanted), vocab]``: 2 · occurrences in the output, + 1 if the prompt has the token."""
+        certain: dict[Request, int] = {}  # tokens before this position are no drafts
         for request, position in wanted:
             certain.setdefault(request, position)
         for request in [r for r in self._counted if r.finish_reason is not None]:
@@ -129,18 +129,18 @@ class LogitsProcessors:
             more += [(slots[request], token) for token in request.tokens(start, end - start)]
         _add_occurrences(table, more, sampled)
         self._counted.update(certain)
-        found = table[_indices([slots[request] for request, _ in wanted], logits)]
+        counts = table[_indices([slots[request] for request, _ in wanted], logits)]
         drafts = [
             (row, token)
             for row, (request, position) in enumerate(wanted)
             for token in request.tokens(certain[request], position - certain[request])
         ]
-        _add_occurrences(found, drafts, sampled)
-        return found
+        _add_occurrences(counts, drafts, sampled)
+        return counts
 
 
 def penalties_of(params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Repetition, frequency and presence penalty of each, float64 ``[3, n]`` on the host."""
+    """Repetition, frequency and presence penalties, float64 ``[3, n]`` on the host."""
     columns = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
     return torch.tensor(columns, dtype=torch.float64).view(-1, 3).T
 
@@ -150,7 +150,7 @@ def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tenso
 
     Args:
         logits: float32 ``[n, vocab]``.
-        counts: int32 ``[n, vocab]``: 2 · occurrences in the output, + 1 where the prompt has the token.
+        counts: int32 ``[n, vocab]``: 2 · occurrences in the output, + 1 if the prompt has the token.
         penalties: float32 ``[3, n]``, see :func:`penalties_of`.
     """
     repetition, frequency, presence = penalties[..., None]
@@ -162,8 +162,7 @@ def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tenso
 
 
 class PerRequestTable:
-    """A row ``[vocab]`` on the device for each of some requests, in one table that grows; rows of requests that have
-    ended are used again."""
+    """A growing table on the device with a row ``[vocab]`` for each request; rows of ended requests are reused."""
 
     def __init__(self, dtype: torch.dtype):
         self.table = torch.empty(0, 0, dtype=dtype)
@@ -172,20 +171,20 @@ class PerRequestTable:
     def of(
         self, requests: Sequence[Request], make: Callable[[Request], torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        """``[len(requests), vocab]``; see :meth:`slots`."""
+        """The rows of requests, ``[len(requests), vocab]``; see :meth:`slots`."""
         slots = self.slots(requests, make, like)
         return self.table[_indices([slots[request] for request in requests], like)]
 
     def slots(
         self, requests: Sequence[Request], make: Callable[[Request], torch.Tensor], like: torch.Tensor
     ) -> dict[Request, int]:
-        """Where the rows of requests lie; ``make`` gives the first content of a new one, on the host."""
+        """The index of each request's row; ``make`` returns the content of a new row, on the host."""
         for request in [r for r in self._slots if r.finish_reason is not None]:
             self.forget(request)
         new = [request for request in dict.fromkeys(requests) if request not in self._slots]
         if new:
-            taken = set(self._slots.values())
-            free = [slot for slot in range(len(taken) + len(new)) if slot not in taken][: len(new)]
+            used = set(self._slots.values())
+            free = [slot for slot in range(len(used) + len(new)) if slot not in used][: len(new)]
             if (rows := max(free) + 1) > len(self.table):
                 grown = torch.zeros(next_power_of_2(rows), like.shape[1], dtype=self.table.dtype, device=like.device)
                 if len(self.table):
@@ -200,13 +199,13 @@ class PerRequestTable:
 
 
 def is_biased(request: Request) -> bool:
-    """Whether something constant is added to its logits."""
+    """Whether the same values are added to a request's logits in every step."""
     params = request.params
     return bool(params.allowed_token_ids or params.logit_bias or any(len(word) == 1 for word in request.bad_words))
 
 
 def _bias(request: Request, vocab: int) -> torch.Tensor:
-    """float32 ``[vocab]``: what is added to a request's logits in every step."""
+    """float32 ``[vocab]``: the values added to a request's logits in every step."""
     params = request.params
     bias = torch.zeros(vocab)
     if params.allowed_token_ids is not None:
@@ -220,12 +219,12 @@ def _bias(request: Request, vocab: int) -> torch.Tensor:
 
 
 def of_prompt(request: Request, vocab: int) -> torch.Tensor:
-    """int32 ``[vocab]``: 1 where the prompt has the token."""
+    """int32 ``[vocab]``: 1 for each token of the prompt."""
     return torch.zeros(vocab, dtype=torch.int32).index_fill_(0, torch.tensor(request.prompt, dtype=torch.int64), 1)
 
 
 def _add_occurrences(counts: torch.Tensor, where: list[tuple[int, int]], sampled: torch.Tensor | None) -> None:
-    """Counts tokens, given as (row of ``counts``, token or placeholder); one row may have a token several times."""
+    """Counts tokens, given as (row of ``counts``, token or placeholder); a row may have a token several times."""
     if not where:
         return
     rows, tokens = torch.tensor(where, dtype=torch.int64).unbind(1)
@@ -234,5 +233,5 @@ def _add_occurrences(counts: torch.Tensor, where: list[tuple[int, int]], sampled
 
 
 def _indices(values: Sequence[object], like: torch.Tensor) -> torch.Tensor:
-    """int64, on the device of ``like``."""
+    """int64 tensor on the device of ``like``."""
     return upload(torch.tensor(values, dtype=torch.int64), like.device)

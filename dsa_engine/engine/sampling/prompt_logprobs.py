@@ -1,7 +1,7 @@
-"""Log-probabilities of prompts' own tokens, where requests ask: of every row that a token of the prompt follows.
+"""Log-probabilities of a prompt's own tokens, for requests with ``prompt_logprobs``.
 
-In prefill the rows of a prompt lie on all ranks of a group: each multiplies its own with the LM head, a block at a time
-so that the logits fit the workspace, and what is kept of them is gathered.
+In prefill the rows of a prompt are divided over the ranks of a group. Each rank multiplies its rows by the LM head, a
+block at a time so that the logits fit in the workspace; then the log-probabilities are gathered.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import log_probabilities, ranked
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.model import Model
 from dsa_engine.outputs import Logprobs
 
 
 class _Row(NamedTuple):
-    row: int  # of the rank's hidden states
+    row: int  # in the rank's hidden states
     request: Request
-    position: int  # of the token that follows
+    position: int  # of the next token
 
 
 def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[Request, dict[int, Logprobs]]:
-    """Of each request that asks, and has a part of its prompt in this step: by position of the token; the same on every
-    rank. It waits for the device; where nobody asks, nothing is done.
+    """Log-probabilities of the prompt tokens in this step, by request and position; the same on every rank.
+
+    It waits for the device if a request wants them.
 
     Args:
-        plan: of the step.
+        plan: the step.
         hidden: ``[rows of this rank, hidden]``.
     """
     wanted = [_wanted(rank_plan) for rank_plan in plan.ranks]
-    most = max(len(rows) for rows in wanted)
-    if most == 0:
+    padded_rows = max(len(rows) for rows in wanted)
+    if padded_rows == 0:
         return {}
     mesh, vocab = model.runtime.mesh, model.config.vocab_size
     asked = [row.request.params.prompt_logprobs or 0 for rows in wanted for row in rows]
@@ -43,25 +44,25 @@ def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[
     indices = upload(torch.tensor([row.row for row in own], dtype=torch.int64), hidden.device)
     ids = [row.request.prompt[row.position] for row in own]
     tokens = upload(torch.tensor(ids, dtype=torch.int64), hidden.device)
-    # Logits, their log-softmax and a comparison of it at a time, for every rank of the tensor-parallel group.
+    # At a time there are logits, their log-softmax and its comparison, of every rank of the tensor-parallel group.
     block = max(1, model.runtime.workspace // (12 * vocab * mesh.tp.size))
     tables = []
-    for first in range(0, most, block):
-        part, count = slice(first, first + block), min(block, most - first)
-        logits = model.own_logits(hidden[indices[part]], count)
+    for first in range(0, padded_rows, block):
+        part, count = slice(first, first + block), min(block, padded_rows - first)
+        logits = model.logits(hidden[indices[part]], count)
         table = log_probabilities(logits, tokens[part], min(max(asked), vocab))
         tables.append(F.pad(table, (0, 0, 0, count - len(table))))
     gathered = mesh.world.all_gather(torch.cat(tables)).tolist()
-    found: dict[Request, dict[int, Logprobs]] = {}
+    logprobs: dict[Request, dict[int, Logprobs]] = {}
     for rank, rows in enumerate(wanted):
-        for (_, request, position), values in zip(rows, gathered[rank * most :], strict=False):
+        for (_, request, position), values in zip(rows, gathered[rank * padded_rows :], strict=False):
             token, count = request.prompt[position], request.params.prompt_logprobs or 0
-            found.setdefault(request, {})[position] = ranked(token, values, count)
-    return found
+            logprobs.setdefault(request, {})[position] = ranked(token, values, count)
+    return logprobs
 
 
 def _wanted(rank_plan: RankPlan) -> list[_Row]:
-    """The rows of a rank whose next token is one of the prompt that nothing is known of yet."""
+    """The rows of a rank that precede a prompt token whose log-probability is not known yet."""
     wanted = []
     for segment in rank_plan.segments:
         request = rank_plan.chunks[segment.sequence].request

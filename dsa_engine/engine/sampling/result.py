@@ -1,5 +1,4 @@
-"""What a step leaves of its requests: tokens on their way to the host, and with drafts a table on the device, from
-which the next step follows."""
+"""The result of a step: tokens on their way to the host and, with drafts, a table on the device for the next step."""
 
 from __future__ import annotations
 
@@ -13,25 +12,25 @@ from dsa_engine.engine.requests.request import LastRows, Request, SampledToken
 from dsa_engine.engine.sampling.draw import ranked
 from dsa_engine.outputs import Logprobs
 
-FIRST_TOKEN = 3  # the column of a table where the tokens begin
+FIRST_TOKEN = 3  # column of a table where the tokens begin, see Columns
 
 
 class DraftResult(NamedTuple):
-    """What came of a request's drafts in a step."""
+    """The result of a request's drafts in a step."""
 
-    offered: int  # drafts that were verified
-    accepted: int
-    drafts: list[int]  # of the next tokens
+    offered: int  # number of drafts that were verified
+    accepted: int  # number of drafts that were accepted
+    drafts: list[int]  # new drafts, of the next tokens
 
 
 class Columns(NamedTuple):
     """The columns of a table of n requests with up to ``count`` drafts each; int64."""
 
-    position: torch.Tensor  # [n], of the last token, which is the first to be computed next
-    offered: torch.Tensor  # [n], drafts that were verified
+    position: torch.Tensor  # [n], position of the last token, where the next step starts
+    offered: torch.Tensor  # [n], number of drafts that were verified
     accepted: torch.Tensor  # [n]
     tokens: torch.Tensor  # [n, 1 + count]: accepted drafts and the token after them, or codes of errors; then void
-    drafts: torch.Tensor  # [n, count], of the tokens after these
+    drafts: torch.Tensor  # [n, count], new drafts, of the tokens after these
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Columns:
@@ -42,7 +41,7 @@ class Columns(NamedTuple):
 
     @staticmethod
     def width(count: int) -> int:
-        """Number of columns."""
+        """Number of columns for up to ``count`` drafts."""
         return 4 + 2 * count
 
     @property
@@ -63,17 +62,17 @@ class Outcome(NamedTuple):
     rows: Mapping[Request, int]  # each request's row of the table
 
     def read(self, download: Callable[[], list[Any]]) -> list[DraftResult]:
-        """The result of each request; this is the oldest step that has not been read. ``download`` gives the table."""
+        """The result of each request, once all earlier steps have been read; ``download`` returns the table."""
         table, results = download(), []
         for request, row in self.rows.items():
             _, offered, accepted, *others = table[row]
-            count, left = len(others) // 2, request.max_tokens - len(request.output) - accepted - 1
-            # A request's last token is never drafted: nothing would be gained.
-            results.append(DraftResult(offered, accepted, others[1 + count :][: max(0, left - 1)]))
+            count, remaining = len(others) // 2, request.max_tokens - len(request.output) - accepted - 1
+            # A request's last token is never drafted: no step would be saved.
+            results.append(DraftResult(offered, accepted, others[1 + count :][: max(0, remaining - 1)]))
         return results
 
 
-# Codes in place of a token, where a request's sampling went wrong.
+# Codes in place of a token, for errors in the sampling of one request.
 NOT_FINITE, NOTHING_LEFT = -1, -2
 _ERRORS = {
     NOT_FINITE: "the model's logits for its next token are not finite (inf or nan)",
@@ -83,29 +82,28 @@ _ERRORS = {
 
 
 class RequestTokens(NamedTuple):
-    """What a step has sampled for one request: a token from each of its rows of logits, in order of position; with
-    drafts, up to the first that was not accepted, and the token in its place."""
+    """The new tokens of one request from a step, in order of position; with drafts, the accepted ones and one more."""
 
     request: Request
     tokens: list[SampledToken]
-    draft_result: DraftResult | None = None  # None where nothing is drafted
+    draft_result: DraftResult | None = None  # None without drafts
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step samples, the same on every rank, on its way to the host."""
+    """The tokens sampled by a step, the same on every rank, on their way to the host."""
 
-    indices: dict[Request, range]  # where each request's tokens lie in ``tokens``
-    tokens: torch.Tensor  # int64 [n], on the device, the same on all ranks; codes of errors in place of some
+    indices: dict[Request, range]  # indices of each request's tokens in ``tokens``
+    tokens: torch.Tensor  # int64 [n] on the device; negative values are codes of errors
     _codes: Callable[[], list[Any]]
     _logprobs: Callable[[], list[Any]] | None
     prompt_logprobs: Mapping[Request, Mapping[int, Logprobs]] = field(default_factory=dict)  # by position
-    draft_results: Callable[[], list[DraftResult]] | None = None  # of each request; None: nothing is drafted
-    outcome: Outcome | None = None  # from which the next step may follow
-    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # that this rank's requests are to keep
+    draft_results: Callable[[], list[DraftResult]] | None = None  # one for each request; None without drafts
+    outcome: Outcome | None = None  # lets the next step follow before this one is read
+    last_rows: Mapping[Request, LastRows] = field(default_factory=dict)  # new ``Request.last_rows`` on this rank
 
     def read(self) -> list[RequestTokens]:
-        """Waits until the device has sampled."""
+        """Waits for the device, and returns the tokens of each request."""
         codes = self._codes()
         logprobs = self._logprobs() if self._logprobs else [None] * len(codes)
         sampled = [
@@ -115,8 +113,8 @@ class StepResult:
         if self.draft_results is None:
             return sampled
         return [
-            RequestTokens(one.request, one.tokens[: found.accepted + 1], found)
-            for one, found in zip(sampled, self.draft_results(), strict=True)
+            RequestTokens(one.request, one.tokens[: result.accepted + 1], result)
+            for one, result in zip(sampled, self.draft_results(), strict=True)
         ]
 
 

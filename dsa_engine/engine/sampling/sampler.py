@@ -1,4 +1,4 @@
-"""From a step's logits to everybody's next tokens. They stay on the device until somebody reads them."""
+"""From a step's logits to the next tokens of all ranks' requests, which stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hashlib import blake2b
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import log_probabilities, sample
 from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted, is_biased
 from dsa_engine.engine.sampling.result import NOT_FINITE, NOTHING_LEFT, StepResult
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
-from dsa_engine.kernels.transfer import download, upload
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.runtime.transfer import download, upload
 from dsa_engine.parallel import Mesh
 
-# Puts likely drafts in the place of chosen tokens: of the rows' requests, their logits and the tokens.
+# Replaces chosen tokens by likely drafts: called with the rows' requests and positions, logits and chosen tokens.
 PutDrafts = Callable[[Sequence[Wanted], torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -25,9 +25,9 @@ class Sampler:
     """Chooses tokens and exchanges them between the ranks.
 
     Args:
-        config, mesh: of the engine.
-        seed: of requests without a seed of their own.
-        relaxed: puts likely drafts in the place of chosen tokens.
+        config, mesh: the engine's.
+        seed: the engine's, for requests that have no seed.
+        relaxed: replaces chosen tokens by likely drafts; None accepts drafts strictly.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, seed: int, relaxed: PutDrafts | None = None):
@@ -38,40 +38,37 @@ class Sampler:
         self._terms = LogitsProcessors(config.eos_token_ids)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor, sampled: torch.Tensor | None = None) -> StepResult:
-        """Chooses the tokens of this rank's rows and gathers everybody's; nothing waits for the device.
+        """Chooses the tokens of this rank's rows and gathers those of all ranks, without waiting for the device.
 
         Args:
-            plan: of the step; each request's rows of logits lie on one rank.
-            logits: float32 ``[logits_rows of this rank, vocab]``; it is changed.
-            sampled: ``StepResult.tokens`` of the step before, where they have not been read.
+            plan: the step; the rows of logits of a request are on one rank.
+            logits: float32 ``[logits_rows of this rank, vocab]``; overwritten.
+            sampled: ``StepResult.tokens`` of the step before, if they have not been read.
         """
-        most = max(len(rank_plan.logits_rows) for rank_plan in plan.ranks)
-        indices = _indices(plan, most)
+        padded_rows = max(len(rank_plan.logits_rows) for rank_plan in plan.ranks)
+        indices = _indices(plan, padded_rows)
         if not indices:
             return StepResult({}, torch.empty(0, dtype=torch.int64, device=logits.device), list, None)
-        asked = [request.params.logprobs for request in indices if request.params.logprobs is not None]
-        unmodified = logits.clone() if asked else logits
+        logprob_counts = [r.params.logprobs for r in indices if r.params.logprobs is not None]
+        unmodified = logits.clone() if logprob_counts else logits
         wanted = _wanted(plan.ranks[self._mesh.rank])
-        total = logits.sum(dim=-1)  # finite where all of a row are, also those that the terms forbid
+        total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf
         self._terms.apply(logits, wanted, sampled)
         tokens = self._choose(wanted, logits)
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)
         tokens = tokens.where(total.isfinite(), NOT_FINITE)
-        spare = most - len(tokens)
-        everybodys = self._mesh.world.all_gather(F.pad(tokens, (0, spare)))
+        padding = padded_rows - len(tokens)
+        of_all_ranks = self._mesh.world.all_gather(F.pad(tokens, (0, padding)))
         logprobs = None
-        if asked:
-            best = min(max(asked), self._config.vocab_size)
-            table = F.pad(log_probabilities(unmodified, tokens.clamp(min=0), best), (0, 0, 0, spare))
+        if logprob_counts:
+            best = min(max(logprob_counts), self._config.vocab_size)
+            table = F.pad(log_probabilities(unmodified, tokens.clamp(min=0), best), (0, 0, 0, padding))
             logprobs = download(self._mesh.world.all_gather(table))
-        return StepResult(indices, everybodys, download(everybodys), logprobs)
+        return StepResult(indices, of_all_ranks, download(of_all_ranks), logprobs)
 
     def _choose(self, wanted: list[Wanted], logits: torch.Tensor) -> torch.Tensor:
-        """A token for every row, int64 ``[n]``, or the code of an error.
-
-        What one request's parameters or logits make impossible is that request's error, and nobody else's.
-        """
+        """A token for every row, int64 ``[n]``, or the code of an error, which concerns that row's request only."""
         highest, tokens = _highest(logits)  # the choice of all greedy requests
         drawn = [i for i, (request, _) in enumerate(wanted) if request.params.temperature > 0]
         if drawn:
@@ -83,28 +80,28 @@ class Sampler:
 
 
 def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest number of each row, and where it stands, ``[n]`` each."""
+    """The highest logit of each row, and its token, ``[n]`` each."""
     if logits.device.type != "cpu":
-        highest, places = logits.max(dim=-1)
-        return highest, places
-    places = logits.argmax(dim=-1)  # on a CPU max() lets all threads meet, for however few rows
-    return logits.gather(1, places[:, None])[:, 0], places
+        highest, tokens = logits.max(dim=-1)
+        return highest, tokens
+    tokens = logits.argmax(dim=-1)  # max() on a CPU synchronises all threads, even for few rows
+    return logits.gather(1, tokens[:, None])[:, 0], tokens
 
 
-def _indices(plan: StepPlan, most: int) -> dict[Request, range]:
-    """Where each request's tokens lie among everybody's, ``most`` for each rank."""
+def _indices(plan: StepPlan, padded_rows: int) -> dict[Request, range]:
+    """Indices of each request's tokens among the tokens of all ranks, ``padded_rows`` for each rank."""
     indices: dict[Request, range] = {}
     for rank, rank_plan in enumerate(plan.ranks):
-        for index, (_, request) in enumerate(rank_plan.logits_rows, rank * most):
+        for index, (_, request) in enumerate(rank_plan.logits_rows, rank * padded_rows):
             rows = indices.get(request, range(index, index))
             if rows.stop != index:
-                raise ValueError("a request's rows of logits must lie side by side on one rank to be sampled from")
+                raise ValueError("the rows of logits of a request must be consecutive on one rank to be sampled")
             indices[request] = range(rows.start, index + 1)
     return indices
 
 
 def _wanted(rank_plan: RankPlan) -> list[Wanted]:
-    """For every row of logits, whose token is drawn, and at which position: the one behind the row's own."""
+    """The request and position of the token to choose for every row of logits: the position after the row's own."""
     position = {chunk.request: chunk.end - chunk.num_logits for chunk in rank_plan.chunks}
     wanted = []
     for _, request in rank_plan.logits_rows:
@@ -114,17 +111,17 @@ def _wanted(rank_plan: RankPlan) -> list[Wanted]:
 
 
 def needs_host(request: Request) -> bool:
-    """Whether its next tokens ask for what only a :class:`Sampler` does: on the host, in each step."""
+    """Whether choosing a request's next tokens needs the host in each step, as in :class:`Sampler`."""
     params = request.params
-    asks = params.logprobs is not None or len(request.output) < params.min_tokens
-    return asks or is_biased(request) or bool(request.bad_words)
+    needs = params.logprobs is not None or len(request.output) < params.min_tokens
+    return needs or is_biased(request) or bool(request.bad_words)
 
 
 def seed_of(request: Request, seed: int) -> int:
-    """A request's own seed, or one from the engine's and its number."""
+    """A request's seed, or one made from the engine's seed and the request's id."""
     return _mixed(seed, request.id) if request.params.seed is None else request.params.seed
 
 
 def _mixed(seed: int, number: int) -> int:
-    """A seed for the request of this number: neighbouring seeds and numbers have nothing in common."""
+    """A hash: neighbouring seeds and numbers have nothing in common."""
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big")

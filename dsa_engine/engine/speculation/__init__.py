@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens are drafted by MTP modules and verified by the model, eagerly or as one graph."""
+"""Speculative decoding: MTP modules draft tokens and the model verifies them, eagerly or in one graph."""

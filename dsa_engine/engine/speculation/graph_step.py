@@ -1,20 +1,20 @@
 """A decode step with drafts as one function of device tensors: model, choice of tokens, acceptance and draft passes.
 
-All shapes are a bucket's, so the whole step is one CUDA graph, and nothing in it asks the host. What it leaves of every
-request is a row of an :class:`Outcome`: how many drafts were accepted, the tokens, the next drafts, and the position of
-the last token. The next step may follow from that before the host has read it: then the host gives it the request's row
-of the outcome, its pages and the limit up to which it may be computed, all for the case that every draft is accepted.
+All shapes are a bucket's, so the whole step is one CUDA graph, which never waits for the host. Its result for every
+request is a row of an :class:`Outcome`: the number of accepted drafts, the tokens, the next drafts, and the position of
+the last token. The next step may start from an outcome before the host has read it. For this the host provides the
+request's row of the outcome, its pages, and the limit of its tokens, all for the case that every draft is accepted.
 
-A request that turns out to have ended is part of one step too many. Its rows from its limit on are padding; what is
-drawn from them is dropped with the rest.
+A request that turns out to have ended is part of one step too many. Its rows from its limit on are padding, and its
+tokens are dropped.
 
-Where a request asks for what only the host can do in each step, the whole step runs eagerly (``drafter.py``).
+If choosing a request's tokens needs the host, the whole step runs eagerly (``drafter.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,11 +32,11 @@ from dsa_engine.engine.speculation.passes import Passes, verifies
 from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows, gathered_rows
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.transfer import download, upload
+from dsa_engine.kernels.runtime.transfer import download, upload
 
 
 class GraphKey(NamedTuple):
-    """What the launches of a step depend on: a graph's name."""
+    """Name of a graph: everything that the launches of a step depend on."""
 
     bucket: Bucket
     limits: Limits | None  # None: all requests are greedy
@@ -45,10 +45,10 @@ class GraphKey(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the host says of the n requests of a step, int64."""
+    """Inputs from the host for the n requests of a step, int64."""
 
-    source: torch.Tensor  # [n], row of the outcome that each follows from; -1 where the host knows its tokens
-    drawn: torch.Tensor  # [n], 1 where tokens are drawn, 0 where they are the most likely
+    source: torch.Tensor  # [n], the request's row of the outcome before; -1 if the host knows its tokens
+    drawn: torch.Tensor  # [n], 1 if tokens are drawn, 0 if they are the most likely
     draws: torch.Tensor  # [5, n], see ``Draws.of_columns``
     penalties: torch.Tensor  # [3, n], bits of float64, see ``penalties_of``
     chunks: torch.Tensor  # [3 + rows, n], see ``ChunkColumns``
@@ -64,26 +64,26 @@ class Inputs(NamedTuple):
 
 
 class _Buffers:
-    """What stays of a bucket from step to step; the first three are written anew in every step."""
+    """Tensors of a bucket with fixed addresses; the first three are overwritten in every step."""
 
     def __init__(self, bucket: Bucket, passes: Passes):
         requests, width, device = bucket.requests, bucket.rows_per_request, passes.mesh.device
         pages = pages_for(bucket.context, passes.cache.page_size)
         self.inputs = torch.zeros(13 + width, requests, dtype=torch.int64, device=device)  # see Inputs
-        # Columns of the outcome that each request follows from.
+        # Columns of the outcome before, for the requests that start from it.
         self.before = torch.zeros(requests, Columns.width(width - 1), dtype=torch.int64, device=device)
         self.tables = torch.zeros(requests, pages, dtype=torch.int32, device=device)  # block tables
-        self.rows = StaticRows.of(bucket, width, passes.model)  # of the step
+        self.rows = StaticRows.of(bucket, width, passes.model)  # the rows of the model
         self.passes = passes.buffers(bucket)
-        self.counts = torch.empty(0)  # see PenaltyCounts.in_step; empty until a request penalises; shared
+        self.counts = torch.empty(0)  # PenaltyCounts.in_step, shared by buckets; empty until a request has penalties
 
 
 class GraphStep:
     """Runs decode steps in which every request verifies up to ``count`` drafts and gets as many new ones.
 
     Args:
-        passes: of the MTP modules; model, cache and mesh are theirs.
-        seed: of requests without a seed of their own.
+        passes: runs the MTP modules; has the model, its cache and the mesh.
+        seed: the engine's, for requests that have no seed.
     """
 
     def __init__(self, passes: Passes, seed: int):
@@ -94,7 +94,7 @@ class GraphStep:
         self._buffers: dict[Bucket, _Buffers] = {}
 
     def fits(self, step: StepPlan, count: int) -> bool:
-        """Whether all requests verify up to ``count`` drafts, and their sampling needs nothing of the host."""
+        """Whether all requests verify up to ``count`` drafts and their sampling does not need the host."""
         return all(verifies(c, count) and not needs_host(c.request) for plan in step.ranks for c in plan.chunks)
 
     def key(self, step: StepPlan, assume: Assume | None) -> GraphKey:
@@ -106,11 +106,11 @@ class GraphStep:
         return GraphKey(step.bucket, limits, any(p.penalises for p in params), assume)
 
     def run(self, step: StepPlan, key: GraphKey, before: Outcome | None, graphs: DecodeGraphs) -> StepResult:
-        """Launches a step; nothing waits for the device.
+        """Launches a step without waiting for the device.
 
         Args:
-            step, key: a padded step, and its key.
-            before: of the step before, for chunks that follow from it.
+            step, key: a padded step and its key.
+            before: outcome of the step before, for chunks that start on the device.
         """
         bucket = key.bucket
         buffers = self._buffers.get(bucket)
@@ -130,11 +130,11 @@ class GraphStep:
             self._counts.update(chunks, buffers.before, buffers.counts)
         buffers.passes.load([chunk.request.last_rows for chunk in chunks])
         table = graphs.run(key, lambda: self._step(buffers, key))
-        # Not where the graph leaves it: another graph of the same memory may run before this is read.
-        return replace(_samples(step, requests, table.clone()), last_rows=buffers.passes.kept(chunks))
+        # A copy: another graph may use the same memory before this table is read.
+        return replace(_samples(step, requests, table.clone()), last_rows=buffers.passes.last_rows(chunks))
 
     def _inputs(self, bucket: Bucket, chunks: list[Chunk], before: Outcome | None) -> Inputs:
-        """On the host, padded to the bucket's requests."""
+        """The inputs on the host, padded to the bucket's requests."""
         requests, padding = [chunk.request for chunk in chunks], (0, bucket.requests - len(chunks))
         params = [request.params for request in requests]
         seeds = [seed_of(request, self._seed) for request in requests]
@@ -148,17 +148,17 @@ class GraphStep:
         )
 
     def _step(self, buffers: _Buffers, key: GraphKey) -> torch.Tensor:
-        """The outcome's table ``[requests of all ranks, …]``, from the buffers and nothing else."""
+        """Computes the outcome's table ``[requests of all ranks, …]`` from the buffers and nothing else."""
         model, width = self._model, buffers.rows.each
         inputs, before = Inputs.of(buffers.inputs), Columns.of(buffers.before)
         known, follows = ChunkColumns.of(inputs.chunks.T), inputs.source >= 0
         draws = Draws.of_columns(tuple(inputs.draws))
-        # In place of a token there may be the negative code of an error: that request has ended.
+        # A negative token is the code of an error; its request has ended.
         ids = torch.cat((before.last_token, before.drafts), dim=1).where(follows[:, None], known.ids).clamp(min=0)
         columns = known._replace(first=before.position.where(follows, known.first), ids=ids)
         rows = StepRows.of(columns, buffers.rows, buffers.tables, model, self._cache.page_size)
         hidden = model(rows.batch, self._cache)
-        logits = model.own_logits(hidden, rows.batch.rows)
+        logits = model.logits(hidden, rows.batch.rows)
         finite = logits.sum(dim=-1).isfinite()
         if key.penalises:
             penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)
@@ -175,7 +175,7 @@ class GraphStep:
 def _choose(
     logits: torch.Tensor, draws: Draws, drawn: torch.Tensor, rows: StepRows, limits: Limits | None
 ) -> torch.Tensor:
-    """A token for every row, int64 ``[requests, rows of each]``."""
+    """Chooses a token for every row, int64 ``[requests, rows of each]``."""
     tokens = logits.argmax(dim=-1).view_as(rows.positions)
     if limits is not None:
         of_rows = Draws(*(column.repeat_interleave(rows.positions.shape[1]) for column in draws))
@@ -185,15 +185,17 @@ def _choose(
 
 
 def _samples(step: StepPlan, each: int, table: torch.Tensor) -> StepResult:
-    """What the host comes to know of an outcome; ``table`` is its own, with ``each`` rows of a rank."""
+    """The result of a step from its outcome's ``table``, which has ``each`` rows for every rank."""
     rows, indices = gathered_rows([plan.chunks for plan in step.ranks], each), {}
     for chunk in (chunk for plan in step.ranks for chunk in plan.chunks):
         first = rows[chunk.request] * table.shape[1] + FIRST_TOKEN
         indices[chunk.request] = range(first, first + chunk.length)
     on_host, outcome = cache(download(table)), Outcome(table, rows)
-
-    def codes() -> list[int]:
-        return [code for row in on_host() for code in row]
-
-    results = partial(outcome.read, on_host)
-    return StepResult(indices, table.flatten(), codes, None, draft_results=results, outcome=outcome)
+    return StepResult(
+        indices,
+        table.flatten(),
+        lambda: [code for row in on_host() for code in row],
+        None,
+        draft_results=lambda: outcome.read(on_host),
+        outcome=outcome,
+    )

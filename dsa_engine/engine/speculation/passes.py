@@ -1,17 +1,18 @@
-"""The passes of MTP modules after a step: by one module again and again, or by one each of several modules.
+"""The passes of MTP modules after a step, by one module repeatedly or by several modules once each.
 
-Eagle mode: one module runs over the step's rows, and then alone, a row of each request at a time, from its own state
-and its last draft.
+Eagle mode: one module runs over the step's rows, and then repeatedly over one row of each request, from its own hidden
+state and its last draft.
 
-Vanilla mode: each of several modules drafts one token. Of a request whose tokens t_0 … t_{m-1} are known, the model has
-computed the positions up to m - 2. The row of module k at position i embeds t_{i+k}, so from true tokens it can be
-computed up to position m - 1 - k. The rows after that, up to m - 2, embed drafts, and the last of them drafts the token
-at m + k - 1. They are right if these drafts are accepted; if not, they have to be computed again. So a step whose first
-row has position p computes the ``count - 1`` positions before p once more, with the tokens that are there by now:
-``2 · count`` rows of a request, for all modules. Among its first tokens fewer lie before: then the rows begin at
-position 0, and those left over at the end are padding. For that the model's states at these positions are kept; those
-of the modules follow from them. A prompt's chunks need no states of the chunk before: the scheduler leaves as many
-tokens for the last chunk as there are modules, so every row before it embeds a token of the prompt.
+Vanilla mode: each of several modules drafts one token. Let a request have tokens t_0 … t_{m-1}; the model has computed
+the positions up to m - 2. Module k embeds t_{i+k} in its row at position i, so it can compute rows from known tokens up
+to position m - 1 - k. Its rows after that, up to m - 2, embed drafts, and the last of them drafts the token at
+m + k - 1. These rows are right if the drafts are accepted, and must be computed again if not. So a step whose first row
+has position p computes the ``count - 1`` positions before p again, with the tokens now known: ``2 · count`` rows of a
+request, for all modules. Near the start of a request there are fewer positions before p; then the rows begin at
+position 0, and the remaining ones are padding. The model's hidden states at these positions are saved
+(``Request.last_rows``); those of the modules are computed from them. The chunks of a prompt need no states of an
+earlier chunk: the last chunk has at least as many tokens as there are modules (``Scheduler.least_last_chunk``), so all
+rows before it embed tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -35,57 +36,58 @@ from dsa_engine.engine.speculation.rows import (
 )
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
-from dsa_engine.parallel import Mesh
 
 
 class Passes(ABC):
     """Runs the MTP modules of a model.
 
     Args:
-        model, cache, mesh: of the engine.
+        model, cache: the engine's.
         observe: is called with the plan of passes whose rows are not those of the step.
     """
 
-    def __init__(self, model: Model, cache: KVCache, mesh: Mesh, observe: Callable[[StepPlan], None]):
+    def __init__(self, model: Model, cache: KVCache, observe: Callable[[StepPlan], None]):
         self.model = model
         self.cache = cache
-        self.mesh = mesh
+        self.mesh = model.runtime.mesh
         self._observe = observe
 
     @abstractmethod
-    def buffers(self, bucket: Bucket, ends: Sequence[int] = ()) -> PassBuffers:
-        """For :meth:`after_decode`, in steps of this shape; ``ends``: of the step's rows (:meth:`StaticRows.of`)."""
+    def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
+        """Buffers of :meth:`after_decode` for a bucket; ``max_visible``: of the step's rows, see
+        :meth:`StaticRows.of`."""
 
     @abstractmethod
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
     ) -> torch.Tensor:
-        """Drafts of this rank's requests, int64 ``[requests, count]``, by launches that are always the same.
+        """Makes drafts for this rank's requests, int64 ``[requests, count]``; always the same launches.
 
         Args:
-            rows, hidden: of the step, with the model's normed states ``[requests · (1 + count), hidden]``.
-            tokens: int64 ``[requests, 1 + count]``, chosen after each row, none below 0.
+            rows, hidden: the step and the model's normed states ``[requests · (1 + count), hidden]``.
+            tokens: int64 ``[requests, 1 + count]``, chosen after each row, none negative.
             accepted: int64 ``[requests]``.
         """
 
     def after_eager_step(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor
     ) -> tuple[torch.Tensor, Mapping[Request, LastRows]]:
-        """Drafts after any step: by the passes that a decode step has in a graph, over the rows with chosen tokens.
-        Where there are others, of prompts, the modules first run over all rows, which fills their caches.
+        """Makes drafts after any step, by :meth:`after_decode` over the rows with chosen tokens.
+
+        If the step has rows of prompts, the modules first run over all of its rows, which fills their caches.
 
         Args:
-            step, batch, hidden: the step, with its normed states ``[T, hidden]``.
+            step, batch, hidden: the step and its normed states ``[T, hidden]``.
             tokens: int64 ``[n, 1 + count]``, chosen for the requests of all ranks in the order of the sampler, none
-                below 0; void after the last of a request. n is 0 in the middle of prompts.
+                negative; void after the last of a request. n is 0 in the middle of prompts.
             accepted: int64 ``[n]``.
 
         Returns:
-            int64 ``[n, count]``, and what this rank's requests are to keep.
+            drafts, int64 ``[n, count]``, and the new ``last_rows`` of this rank's requests.
         """
         by_rank, rank, width = chunks_with_logits(step), self.mesh.rank, tokens.shape[1]
         requests = [chunk.request for chunks in by_rank for chunk in chunks]
@@ -93,8 +95,8 @@ class Passes(ABC):
         last = self._fill(step, batch, hidden, requests, tokens) if fills else {}
         if not requests:
             return tokens[:, 1:], {}
-        own, (bucket, rows, ends) = by_rank[rank], self._static_rows(by_rank, width)
-        buffers = self.buffers(bucket, ends)
+        own, (bucket, rows, max_visible) = by_rank[rank], self._static_rows(by_rank, width)
+        buffers = self.buffers(bucket, max_visible)
         buffers.load([_part(last[c.request], 0, -1) if c.request in last else c.request.last_rows for c in own])
         to = self._indices([i * width + j for i, chunk in enumerate(own) for j in range(chunk.length)])
         chosen_after = hidden[upload(step.ranks[rank].rows_with_logits, self.mesh.device)]
@@ -103,14 +105,16 @@ class Passes(ABC):
         own_tokens, own_accepted = F.pad(tokens[mine], (0, 0, 0, missing)), F.pad(accepted[mine], (0, missing))
         drafts = self.after_decode(rows, states, own_tokens, own_accepted, buffers)
         at = self._indices([*gathered_rows(by_rank, bucket.requests).values()])
-        kept = {request: _part(of, 1, None) for request, of in last.items() if request.owner == rank}
-        return self.mesh.world.all_gather(drafts)[at], kept if fills else buffers.kept(own)
+        filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == rank}
+        return self.mesh.world.all_gather(drafts)[at], filled if fills else buffers.last_rows(own)
 
     def _fill(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, requests: list[Request], tokens: torch.Tensor
     ) -> Mapping[Request, LastRows]:
-        """Runs the modules over all rows of a step, in which ``tokens [n, 1 + count]`` are chosen for ``requests``.
-        Several modules: returns as many :meth:`_last_positions` as there are."""
+        """Runs the modules over all rows of a step, which has chosen ``tokens [n, 1 + count]`` for ``requests``.
+
+        With several modules, returns as many :meth:`_last_positions`.
+        """
         width, states = tokens.shape[1], hidden
         codes = {request: range(i * width, (i + 1) * width) for i, request in enumerate(requests)}
         modules = min(width - 1, len(self.model.mtp))
@@ -121,51 +125,52 @@ class Passes(ABC):
         return self._last_positions(step, hidden, codes, modules) if modules > 1 else {}
 
     def _last_positions(
-        self, step: StepPlan, hidden: torch.Tensor, ending: Container[Request], count: int
+        self, step: StepPlan, hidden: torch.Tensor, prefilled: Container[Request], count: int
     ) -> Mapping[Request, LastRows]:
-        """The last ``count`` positions before the first chosen token of each request that is ``ending`` its prompt: the
-        ranks of its context-parallel group have them together."""
+        """The last ``count`` positions before the first chosen token of each request that this step has ``prefilled``,
+        gathered from the ranks of its context-parallel group."""
         plans = plans_of(step, self.mesh.cp)
-        rows = [_rows_of_last_positions(plan, ending, count) for plan in plans]
-        if (most := max(map(len, rows))) == 0:
+        rows = [_rows_of_last_positions(plan, prefilled, count) for plan in plans]
+        if (padded_rows := max(map(len, rows))) == 0:
             return {}
-        at = {key: rank * most + i for rank, found in enumerate(rows) for i, key in enumerate(found)}
+        at = {key: rank * padded_rows + i for rank, keys in enumerate(rows) for i, key in enumerate(keys)}
         own = hidden[self._indices([*rows[self.mesh.cp.index].values()])]
-        states = self.mesh.cp.all_gather(F.pad(own, (0, 0, 0, most - len(own))))
+        states = self.mesh.cp.all_gather(F.pad(own, (0, 0, 0, padded_rows - len(own))))
         requests = list(dict.fromkeys(request for request, _ in at))
         index = self._indices([[at.get((request, number), 0) for number in range(count)] for request in requests])
         ids = [[0] * (count - len(r)) + r.tokens(max(0, len(r) - count), min(count, len(r))) for r in requests]
         return dict(zip(requests, map(LastRows, states[index], self._indices(ids)), strict=True))
 
     def _static_rows(self, by_rank: list[list[Chunk]], width: int) -> tuple[Bucket, StepRows, list[int]]:
-        """The chunks of this rank in ``width`` rows of each request; in a bucket whose context is this rank's; and how
-        many tokens the rows of each may see."""
+        """This rank's chunks in ``width`` rows of each request; their bucket, with this rank's context; and the maximum
+        number of tokens that the rows of each request see."""
         own, tables, page_size = by_rank[self.mesh.rank], self.cache.block_tables, self.cache.page_size
         pages = [chunk.request.pages for chunk in own]
-        # Missing rows of a request count as following its last one, in the passes too.
-        most = max(map(len, pages), default=0) + pages_for(2 * width, page_size)
-        bucket, selects = Bucket(max(1, *map(len, by_rank)), width, most * page_size), self.model.config.has_indexer
+        # Padding rows of a request come after its last one, in the passes too.
+        max_pages = max(map(len, pages), default=0) + pages_for(2 * width, page_size)
+        bucket = Bucket(max(1, *map(len, by_rank)), width, max_pages * page_size)
+        selects = self.model.config.has_indexer
         self._observe(StepPlan([RankPlan(chunks).padded(bucket, selects) for chunks in by_rank], width, bucket))
-        in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), most)
+        in_step = tables.gather(tables.rows(pages) + [0] * (bucket.requests - len(own)), max_pages)
         columns = upload(ChunkColumns.on_host(own, page_size, width, bucket.requests), self.mesh.device)
-        ends = [chunk.start + width for chunk in own] + [width] * (bucket.requests - len(own))
-        static = StaticRows.of(bucket, width, self.model, ends)
-        return bucket, StepRows.of(ChunkColumns.of(columns), static, in_step, self.model, page_size), ends
+        max_visible = [chunk.start + width for chunk in own] + [width] * (bucket.requests - len(own))
+        static = StaticRows.of(bucket, width, self.model, max_visible)
+        return bucket, StepRows.of(ChunkColumns.of(columns), static, in_step, self.model, page_size), max_visible
 
     def _indices(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
 
-    def _most_likely(self, states: torch.Tensor, module: int) -> torch.Tensor:
-        """int64 ``[requests]``: the token that the module's states ``[requests, hidden]`` draft."""
-        return self.model.own_logits(states, len(states), module).argmax(dim=-1)
+    def _best_tokens(self, states: torch.Tensor, module: int) -> torch.Tensor:
+        """The most likely token for each of a module's states ``[requests, hidden]``, int64 ``[requests]``."""
+        return self.model.logits(states, len(states), self.model.mtp_head(module)).argmax(dim=-1)
 
 
 class EagleChain(Passes):
-    """One module makes all drafts."""
+    """Eagle mode: one module makes all drafts."""
 
-    def buffers(self, bucket: Bucket, ends: Sequence[int] = ()) -> PassBuffers:
-        furthest = [end + bucket.rows_per_request - 2 for end in ends]  # of its last pass
-        return PassBuffers.of(bucket, each=1, kept=0, model=self.model, ends=furthest)
+    def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
+        in_last_pass = [tokens + bucket.rows_per_request - 2 for tokens in max_visible]
+        return PassBuffers.of(bucket, each=1, saved=0, model=self.model, max_visible=in_last_pass)
 
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
@@ -174,29 +179,29 @@ class EagleChain(Passes):
         states = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
         state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
         position = rows.chunks.first + accepted
-        drafts = [self._most_likely(state, 0)]
+        drafts = [self._best_tokens(state, 0)]
         for number in range(1, tokens.shape[1] - 1):
             at = position + number
             at, tables = at.where(at < rows.chunks.limit, -1), rows.batch.block_tables
             one = buffers.rows.batch(self.model, self.cache.page_size, tables, at, drafts[-1])
             state = self.model.draft(0, state, one, self.cache)
-            drafts.append(self._most_likely(state, 0))
+            drafts.append(self._best_tokens(state, 0))
         return torch.stack(drafts, dim=1)
 
 
 class ModuleEach(Passes):
-    """Each of several modules drafts one token."""
+    """Vanilla mode: each of several modules drafts one token."""
 
-    def buffers(self, bucket: Bucket, ends: Sequence[int] = ()) -> PassBuffers:
+    def buffers(self, bucket: Bucket, max_visible: Sequence[int] = ()) -> PassBuffers:
         count = bucket.rows_per_request - 1
-        return PassBuffers.of(bucket, each=2 * count, kept=count - 1, model=self.model, ends=ends)
+        return PassBuffers.of(bucket, each=2 * count, saved=count - 1, model=self.model, max_visible=max_visible)
 
     def after_decode(
         self, rows: StepRows, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, buffers: PassBuffers
     ) -> torch.Tensor:
         requests, count = tokens.shape[0], tokens.shape[1] - 1
         first, length = rows.positions[:, :1], (rows.positions >= 0).sum(dim=1, keepdim=True)
-        # Of count - 1 positions before the first row, those before position 0 are left out.
+        # The rows begin count - 1 positions before the first row, but not before position 0.
         left_out, columns = (count - 1 - first).clamp(min=0), buffers.rows.offsets
         positions = first - (count - 1) + left_out + columns
         at = positions.where((first >= 0) & (positions < first + length), -1).flatten()
@@ -215,27 +220,28 @@ class ModuleEach(Passes):
             input_ids = self.mesh.tp.all_gather(embedded).view(-1, len(embedded))
             state = self.model.draft(number - 1, state, replace(batch, input_ids=input_ids), self.cache)
             after_last = _rows_at(state.view(requests, 2 * count, -1), last)[:, 0]
-            drafts.append(self._most_likely(after_last, number - 1))
+            drafts.append(self._best_tokens(after_last, number - 1))
             ids.scatter_(1, accepted[:, None] + count + number, drafts[-1][:, None])
         return torch.stack(drafts, dim=1)
 
 
 def verifies(chunk: Chunk, count: int) -> bool:
-    """Whether a request decodes, and all rows of the chunk are its last token and up to ``count`` drafts."""
+    """Whether a chunk is the last token of a request that decodes, and up to ``count`` drafts."""
     return chunk.start >= chunk.request.num_prefill_tokens and chunk.num_logits == chunk.length <= 1 + count
 
 
-def _rows_of_last_positions(plan: RankPlan, ending: Container[Request], count: int) -> dict[tuple[Request, int], int]:
-    """The rows of one rank among the last ``count`` positions of each request before its first chosen token, by request
-    and number of the position."""
-    found: dict[tuple[Request, int], int] = {}
+def _rows_of_last_positions(
+    plan: RankPlan, prefilled: Container[Request], count: int
+) -> dict[tuple[Request, int], int]:
+    """One rank's rows of :meth:`Passes._last_positions`, by request and number of the position."""
+    rows: dict[tuple[Request, int], int] = {}
     for s in plan.segments:
         chunk = plan.chunks[s.sequence]
         first = chunk.end - chunk.num_logits + 1 - count
-        if chunk.request in ending:
+        if chunk.request in prefilled:
             last = range(max(s.start, first), min(s.end, first + count))
-            found |= {(chunk.request, position - first): s.row + position - s.start for position in last}
-    return found
+            rows |= {(chunk.request, position - first): s.row + position - s.start for position in last}
+    return rows
 
 
 def _rows_at(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Rows of static shape: the same number of every request, at positions that the device alone needs to know.
+"""Rows of static shape: the same number for every request, at positions that only the device knows.
 
-Where drafts begin depends on how many were accepted. So positions, slots and angles of the rows after a decode step are
-computed on the device: nothing is waited for, and the passes over them may be part of a CUDA graph. A row without a
-page, or of no request, is padding: it has position -1.
+The position of the next drafts depends on how many were accepted. So positions, slots and RoPE angles are computed on
+the device, without waiting, and passes over these rows can be part of a CUDA graph. A row without a page, or of no
+request, is padding and has position -1.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ import torch
 
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.model import Model
 
 
 @dataclass(frozen=True)
 class StaticRows:
-    """``each`` rows of every request of a bucket, of which batches are made on the device."""
+    """``each`` rows of every request of a bucket; makes batches of them on the device."""
 
     each: int
-    # On the host they see as much as they may; on the device what they do, written by every batch.
-    segments: Segments
+    segments: Segments  # on the host rows see their maximum; on the device each batch writes what they see
     none: Segments
     sequences: torch.Tensor  # [requests · each] int64, rows of the block tables
     offsets: torch.Tensor  # [each] int64: 0, 1, …
     frequencies: torch.Tensor
 
     @classmethod
-    def of(cls, bucket: Bucket, each: int, model: Model, ends: Sequence[int] = ()) -> StaticRows:
-        """``ends``: how many tokens the rows of each request may see; by default the bucket's context."""
+    def of(cls, bucket: Bucket, each: int, model: Model, max_visible: Sequence[int] = ()) -> StaticRows:
+        """``max_visible``: maximum number of tokens that each request's rows see; default: the bucket's context."""
         device = model.runtime.mesh.device
-        seen = ends or [bucket.context] * bucket.requests
-        segments = [Segment(i * each, each, i, max(0, end - each)) for i, end in enumerate(seen)]
+        visible = max_visible or [bucket.context] * bucket.requests
+        segments = [Segment(i * each, each, i, max(0, tokens - each)) for i, tokens in enumerate(visible)]
         return cls(
             each,
             Segments.of(segments, device),
@@ -51,11 +50,11 @@ class StaticRows:
     def batch(
         self, model: Model, page_size: int, tables: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor
     ) -> ForwardBatch:
-        """The batch of these rows, by launches that are always the same.
+        """The batch of these rows; always the same launches.
 
         Args:
             tables: block tables ``[requests, pages]``.
-            positions: int64 ``[requests · each]``, -1 of padding.
+            positions: int64 ``[requests · each]``, -1 for padding.
             input_ids: int64 ``[requests · each]``.
         """
         count, selects = len(positions), model.config.has_indexer
@@ -81,12 +80,12 @@ class StaticRows:
 
 
 class ChunkColumns(NamedTuple):
-    """The chunks of a rank in a decode step, as columns of a table of n requests; int64."""
+    """A rank's chunks in a decode step, as columns of a table of n requests; int64."""
 
     first: torch.Tensor  # [n], position of the first row
-    length: torch.Tensor  # [n], rows
-    limit: torch.Tensor  # [n], tokens that may be computed: they have pages, and are not the last that may be sampled
-    ids: torch.Tensor  # [n, rows]: the token of each row; 0 where there is none, or the device alone knows it
+    length: torch.Tensor  # [n], number of rows
+    limit: torch.Tensor  # [n], tokens that may be computed: they have pages, and are not the request's very last
+    ids: torch.Tensor  # [n, rows]: token of each row; 0 for padding, or if only the device knows it
 
     @classmethod
     def of(cls, table: torch.Tensor) -> ChunkColumns:
@@ -95,7 +94,7 @@ class ChunkColumns(NamedTuple):
 
     @staticmethod
     def on_host(chunks: Sequence[Chunk], page_size: int, rows: int, requests: int) -> torch.Tensor:
-        """The table ``[requests, 3 + rows]`` of these chunks; after the last one zeros, which are padding."""
+        """The table ``[requests, 3 + rows]`` of these chunks, padded with zeros."""
         table = [[0] * (3 + rows) for _ in range(requests)]
         for i, chunk in enumerate(chunks):
             request = chunk.request
@@ -106,12 +105,12 @@ class ChunkColumns(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The rows of a decode step, ``1 + count`` of each of this rank's requests; int64."""
+    """The rows of a decode step, ``1 + count`` for each of this rank's requests; int64."""
 
     batch: ForwardBatch
     chunks: ChunkColumns
-    positions: torch.Tensor  # [requests, 1 + count], -1 of padding
-    offered: torch.Tensor  # [requests], drafts that are verified
+    positions: torch.Tensor  # [requests, 1 + count], -1 for padding
+    offered: torch.Tensor  # [requests], number of drafts to verify
 
     @classmethod
     def of(
@@ -127,30 +126,30 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True)
 class PassBuffers:
-    """What the passes of a bucket work in, from step to step."""
+    """Tensors of a bucket's passes with fixed addresses."""
 
-    rows: StaticRows  # of a pass
-    before: LastRows  # [requests, kept, …]: what requests keep (``Request.last_rows``) of positions before the step's
-    after: LastRows  # … before those of the next step
+    rows: StaticRows  # the rows of a pass
+    before: LastRows  # [requests, saved, …]: ``Request.last_rows`` before the step
+    after: LastRows  # the same after the step
 
     @classmethod
-    def of(cls, bucket: Bucket, each: int, kept: int, model: Model, ends: Sequence[int] = ()) -> PassBuffers:
-        """``each``: rows of a request in a pass. ``kept``: positions that a request keeps. ``ends``: as of
+    def of(cls, bucket: Bucket, each: int, saved: int, model: Model, max_visible: Sequence[int] = ()) -> PassBuffers:
+        """``each``: rows of a request in a pass; ``saved``: positions of ``last_rows``; see also
         :meth:`StaticRows.of`."""
-        shape, device = (bucket.requests, kept), model.runtime.mesh.device
+        shape, device = (bucket.requests, saved), model.runtime.mesh.device
         states = torch.zeros(*shape, model.config.hidden_size, dtype=model.runtime.dtype, device=device)
         before = LastRows(states, torch.zeros(shape, dtype=torch.int64, device=device))
-        return cls(StaticRows.of(bucket, each, model, ends), before, LastRows(*map(torch.empty_like, before)))
+        return cls(StaticRows.of(bucket, each, model, max_visible), before, LastRows(*map(torch.empty_like, before)))
 
-    def load(self, kept: Sequence[LastRows | None]) -> None:
-        """Takes what this rank's requests have kept; before the passes. None of a prompt that was never computed."""
-        if kept and self.before.tokens.numel():
+    def load(self, last_rows: Sequence[LastRows | None]) -> None:
+        """Sets ``before`` from this rank's requests; None for a request whose prompt was never computed."""
+        if last_rows and self.before.tokens.numel():
             none = LastRows(*(torch.zeros_like(part[0]) for part in self.before))
-            for parts, out in zip(zip(*(rows or none for rows in kept), strict=True), self.before, strict=True):
-                torch.stack(parts, out=out[: len(kept)])
+            for parts, out in zip(zip(*(rows or none for rows in last_rows), strict=True), self.before, strict=True):
+                torch.stack(parts, out=out[: len(last_rows)])
 
-    def kept(self, chunks: Sequence[Chunk]) -> Mapping[Request, LastRows]:
-        """What they are to keep; after the passes."""
+    def last_rows(self, chunks: Sequence[Chunk]) -> Mapping[Request, LastRows]:
+        """The new ``Request.last_rows`` of these chunks, from ``after``."""
         if not self.after.tokens.numel():
             return {}
         states, tokens = (part[: len(chunks)].clone() for part in self.after)
@@ -158,7 +157,7 @@ class PassBuffers:
 
 
 def chunks_with_logits(step: StepPlan) -> list[list[Chunk]]:
-    """The rows of each rank for which the step chooses tokens, a chunk of each request, in the order of the sampler."""
+    """The rows of each rank with logits, as a chunk for each request, in the order of the sampler."""
     by_rank = []
     for rank, plan in enumerate(step.ranks):
         wanted, ranks = {request for _, request in plan.logits_rows}, range(rank, rank + 1)
@@ -168,5 +167,5 @@ def chunks_with_logits(step: StepPlan) -> list[list[Chunk]]:
 
 
 def gathered_rows(by_rank: list[list[Chunk]], each: int) -> dict[Request, int]:
-    """Where the row of each request lies once the tables of all ranks, of ``each`` rows, are gathered."""
+    """The row of each request in the gathered tables of all ranks, which have ``each`` rows."""
     return {chunk.request: rank * each + i for rank, chunks in enumerate(by_rank) for i, chunk in enumerate(chunks)}

@@ -1,1 +1,1 @@
-"""From options to an engine: weights, checked kernels, memory, graphs."""
+"""From options to an engine: weights, check of kernels, memory, graphs."""

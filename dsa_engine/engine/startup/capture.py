@@ -1,4 +1,4 @@
-"""Which decode steps are captured as CUDA graphs before the first request comes; others when they first occur."""
+"""Captures the likely decode steps as CUDA graphs before the first request; others are captured when they occur."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import Any
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.startup.dummy_steps import GREEDY, decode_step
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
-from dsa_engine.kernels.integers import next_power_of_2
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 
 
 def likely_buckets(mesh: Mesh, options: EngineOptions, max_model_len: int, num_drafts: int) -> list[tuple[int, int]]:
-    """Requests of a rank and context of the steps that are captured at the start, the largest first, so that smaller
-    ones find their memory.
+    """Requests of a rank and context of the steps to capture, the largest first, as smaller graphs reuse its memory.
 
-    By default one request of any length, and any number of requests, divided evenly over the ranks, of the shortest;
-    with ``cudagraph_capture_sizes`` these numbers of requests, of any length.
+    By default these are one request with any context, and any number of requests, divided evenly over the ranks, with
+    the shortest; or the numbers of requests in ``cudagraph_capture_sizes`` with any context.
     """
     contexts = ContextBuckets(max_model_len, options.page_size).all(num_drafts)
     sizes = options.cudagraph_capture_sizes
     if sizes is not None:
         buckets = {(next_power_of_2(size), context) for size in sizes for context in contexts}
     else:
-        requests = next_power_of_2(-(-options.max_num_seqs // mesh.world_size))
+        requests = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size))
         buckets = {(1, context) for context in contexts}
         buckets |= {(1 << i, contexts[0]) for i in range(requests.bit_length())}
     return sorted(buckets, reverse=True)
@@ -38,7 +37,7 @@ def capture_likely(
     max_model_len: int,
     progress: Callable[[int, str, str], Any],
 ) -> None:
-    """Runs a made-up step of each of :func:`likely_buckets`, which captures its graphs; every rank calls it."""
+    """Captures the graphs of :func:`likely_buckets` by running a dummy step of each; every rank calls it."""
     buckets = likely_buckets(mesh, options, max_model_len, runner.num_drafts)
     with progress(len(buckets), "graphs", "capturing") as bar:
         for requests, context in buckets:

@@ -1,16 +1,17 @@
-"""Kernels that check themselves: before an engine serves, each is compared with its reference on this device.
+"""Check of kernels: before an engine serves, each kernel is compared with its reference on this device.
 
-What was found is kept in the cache folder, for the device, the driver, the versions, the kernels' sources and the
-model's sizes: the comparison, a few seconds, runs once. A kernel that leaves the device in an error takes the process
-with it; its name is in the file by then, and the next engine runs its reference. A process that ends without a word may
-have been killed for another reason: the kernel that it was at is suspected, and replaced when that happens a second
-time (`kernel_findings.py`).
+The comparison takes a few seconds and runs once: its results are stored in the cache folder, by device, driver,
+versions, sources of the kernels and sizes of the model. A kernel that leaves the device in an error ends the process;
+its name is in the file by then, and the next engine runs its reference. If a process ends without an error, it may have
+been killed for another reason: the kernel that it ran is suspected, and replaced when that happens a second time
+(``kernel_findings.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,37 +19,41 @@ from typing import Any
 import torch
 import triton
 
-from dsa_engine.demo import cache_folder
-from dsa_engine.engine.startup.dummy_steps import try_steps
-from dsa_engine.engine.startup.kernel_findings import KernelFindings, taken_along
-from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels import cpu, launch, operation
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.error_line import first_line
-from dsa_engine.kernels.launch import INTERPRETED
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
+from dsa_engine.engine.steps.batch import build_batch
+from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime import cpu, launch, operation
+from dsa_engine.kernels.runtime.error_line import first_line
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel import Mesh
+from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.version import __version__
 
 logger = logging.getLogger(__name__)
+_PAGE_SIZE = 64
 
 
-def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat, options: EngineOptions) -> bool:
-    """Decides for this process what its operations run, as ``options.kernels`` says; every rank calls it.
+def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> bool:
+    """Decides which operations of this process run kernels, and which their references; every rank calls it.
 
     Returns:
-        whether some operation of some rank runs its reference, which may wait for the device: no CUDA graphs then.
+        whether any operation of any rank runs its reference, which may wait for the device: no CUDA graphs then.
     """
+    mesh = model.runtime.mesh
     launch.use_references(always=options.kernels == "reference")
     operation.replace({})
-    if options.kernels != "checked" or not _has_kernels(model, mesh):
+    if options.kernels != "checked" or not _has_kernels(model):
         return options.kernels == "reference"
-    findings = KernelFindings(_kept_file(config, stored, mesh.device, options))
+    findings = KernelFindings(_file_of(model.config, stored, mesh.device, options))
     wrong = findings.wrong
-    if max(mesh.exchange(int(not findings.finished))):  # in step, as layers have collectives
-        wrong = _compare(model, config, mesh, stored, findings)
+    if max(mesh.all_gather_int(int(not findings.finished))):  # all ranks or none, as layers have collectives
+        wrong = _compare(model, stored, findings)
     operation.replace(wrong)
     for name, reason in operation.replaced().items():
         logger.warning(
@@ -58,25 +63,60 @@ def check_kernels(model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFo
             name,
             reason,
         )
-    return bool(max(mesh.exchange(len(operation.replaced()))))
+    return bool(max(mesh.all_gather_int(len(operation.replaced()))))
 
 
-def _has_kernels(model: Model, mesh: Mesh) -> bool:
-    """Whether some rank would run kernels; on a CPU these are compiled for it."""
+def _has_kernels(model: Model) -> bool:
+    """Whether any rank would run kernels; a CPU has compiled ones."""
+    mesh = model.runtime.mesh
     if mesh.device.type == "cuda" or INTERPRETED:
         return True
-    return bool(max(mesh.exchange(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
+    return bool(max(mesh.all_gather_int(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
 
 
 def trial_tokens(config: ModelConfig) -> int:
-    """Tokens of a prefill in which rows select, and rows attend in each of the other forms."""
+    """Number of tokens of a prefill with rows in every form of attention."""
     return min(config.index_topk + 64, config.max_position_embeddings - 1)
 
 
-def _compare(
-    model: Model, config: ModelConfig, mesh: Mesh, stored: CacheFormat, findings: KernelFindings
-) -> dict[str, str]:
-    operation.replace(findings.wrong)  # those that have taken a process with them are not run again
+def layers_of_each_kind(config: ModelConfig) -> list[int]:
+    """The first layer of every kind: dense or with experts, with an indexer or with another layer's selection."""
+    first: dict[tuple[str, str], int] = {}
+    for layer, kind in enumerate(zip(config.mlp_layer_types, config.indexer_types, strict=True)):
+        first.setdefault(kind, layer)
+    return sorted({0, *first.values()})  # the first layer selects for layers that do not
+
+
+@torch.inference_mode()
+def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
+    """Runs two steps through one layer of each kind, on all ranks together; yields the name of each step after it.
+
+    The steps are a prefill of ``tokens`` tokens on each context-parallel group, and a decode step on each rank.
+    """
+    config, mesh = model.config, model.runtime.mesh
+    layers = layers_of_each_kind(config)
+    pages = pages_for(tokens + 1, _PAGE_SIZE)
+    with torch.random.fork_rng(devices=[]):
+        ids = torch.randint(config.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = KVCache(config, stored, pages, _PAGE_SIZE, mesh.device)
+
+    def run(chunks: list[Chunk]) -> None:
+        plan = StepPlan.of(chunks, mesh.world_size, config, mesh.config.cp_layout)
+        batch = build_batch(plan, config, mesh, cache.block_tables, None)
+        model.logits(model(batch, cache, layers)[-1:])
+
+    def request(number: int) -> Request:
+        return Request(number, ids, SamplingParams(), pages=list(range(pages)))
+
+    groups = range(mesh.world_size // mesh.cp_size)
+    run([Chunk(request(group), 0, tokens, mesh.cp_ranks(group)) for group in groups])
+    yield "prefill"
+    run([Chunk(request(rank), tokens, 1, range(rank, rank + 1)) for rank in range(mesh.world_size)])
+    yield "decode"
+
+
+def _compare(model: Model, stored: CacheFormat, findings: KernelFindings) -> dict[str, str]:
+    operation.replace(findings.wrong)  # kernels that have ended a process are not run again
     running = ""
 
     def before(name: str) -> None:
@@ -84,31 +124,31 @@ def _compare(
         running = name
         findings.mark(name)
 
-    found = operation.Comparison(before)
+    comparison = operation.Comparison(before)
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
-        with taken_along(findings), operation.compared(found):
-            for _ in try_steps(model, config, mesh, stored, trial_tokens(config)):
-                if mesh.device.type == "cuda":
-                    torch.cuda.synchronize(mesh.device)
+        with marks_removed(findings), operation.compared(comparison):
+            for _ in try_steps(model, stored, trial_tokens(model.config)):
+                if model.runtime.device.type == "cuda":
+                    torch.cuda.synchronize(model.runtime.device)
     except BaseException as error:
         guilty = {running: f"it left the device in an error ({first_line(error)})"} if _of_device(error) else {}
-        findings.leave(found.wrong | guilty)
+        findings.leave(comparison.wrong | guilty)
         raise
-    if not findings.finish(found.wrong):
-        logger.warning("what the comparison found cannot be kept in the cache folder: it runs at every start")
-    worst = max(found.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
-    logger.info("%s kernels compared, the largest error is %.2g (%s)", len(found.errors), worst[1], worst[0])
-    return findings.wrong | found.wrong
+    if not findings.finish(comparison.wrong):
+        logger.warning("the results of the comparison cannot be stored in the cache folder: it runs at every start")
+    worst = max(comparison.errors.items(), key=lambda pair: pair[1], default=("none", 0.0))
+    logger.info("%s kernels compared, the largest error is %.2g (%s)", len(comparison.errors), worst[1], worst[0])
+    return findings.wrong | comparison.wrong
 
 
 def _of_device(error: BaseException) -> bool:
-    """Whether a kernel left the device unusable; other errors, and interrupts, are not a kernel's doing."""
+    """Whether a kernel left the device unusable; a kernel causes no other errors, and no interrupts."""
     return isinstance(error, RuntimeError) and first_line(error).startswith(("CUDA error", "Triton Error [CUDA]"))
 
 
-def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path | None:
-    """Where results for this device, these versions and sizes are kept; None where there is no folder for it."""
+def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, options: EngineOptions) -> Path | None:
+    """The file of results for this device, these versions and sizes; None if there is no cache folder."""
     about: list[Any] = [__version__, torch.__version__, triton.__version__, INTERPRETED, repr(stored)]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -116,13 +156,13 @@ def _kept_file(config: ModelConfig, stored: CacheFormat, device: torch.device, o
         about += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda, driver]
     about += [options.dtype, options.quantization, sorted(asdict(config).items(), key=lambda item: item[0])]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
-    if device.type == "cpu" and not INTERPRETED and cpu.library() is not None:  # only another rank may have one
+    if device.type == "cpu" and not INTERPRETED and cpu.library() is not None:  # perhaps only another rank has one
         digest.update(cpu.digest().encode())
-    for source in sorted(Path(operation.__file__).parent.glob("*.py")):
+    for source in sorted(Path(operation.__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
     try:
-        folder = cache_folder() / "kernel_checks"
+        folder = cpu.user_cache() / "kernel_checks"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, CheckpointError):
+    except OSError:
         return None
     return folder / f"{digest.hexdigest()}.json"

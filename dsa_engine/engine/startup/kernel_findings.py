@@ -1,8 +1,8 @@
-"""What comparisons of kernels have found, in a file of the cache folder that all processes of a kind of device share.
+"""Results of kernel comparisons, in a file of the cache folder for all processes with the same device and versions.
 
-A process writes the name of a kernel there before it runs it for the first time, as its mark. A mark that outlives its
-process says that the kernel may have ended it: the kernel is suspected, and counts as wrong when that has happened
-twice. A process that is ended because another rank has failed takes its mark along.
+Before a process runs a kernel for the first time, it writes the kernel's name there as its mark. If a process ends and
+its mark remains, the kernel may have ended it: the kernel is suspected, and counts as wrong when that has happened
+twice. A process that ends because another rank has failed removes its mark.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dsa_engine.output_files import write_text
-from dsa_engine.parallel.failure import before_end, blameless
-from dsa_engine.parallel.peers import machine, name_of, state_of
+from dsa_engine.parallel.failure.peers import machine, name_of, state_of
+from dsa_engine.parallel.failure.reporter import before_end, blameless
+from dsa_engine.system.output_files import write_text
 
-_LOCK_S = 2.0  # longest wait for another process's writing
-_ELSEWHERE_S = 300.0  # so old, a mark of another machine or container has outlived its process
+_LOCK_S = 2.0  # longest wait for another process that writes
+_ELSEWHERE_S = 300.0  # age at which the process of a mark, on another machine or in another container, has ended
 
 
 @dataclass
 class Content:
-    """Of the file.
+    """Content of the file.
 
     Attributes:
-        finished: everything was compared by some process, and no suspect is left.
-        wrong: operations that run their reference, and why.
-        suspects: how many runs have ended at a kernel without a word.
-        marks: of each process that compares, the kernel that it is at, and since when.
+        finished: whether some process has compared everything, and there are no suspects.
+        wrong: operations that run their reference, and the reasons.
+        suspects: by kernel, number of runs that ended at it without an error.
+        marks: by process that compares, the kernel that it runs, and since when.
     """
 
     finished: bool = False
@@ -43,38 +43,38 @@ class Content:
 
     @classmethod
     def of(cls, path: Path) -> Content:
-        """What stands in the file; nothing where it cannot be read."""
+        """Reads the file; empty if it cannot be read."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            fields = json.loads(path.read_text(encoding="utf-8"))
             return cls(
-                bool(found["finished"]),
-                {str(name): str(reason) for name, reason in found["wrong"].items()},
-                {str(name): int(times) for name, times in found["suspects"].items()},
-                {str(process): (str(name), float(since)) for process, (name, since) in found["marks"].items()},
+                bool(fields["finished"]),
+                {str(name): str(reason) for name, reason in fields["wrong"].items()},
+                {str(name): int(times) for name, times in fields["suspects"].items()},
+                {str(process): (str(name), float(since)) for process, (name, since) in fields["marks"].items()},
             )
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return cls()
 
-    def outlived(self) -> list[str]:
-        """The processes that have ended without taking their marks along."""
-        return [process for process, (_, since) in self.marks.items() if _outlived(process, since)]
+    def ended(self) -> list[str]:
+        """The processes that have ended without removing their marks."""
+        return [process for process, (_, since) in self.marks.items() if _has_ended(process, since)]
 
     def suspect(self, ended: list[str]) -> None:
-        """Turns the marks of these processes, the ranks of a run, into suspicion: once for a kernel."""
+        """Turns the marks of these processes into suspicion, once for each kernel: they may be the ranks of a run."""
         for name in {self.marks.pop(process)[0] for process in ended if process in self.marks}:
             self.suspects[name] = self.suspects.get(name, 0) + 1
             self.finished = False
 
 
 class KernelFindings:
-    """One process's view of the file at ``path``; of none at all where that is None."""
+    """One process's access to the file at ``path``; None: there is no file, and nothing is stored."""
 
     def __init__(self, path: Path | None):
         self._path, self._process = path, _this_process()
         self._writing = threading.Lock()
         self._closed = False
         content = Content() if path is None else Content.of(path)
-        self._ended = content.outlived()  # before this run: what is lost in it is counted by the next
+        self._ended = content.ended()  # before this run; the next run counts those that end in it
         content.suspect(self._ended)
         self._before = content.suspects
         self.finished = content.finished
@@ -82,7 +82,7 @@ class KernelFindings:
         self.wrong = twice | content.wrong
 
     def mark(self, name: str) -> None:
-        """Says that this process runs a kernel from now on."""
+        """Sets this process's mark to a kernel that it is about to run."""
 
         def update(content: Content) -> None:
             content.marks[self._process] = (name, time.time())
@@ -90,7 +90,7 @@ class KernelFindings:
         self._change(update)
 
     def finish(self, wrong: dict[str, str]) -> bool:
-        """Everything was compared, and ``wrong`` was found; whether that could be written down."""
+        """Stores the result of a complete comparison; returns whether that was possible."""
 
         def update(content: Content) -> None:
             content.wrong |= self.wrong | wrong
@@ -100,11 +100,11 @@ class KernelFindings:
         return self._change(update, last=True)
 
     def leave(self, wrong: dict[str, str]) -> None:
-        """The comparison ends early; its error may have shown a kernel to be ``wrong``, and none is suspected."""
+        """Ends the comparison early, with no suspect; its error may have shown some kernels to be ``wrong``."""
         self._change(lambda content: content.wrong.update(wrong), last=True)
 
     def _change(self, update: Callable[[Content], None], last: bool = False) -> bool:
-        """Changes what stands in the file, this process's mark left out; after the ``last`` time nothing more."""
+        """Removes this process's mark from the file and applies ``update``; nothing changes after the ``last`` time."""
         if self._path is None or not self._writing.acquire(timeout=_LOCK_S):
             return False
         try:
@@ -128,8 +128,8 @@ _comparing: KernelFindings | None = None
 
 
 @contextmanager
-def taken_along(findings: KernelFindings) -> Iterator[None]:
-    """Within, another rank's failure that ends this process takes its mark away."""
+def marks_removed(findings: KernelFindings) -> Iterator[None]:
+    """Removes the mark if another rank's failure ends this process within the block."""
     global _comparing
     _comparing = findings
     try:
@@ -139,8 +139,8 @@ def taken_along(findings: KernelFindings) -> Iterator[None]:
 
 
 @before_end
-def _take_mark_away() -> None:
-    """Not where others have waited for this rank in vain: it may be its kernel that hangs."""
+def _remove_mark() -> None:
+    """Removes the mark, unless other ranks have timed out waiting for this one: its kernel may hang."""
     if _comparing is not None and blameless():
         _comparing.leave({})
 
@@ -152,18 +152,18 @@ def _this_process() -> str:
         return f"{machine()} {os.getpid()} 0"
 
 
-def _outlived(process: str, since: float) -> bool:
-    """Whether a mark's process has ended."""
+def _has_ended(process: str, since: float) -> bool:
+    """Whether the process of a mark of this age has ended."""
     try:
         state = state_of(process)
-    except ValueError:  # no name of a process
+    except ValueError:  # not the name of a process
         return True
     return state == "ended" or (state == "unknown" and time.time() - since > _ELSEWHERE_S)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from writing in a folder; where it has no locks, nobody is kept."""
+    """Locks a folder against other processes that write; does nothing if the file system has no locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         until = time.monotonic() + _LOCK_S

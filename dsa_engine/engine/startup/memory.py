@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it the caches get."""
+"""Available memory, and how much of it the caches get."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from pathlib import Path
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.errors import CapacityError
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.launch_environment import local_world_size
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
-# A CPU has no memory of its own to fill: caches take at most this much unless asked for more.
+# Default limit of the caches on a CPU, whose memory other programs use too.
 _CPU_DEFAULT_CACHE = 4 << 30
 
 
 def default_workspace(device: torch.device) -> int:
-    """Bytes for score tiles and the like."""
+    """Default bytes for score tiles and other temporary tensors."""
     return (1 << 30) if device.type == "cuda" else (256 << 20)
 
 
 def default_cache_memory(device: torch.device, utilization: float, for_steps: int) -> int:
-    """Bytes for the caches from what is free now, when weights are loaded and the largest steps have run.
+    """Bytes for the caches, from the memory that is free after the weights are loaded and the largest steps have run.
 
     Args:
-        device: of this rank.
-        utilization: fraction of a GPU's memory that may be in use by everything together, other programs included.
-        for_steps: bytes that steps and graphs take on a GPU (`step_memory.py`).
+        device: this rank's.
+        utilization: fraction of a GPU's memory that may be used in total, other programs included.
+        for_steps: bytes that steps and graphs take on a GPU (``step_memory.py``).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # What PyTorch keeps for the next step counts as free: it is part of for_steps, or goes to the caches.
+        # Memory that PyTorch has reserved and not allocated counts as free: for_steps contains it, or caches get it.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, int(free - (1 - utilization) * total - for_steps))
     return min(_CPU_DEFAULT_CACHE, available_bytes() // 2 // local_world_size())
 
 
 def activation_bytes(config: ModelConfig, tokens: int, gathered: int, dtype: torch.dtype) -> int:
-    """About the largest set of activations that a forward pass over ``tokens`` tokens holds at once:
-    on paper, for devices that are not at hand. An engine runs the step and counts (`step_memory.py`).
+    """Estimate of the largest set of activations in a forward pass over ``tokens`` tokens, for devices that are not at
+    hand. An engine runs the step and counts instead (``step_memory.py``).
 
-    ``gathered`` tokens meet for this rank's experts: their rows arrive, and their sums are float32. What the experts
-    make of them is counted for ``tokens``: so many fall to a rank when routing is balanced.
+    ``gathered`` tokens arrive at this rank's experts: their rows are counted, and their sums in float32. The experts'
+    own activations are counted for ``tokens``, the tokens of a rank under balanced routing.
     """
     attention = config.num_attention_heads * (config.qk_head_dim + 2 * config.latent_dim + 2 * config.kv_lora_rank)
     experts = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 3 * config.hidden_size)
-    meeting = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
-    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + meeting
+    arriving = gathered * config.hidden_size * (2 * dtype.itemsize + 4)
+    return tokens * dtype.itemsize * (8 * config.hidden_size + max(attention, experts)) + arriving
 
 
 def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, token_bytes: int, for_steps: int) -> int:
-    """Pages of the cache: what fits on every rank (the minimum over the ranks), and no more than can be used.
+    """Number of pages of the cache: the minimum over the ranks of what fits, but no more than can be used.
 
     Args:
-        options, mesh: of the engine.
-        max_model_len: most tokens of a request.
-        token_bytes: of one token in the caches of all layers.
-        for_steps: as in :func:`default_cache_memory`.
+        options, mesh: the engine's.
+        max_model_len: maximum number of tokens of a request.
+        token_bytes: bytes of one token in the caches of all layers.
+        for_steps: see :func:`default_cache_memory`.
 
     Raises:
-        CapacityError: not even one.
+        CapacityError: not even one page fits.
     """
     page_size = options.page_size
     one = page_size * token_bytes
@@ -75,7 +75,7 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     else:
         memory = parse_bytes(options.cache_memory, "cache_memory")
     useful = options.max_num_seqs * pages_for(max_model_len, page_size)
-    pages = min(mesh.exchange(min(memory // one, useful)))
+    pages = min(mesh.all_gather_int(min(memory // one, useful)))
     if pages == 0:
         beside = f" beside {format_bytes(for_steps)} for steps" if for_steps else ""
         smaller = ", or a smaller max_num_batched_tokens" if for_steps else ""
@@ -88,10 +88,10 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
 
 @contextmanager
 def enough_memory(what: str, advice: str) -> Iterator[None]:
-    """Says which allocation did not fit; the block does nothing but allocate.
+    """Runs a block that only allocates, and names ``what`` did not fit.
 
     Raises:
-        CapacityError: in place of PyTorch's error.
+        CapacityError: replaces PyTorch's error.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def enough_memory(what: str, advice: str) -> Iterator[None]:
 
 
 def available_bytes() -> int:
-    """Host memory that new allocations can have."""
+    """Host memory available to new allocations."""
     info = Path("/proc/meminfo")
     if info.exists():
         return int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]) * 1024  # type: ignore[index]

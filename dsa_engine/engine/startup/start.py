@@ -1,8 +1,7 @@
-"""From options to an engine: ranks, weights, checked kernels, caches that fit, a runner with its graphs; and what the
-log says of it.
+"""From options to an engine: ranks, weights, check of kernels, caches that fit, a runner with its graphs; and its log.
 
-The order matters. Caches get what is left when everything else has taken its memory, so the largest steps have run by
-then (`step_memory.py`); graphs hold addresses of caches, so they come last (`capture.py`).
+The order matters. Caches get the memory that everything else leaves free, so the largest steps run before they are made
+(``step_memory.py``). Graphs contain addresses of caches, so they are captured last (``capture.py``).
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from typing import Any
 
 import torch
 
+from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.requests.pages import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -28,25 +29,24 @@ from dsa_engine.engine.startup.step_memory import step_bytes
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.kernels.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
-from dsa_engine.model.config import DTYPES, ModelConfig
+from dsa_engine.kernels.attention.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.progress import progress_bar
-from dsa_engine.quantization import Unquantized, weight_format, word_for
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.quantization import Unquantized, quantization_name, weight_format
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-# How long the ranks wait for the one whose disk is slowest: longer than for a collective (`ParallelConfig.timeout`).
+# Longest wait for the rank with the slowest disk: longer than for a collective (`ParallelConfig.timeout`).
 _LOADING_S = 7200.0
 
 
 def start(folder: Path, options: EngineOptions) -> Engine:
-    """Loads a model, sizes its caches and captures the likely graphs; every rank calls it.
+    """Loads a model, makes its caches and captures the likely graphs; every rank calls it.
 
     Args:
         folder: a Hugging Face model folder; with ``load_format="dummy"`` its ``config.json`` is enough.
@@ -62,7 +62,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     max_model_len = _max_model_len(config, options)
     mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
-    stored = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))  # refused before anything loads
+    stored = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))  # raises before anything loads
     workspace = (
         default_workspace(mesh.device) if options.workspace is None else parse_bytes(options.workspace, "workspace")
     )
@@ -82,42 +82,34 @@ def start(folder: Path, options: EngineOptions) -> Engine:
             model = Model(config, runtime, modules)
         bytes_read = load_weights(model, folder, options, progress_of(mesh, options))
     load_seconds = time.perf_counter() - begun
-    mesh.meet(_LOADING_S)
-    by_reference = check_kernels(model, config, mesh, stored, options)
+    mesh.barrier(_LOADING_S)
+    by_reference = check_kernels(model, stored, options)
     captures = mesh.device.type == "cuda" and not options.enforce_eager and not by_reference
     for_steps = None
     if mesh.device.type == "cuda" and options.cache_memory is None:
         static = captures and mesh.static_decode
-        for_steps = step_bytes(model, config, mesh, stored, options, max_model_len, relaxed, static)
+        for_steps = step_bytes(model, stored, options, max_model_len, relaxed, static)
     cached = config.with_mtp(modules)
     pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), for_steps or 0)
     with enough_memory("the caches", "lower cache_memory"):
         cache = KVCache(cached, stored, pages, options.page_size, mesh.device)
     scheduler = Scheduler(
+        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size),
         rank=mesh.rank,
-        world_size=mesh.world_size,
-        cp_size=mesh.cp_size,
-        pages=cache.pages,
-        page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_share=options.max_prefill_share,
     )
     contexts = ContextBuckets(max_model_len, options.page_size)
-    graphs = DecodeGraphs(model, cache, config, mesh, contexts=contexts) if captures else None
-    runner = ModelRunner(model, cache, config, mesh, options.seed, graphs, relaxed=relaxed)
+    graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None
+    runner = ModelRunner(model, cache, options.seed, graphs, relaxed)
     engine = Engine(
         options=options,
-        config=config,
-        mesh=mesh,
-        dtype=dtype,
-        workspace=workspace,
-        max_model_len=max_model_len,
         model=model,
         cache=cache,
         scheduler=scheduler,
-        graphs=graphs,
         runner=runner,
+        max_model_len=max_model_len,
         progress=progress_of(mesh, options),
         bytes_read=bytes_read,
         load_seconds=load_seconds,
@@ -129,8 +121,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
 
 
 def progress_of(mesh: Mesh, options: EngineOptions) -> Callable[..., Any]:
-    """``progress(total, unit, title, shown=True)``, see :func:`progress_bar`; only on rank 0, and where it was not
-    turned off."""
+    """``progress(total, unit, title, shown=True)``, see :func:`progress_bar`; only rank 0 shows bars, if any."""
 
     def progress(total: int, unit: str, title: str, shown: bool = True) -> Any:
         return progress_bar(total, unit, title, shown and options.progress and mesh.rank == 0)
@@ -149,7 +140,7 @@ def _max_model_len(config: ModelConfig, options: EngineOptions) -> int:
 
 
 def log_start(engine: Engine, folder: Path) -> None:
-    """A line for the weights, one for the caches, and one for each thing that this run does without unasked."""
+    """Logs a line for the weights, one for the caches, and one for each slower path taken by default."""
     options, cache, ranks = engine.options, engine.cache, engine.mesh.world_size
     where = f"{str(engine.dtype).removeprefix('torch.')} on {engine.mesh.device}"
     if options.load_format == "dummy":
@@ -177,7 +168,7 @@ def log_start(engine: Engine, folder: Path) -> None:
 
 
 def _log_fallbacks(engine: Engine) -> None:
-    options, stored = engine.options, word_for(engine.config.quantization)
+    options, stored = engine.options, quantization_name(engine.config.quantization)
     if stored and isinstance(engine.model.runtime.weights, Unquantized):
         why = "" if options.quantization else f": {engine.mesh.device} does not multiply them"
         logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)

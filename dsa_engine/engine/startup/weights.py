@@ -13,17 +13,17 @@ import torch
 from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
 from dsa_engine.checkpoint.index import locate_tensors
 from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS
-from dsa_engine.model.config import ModelConfig, read_config_json
+from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.model.model import Model
 from dsa_engine.model.mtp import MTPModule
 from dsa_engine.options import EngineOptions
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 
 def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOptions) -> None:
-    """``ValueError`` where ``hf_overrides`` ask for more layers than the checkpoint has.
+    """Raises ``ValueError`` if ``hf_overrides`` ask for more layers than the checkpoint has.
 
-    The layer behind the last one in a checkpoint is its MTP module: it would load, and be wrong.
+    The layer after the last one in a checkpoint is its MTP module: it would load, and be wrong.
     """
     layers = read_config_json(folder).get("num_hidden_layers")
     if options.load_format == "auto" and isinstance(layers, int) and config.num_hidden_layers > layers:
@@ -34,24 +34,27 @@ def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOption
 
 
 def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> int:
-    """How many MTP modules draft; ``ValueError`` where the checkpoint lacks those that ``speculative_config`` asks
-    for."""
+    """Number of MTP modules that draft.
+
+    Raises:
+        ValueError: the checkpoint lacks modules that ``speculative_config`` asks for, or the drafts do not fit.
+    """
     speculation = options.speculation
     if speculation is None:
         return 0
-    there, layers = config.num_nextn_predict_layers, config.num_hidden_layers
-    modules = speculation.modules(there)
+    available, layers = config.num_nextn_predict_layers, config.num_hidden_layers
+    modules = speculation.modules(available)
     if options.max_num_batched_tokens < modules:
         raise ValueError(
             f"max_num_batched_tokens {options.max_num_batched_tokens} is too small: {modules} MTP modules take as many "
             "tokens of a prompt in a step; raise it, or lower num_speculative_tokens"
         )
-    # A prompt of one token, the token behind it, drafts, and a last token, which is never drafted.
-    most = (options.max_model_len or config.max_position_embeddings) - 3
-    if speculation.num_speculative_tokens > most:
+    # A prompt of one token, the token after it, drafts, and a last token, which is never drafted.
+    room = (options.max_model_len or config.max_position_embeddings) - 3
+    if speculation.num_speculative_tokens > room:
         raise ValueError(
-            f"speculative_config: {speculation.num_speculative_tokens} drafts do not fit in a context of {most + 3} "
-            f"tokens (max_model_len); ask for at most {max(0, most)} num_speculative_tokens"
+            f"speculative_config: {speculation.num_speculative_tokens} drafts do not fit in a context of {room + 3} "
+            f"tokens (max_model_len); ask for at most {max(0, room)} num_speculative_tokens"
         )
     if options.load_format == "dummy":
         return modules
@@ -65,20 +68,20 @@ def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> in
     for layer in range(layers, layers + modules):
         if f"model.layers.{layer}.eh_proj.weight" not in names:
             raise ValueError(
-                f"speculative_config: config.json promises {there} MTP module(s), but {folder} does not hold layer "
+                f"speculative_config: config.json promises {available} MTP module(s), but {folder} does not hold layer "
                 f"{layer}; take a checkpoint that has it, or no speculative_config"
             )
     return modules
 
 
 def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:
-    """Loads this rank's weights; returns the bytes that it read.
+    """Loads this rank's weights; returns the number of bytes read.
 
     Args:
-        model: its tensors are filled.
-        folder: of the checkpoint.
-        options: of the engine; its ``load_format`` and ``seed``.
-        progress: makes a progress bar of a total, a unit and a title.
+        model: its tensors are overwritten.
+        folder: the checkpoint.
+        options: the engine's; ``load_format`` and ``seed`` are used.
+        progress: makes a progress bar from a total, a unit and a title.
     """
     sources = list(model.weight_sources())
     dummy = options.load_format == "dummy"
@@ -95,10 +98,10 @@ def load_weights(model: Model, folder: Path, options: EngineOptions, progress: C
 
 
 def _load_own_tables(model: Model, reader: CheckpointReader) -> None:
-    """Gives MTP modules the embedding and the head that the checkpoint holds for them, where they are not the model's.
+    """Gives MTP modules the checkpoint's embedding and head for them, if these differ from the model's.
 
-    In the released checkpoints they are copies: they are read and compared, and take no memory. A checkpoint whose
-    model or modules were trained further may hold others, and drafts would be bad without them.
+    In the released checkpoints they are copies: they are read, compared, and take no memory. They may differ after
+    further training of the model or the modules, and drafts would be bad without them.
     """
     sources = {source.name: source for source in model.sources}
     embedding = sources["model.embed_tokens.weight"]
@@ -112,12 +115,12 @@ def _load_own_tables(model: Model, reader: CheckpointReader) -> None:
             table = torch.empty_like(shared.into)
             reader.load(replace(source, into=table))
             module.set_own(name, table)
-            message = "%s is not the model's: the MTP module keeps its own, %s on this rank"
+            message = "%s differs from the model's: the MTP module has its own, %s on this rank"
             logging.getLogger(__name__).info(message, source.name, format_bytes(table.nbytes))
 
 
 def _is_copy(reader: CheckpointReader, source: Source) -> bool:
-    """Whether the checkpoint holds for ``source`` what ``source.into`` holds already; some rows at a time."""
+    """Whether the checkpoint's tensor for ``source`` equals ``source.into``; compares some rows at a time."""
     count, width = source.into.shape
     step = max(1, CHUNK_ELEMENTS // width)
     for first in range(0, count, step):

@@ -1,1 +1,1 @@
-"""One step: which rank computes which rows, as tensors, and as CUDA graphs."""
+"""One step: the rows that each rank computes, their tensors, and CUDA graphs of decode steps."""

@@ -1,19 +1,16 @@
-"""From the plan of a step to the tensors of one rank.
-
-The same builder writes those of a padded step into the buffers of its bucket.
-"""
+"""Builds one rank's tensors from the plan of a step; those of a padded step may be written into existing buffers."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch, MHASegments
 from dsa_engine.parallel import Mesh
 
@@ -25,26 +22,24 @@ def build_batch(
     tables: BlockTables,
     sampled: torch.Tensor | None,
     buffers: ForwardBatch | None = None,
-    input_ids: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """This rank's tensors for a step.
 
     Args:
-        tables: of all requests, kept from step to step; those of this step's requests are brought up to date.
-        sampled: the tokens of the step before, where they have not been read; see :func:`known_ids`.
-        input_ids: ``[tp_size, tp_rows]`` int64 on the device, in place of the requests' tokens.
-        buffers: an earlier batch of the same bucket, whose tensors are to be overwritten and used again.
+        tables: block tables of all requests; the rows of this step's requests are updated.
+        sampled: tokens of the step before, if they have not been read; see :func:`known_ids`.
+        buffers: an earlier batch of the same bucket; its tensors are overwritten and returned.
     """
     plan, bucket, device = step.ranks[mesh.rank], step.bucket, mesh.device
     rows = [p.rows for p in step.ranks]
-    # At least one row, so that no collective of a group without tokens is empty.
+    # At least one row: no collective of a group without tokens is empty.
     tp_rows, cp_rows, ep_rows = (max(1, *(rows[r] for r in group.ranks)) for group in (mesh.tp, mesh.cp, mesh.ep))
     pages = [chunk.request.pages for chunk in plan.chunks]
     table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
     if bucket is not None:
-        table_rows += [0] * (bucket.requests - len(pages))  # of padding: it is not read
+        table_rows += [0] * (bucket.requests - len(pages))  # padding; never read
         width = pages_for(bucket.context, tables.page_size)
-    # The chunks of a step that splits a request are the same, in the same order, on all ranks of a group.
+    # If a step splits a request, all ranks of a group have the same chunks in the same order.
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
     if gathers:
         plans = plans_of(step, mesh.cp)
@@ -56,9 +51,8 @@ def build_batch(
     def put(values: torch.Tensor, name: str) -> torch.Tensor:
         return upload(values, device, out=None if buffers is None else getattr(buffers, name))
 
-    if input_ids is None:
-        ids = torch.tensor([p.token_ids(tp_rows) for p in plans_of(step, mesh.tp)], dtype=torch.int64)
-        input_ids = known_ids(ids, sampled, device)
+    ids = torch.tensor([p.token_ids(tp_rows) for p in plans_of(step, mesh.tp)], dtype=torch.int64)
+    input_ids = known_ids(ids, sampled, device)
     in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
     dense_mqa, sparse_mqa = _mqa_segments(plan, bucket, config.has_indexer, device, buffers)
     return ForwardBatch(
@@ -83,10 +77,10 @@ def build_batch(
 def _mqa_segments(
     plan: RankPlan, bucket: Bucket | None, selects: bool, device: torch.device, buffers: ForwardBatch | None
 ) -> tuple[Segments, Segments]:
-    """Those of the two absorbed forms, dense and sparse.
+    """Segments of the two absorbed forms, dense and sparse.
 
-    A bucket's stay the same on the host, where the rows of each request see all of the context; on the device they see
-    what they do see.
+    On the host, the segments of a bucket never change: the rows of each request see the whole context. On the device
+    they see the tokens that are visible in this step.
     """
     if bucket is None:
         return _from_row_0(plan.dense_mqa, device), _from_row_0(plan.sparse_mqa, device)
@@ -110,9 +104,9 @@ def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.dev
     """int64 token ids on the device.
 
     Args:
-        ids: on the host; ``-1 - index`` stands for the token at that index of ``sampled`` (``Request.tokens``).
-        sampled: ``[n]`` on the device; in place of a token it may have the negative code of an error, and what is
-            computed for that request is dropped.
+        ids: token ids on the host; ``-1 - index`` means the token at that index of ``sampled`` (``Request.tokens``).
+        sampled: ``[n]`` on the device. It may hold the negative code of an error in place of a token; the results of
+            that request are dropped.
     """
     known = upload(ids, device)
     if sampled is None or not bool((ids < 0).any()):

@@ -1,7 +1,7 @@
-"""Which rank computes which rows of a step, and for which of them logits.
+"""Divides a step over the ranks: which rank computes which rows, and which rows need logits.
 
-Every rank derives the same :class:`StepPlan` from the same chunks, so that all know how many rows and logits each has,
-and nothing has to be asked. A decode step may be padded to a bucket: its plan then names the rows of the bucket.
+Every rank derives the same :class:`StepPlan` from the same chunks. So all know how many rows and logits each rank has,
+without communication. A decode step may be padded to a bucket: its plan then contains the rows of the bucket.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import cached_property
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.rows.segment import Segment
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.context_parallel import split_sequence
 from dsa_engine.parallel.group import Group
 
 
 def mha_min_queries(config: ModelConfig) -> float:
-    """From how many queries on the MHA form is cheaper than dense MQA.
+    """Number of queries from which the MHA form is cheaper than dense MQA.
 
     Counted per head in multiply-adds: expansion costs ``r·(nope+v)`` a key once, and saves
     ``(2r + rope) − (nope + rope + v)`` a query-key pair (r: the latent's rank).
@@ -38,11 +38,11 @@ def mha_min_queries(config: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The static shape that a decode step is padded to: every request has the same number of rows."""
+    """Static shape that a decode step is padded to; every request has the same number of rows."""
 
     requests: int
     rows_per_request: int
-    context: int  # most tokens that a row may see
+    context: int  # maximum number of tokens that a row sees
 
     @property
     def rows(self) -> int:
@@ -51,19 +51,19 @@ class Bucket:
 
 @dataclass
 class RankPlan:
-    """What one rank computes in a step: the rows of its segments.
+    """The rows that one rank computes in a step, as segments.
 
-    The segments of each form of attention (see :class:`~dsa_engine.model.forward_batch.ForwardBatch`) lie one after
-    the other. In a padded step there is one form, and rows of no segment are padding.
+    The rows of each form of attention (see :class:`~dsa_engine.model.forward_batch.ForwardBatch`) are consecutive. A
+    padded step has one form, and rows in no segment are padding.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)  # a segment's ``sequence`` counts in these
+    chunks: list[Chunk] = field(default_factory=list)  # a segment's ``sequence`` is an index into these
     mha: list[Segment] = field(default_factory=list)
     dense_mqa: list[Segment] = field(default_factory=list)
     sparse_mqa: list[Segment] = field(default_factory=list)
-    # (row, request) whose logits are wanted; a request's rows one after the other, in order of position
+    # (row, request) of the rows with logits; a request's rows are consecutive, in order of position
     logits_rows: list[tuple[int, Request]] = field(default_factory=list)
-    rows: int = 0  # with padding
+    rows: int = 0  # padding included
 
     @property
     def segments(self) -> list[Segment]:
@@ -71,21 +71,22 @@ class RankPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows without padding."""
+        """Number of rows without padding."""
         return sum(s.length for s in self.segments)
 
     def token_ids(self, rows: int) -> list[int]:
-        """Of the rows, and zeros for padding up to ``rows``; as :meth:`Request.tokens`, for ``batch.known_ids``."""
+        """Token id of each row, as :meth:`Request.tokens` gives it, for ``batch.known_ids``; zeros up to ``rows``."""
         ids = [0] * rows
         for s in self.segments:
             ids[s.row : s.row + s.length] = self.chunks[s.sequence].request.tokens(s.start, s.length)
         return ids
 
     def next_token_ids(self, rows: int, sampled: Mapping[Request, range], ahead: int = 1) -> list[int]:
-        """The tokens ``ahead`` positions behind those of :meth:`token_ids`: what an MTP module's rows embed.
+        """The token ``ahead`` positions after each row's: what an MTP module embeds there; 0 if there is none.
 
-        ``sampled``: where the tokens behind the known ones will lie, as codes of :func:`known_ids`: those that this
-        step samples, and perhaps more. Before, a request's drafts stand for nothing. 0 where there is none.
+        Args:
+            sampled: indices, for ``batch.known_ids``, of the tokens after a request's known ones. These are the tokens
+                that this step samples; a request's current drafts are not used.
         """
         ids = [0] * rows
         for s in self.segments:
@@ -99,7 +100,7 @@ class RankPlan:
 
     @cached_property
     def _by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 ``[rows]`` each: position, −1 of padding, and the chunk that the row belongs to."""
+        """Position, −1 for padding, and index of the chunk of each row; int64 ``[rows]`` each."""
         positions, sequences = [-1] * self.rows, [0] * self.rows
         for s in self.segments:
             rows = slice(s.row, s.row + s.length)
@@ -109,7 +110,7 @@ class RankPlan:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 ``[rows]``, −1 of padding."""
+        """int64 ``[rows]``, −1 for padding."""
         return self._by_row[0]
 
     @property
@@ -118,14 +119,14 @@ class RankPlan:
         return torch.tensor([row for row, _ in self.logits_rows], dtype=torch.int64)
 
     def slots(self, tables: BlockTables, table_rows: Seq[int]) -> torch.Tensor:
-        """int32 ``[rows]``, −1 of padding; ``table_rows`` are those of the chunks."""
+        """int32 ``[rows]``, −1 for padding; ``table_rows`` are the rows of the chunks in ``tables``."""
         positions, chunks = self._by_row
         if not table_rows:
             return torch.full_like(positions, -1, dtype=torch.int32)
         return slots_of(positions, tables.host, torch.tensor(table_rows)[chunks], tables.page_size)
 
     def _set_rows(self) -> None:
-        """Numbers the rows of the segments, form after form, and finds those whose logits are wanted."""
+        """Numbers the rows of the segments, form after form, and collects the rows with logits."""
         for form in (self.mha, self.dense_mqa, self.sparse_mqa):
             for i, s in enumerate(form):
                 form[i] = s._replace(row=self.rows)
@@ -136,7 +137,7 @@ class RankPlan:
             self.logits_rows += [(s.row + i, chunk.request) for i in range(unwanted, s.length)]
 
     def padded(self, bucket: Bucket, selects: bool) -> RankPlan:
-        """The same chunks in the rows of a bucket, all in one form."""
+        """The same chunks in the rows of a bucket, all in one form of attention."""
         plan = RankPlan(self.chunks, rows=bucket.rows)
         form = plan.sparse_mqa if selects else plan.dense_mqa
         for i, chunk in enumerate(self.chunks):
@@ -152,8 +153,8 @@ class StepPlan:
     """The plans of all ranks for one step."""
 
     ranks: list[RankPlan]
-    max_decode_rows: int = 1  # most rows of a request in a decode step
-    bucket: Bucket | None = None  # that the step is padded to
+    max_decode_rows: int = 1  # maximum number of rows of a request in a decode step
+    bucket: Bucket | None = None  # set if the step is padded
 
     @classmethod
     def of(
@@ -164,7 +165,7 @@ class StepPlan:
         for chunk in chunks:
             count = len(chunk.ranks)
             for i, pieces in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
-                # Rotated by request: else the leftover tokens of short prompts would all fall to the first ranks.
+                # Rotated by request, or the first ranks would get the leftover tokens of all short prompts.
                 plan = plans[chunk.ranks[(i + chunk.request.id) % count]]
                 plan.chunks.append(chunk)
                 for start, length in pieces:
@@ -180,31 +181,32 @@ class StepPlan:
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether every rank computes a few tokens (of a prompt, perhaps) of each of its requests, and some has one."""
+        """Whether this is a decode step: every chunk has few tokens, perhaps of a prompt, on one rank."""
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
         return bool(chunks) and all(c.length <= self.max_decode_rows and len(c.ranks) == 1 for c in chunks)
 
     def padded(self, config: ModelConfig, contexts: ContextBuckets, num_drafts: int = 0) -> StepPlan:
-        """A decode step in the rows of the smallest bucket that takes it, which is the same on all ranks.
+        """The decode step in the smallest bucket that it fits in, which is the same on all ranks.
 
         Args:
-            contexts: of buckets.
-            num_drafts: made behind the step; the context has room for them, and every request rows to verify as many.
+            contexts: possible context lengths.
+            num_drafts: number of drafts that the step makes. The context has room for them, and every request has rows
+                to verify as many.
         """
         chunks = [chunk for plan in self.ranks for chunk in plan.chunks]
         requests = next_power_of_2(max(len(plan.chunks) for plan in self.ranks))
         rows_per_request = max(1 + num_drafts, *(chunk.length for chunk in chunks))
-        # A request with fewer rows is padded: its missing rows are counted as following its last one.
+        # A request with fewer rows is padded with rows after its last one.
         longest = max(chunk.start for chunk in chunks) + rows_per_request + num_drafts
         bucket = Bucket(requests, rows_per_request, contexts.of(longest, num_drafts))
         plans = [plan.padded(bucket, config.has_indexer) for plan in self.ranks]
         return StepPlan(plans, self.max_decode_rows, bucket)
 
     def attention_pairs(self) -> list[int]:
-        """Query-key pairs under the causal mask, of every rank: the work that context parallelism has to balance."""
+        """Query-key pairs of every rank under the causal mask: the work that context parallelism balances."""
         return [sum(s.visible_pairs for s in plan.segments) for plan in self.ranks]
 
 
 def plans_of(step: StepPlan, group: Group) -> list[RankPlan]:
-    """Those of the ranks of a group."""
+    """The plans of the ranks of a group."""
     return [step.ranks[r] for r in group.ranks]

@@ -7,10 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.cache_format import CacheFormat
+from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import (
     Attended,
@@ -24,9 +26,7 @@ from dsa_engine.measure.costs.work import (
     feed_forward_work,
     times,
 )
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
-from dsa_engine.model.config import ModelConfig
-from dsa_engine.model.quantization_config import QuantizationConfig
+from dsa_engine.measure.emulation.mesh import deals_evenly
 from dsa_engine.quantization import Unquantized
 from dsa_engine.sampling_params import SamplingParams
 
@@ -61,8 +61,7 @@ class ModelCosts:
         formats = formats_of(config, engine.cache.format, dtype.itemsize, config.quantization)
         if isinstance(engine.model.runtime.weights, Unquantized):
             formats = formats._replace(narrow_linear=False, narrow_experts=False)
-        dealt_out = isinstance(mesh, EmulatedMesh) and mesh.world_size > 1 and not mesh.config.expert_loads
-        return cls(config, weights, formats, balanced=dealt_out)
+        return cls(config, weights, formats, balanced=deals_evenly(mesh))
 
     def served(self, tokens: float) -> Served:
         """Work of the rank's experts when all ranks together have ``tokens`` rows."""
@@ -169,11 +168,19 @@ def prefill_plans(config: ModelConfig, tokens: int, cp_size: int, chunk: int) ->
     Args:
         chunk: maximum number of tokens of a rank in a step.
     """
-    request, per_step = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
-    chunks = [
-        Chunk(request, first, min(per_step, tokens - first), range(cp_size)) for first in range(0, tokens, per_step)
-    ]
-    return [StepPlan.of([one], cp_size, config, "head_tail") for one in chunks]
+    return [StepPlan.of([one], cp_size, config, "head_tail") for one in _prefill_chunks(tokens, cp_size, chunk)]
+
+
+def prefill_plans_of(engine: Engine, tokens: int) -> list[StepPlan]:
+    """The same for an engine's own ranks, of which the first context-parallel group computes the prompt."""
+    mesh, rows = engine.mesh, 1 + engine.runner.num_drafts
+    chunks = _prefill_chunks(tokens, mesh.cp_size, engine.options.max_num_batched_tokens)
+    return [StepPlan.of([one], mesh.world_size, engine.config, mesh.config.cp_layout, rows) for one in chunks]
+
+
+def _prefill_chunks(tokens: int, cp_size: int, chunk: int) -> list[Chunk]:
+    request, maximum = Request(-1, [0] * tokens, SamplingParams()), chunk * cp_size
+    return [Chunk(request, first, min(maximum, tokens - first), range(cp_size)) for first in range(0, tokens, maximum)]
 
 
 def _decode_shape(config: ModelConfig, requests: int, context: int, rows: int, logits: int | None = None) -> Shape:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dsa_engine.model.decoder_layer import DecoderLayer
-from dsa_engine.model.layers import Float32Linear
+from dsa_engine.model.layers import Float32OutputLinear
 from dsa_engine.model.model import Model
 from dsa_engine.model.mtp import MTPModule
 
@@ -77,7 +77,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
-def _float32_linear(linear: Float32Linear) -> float:
+def _float32_linear(linear: Float32OutputLinear) -> float:
     """A float32 layer on the meta device, in the dtype in which a GPU keeps weights that checkpoints hold in
     bfloat16."""
     matrix = linear.matrix

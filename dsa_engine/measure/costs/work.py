@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import RankPlan
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.segment import Segment
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.rows.segment import Segment
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """One rank of many on one device: made-up groups, assigned expert choices, modelled links.
 
-* `config.py`, `mesh.py`, `group.py`, `expert_parallel.py`: the emulated counterparts of the real classes
-* `stand_ins.py`: time of the work done in place of the other ranks
-* `routing.py`, `assigned_experts.py`: expert choices of the tokens of all ranks
-* `links.py`, `overlap_model.py`: modelled time of communication, and the work that it overlaps with
+* `config.py`, `mesh.py`, `group.py`, `expert_parallel.py`: subclasses that replace the real ones
+* `stand_ins.py`: the time that it takes to make up the other ranks' messages
+* `routing.py`, `assigned_experts.py`: the experts that the tokens of all ranks choose
+* `links.py`, `overlap_model.py`: the time that communication would take, and the part that work would hide
 * `arguments.py`: the scripts' options
 """

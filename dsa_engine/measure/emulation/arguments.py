@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.arguments import json_object, llm_from, parallel_from
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model_folder import resolve_model
 
 
@@ -75,8 +75,8 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
 
 def heading(engine: Engine, links: Links) -> str:
     """The line above every table of an emulated run; "" for other runs."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return ""
     loads = "given" if mesh.config.expert_loads else "balanced"
     return (
@@ -87,16 +87,16 @@ def heading(engine: Engine, links: Links) -> str:
 
 def title(engine: Engine) -> str:
     """The part of a plot's title that describes the emulated run; "" for other runs."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return ""
     return f"emulated: rank {mesh.rank} of {mesh.world_size}; computation measured, communication modelled"
 
 
 def to_json(engine: Engine, links: Links) -> dict[str, Any]:
     """The key "emulated" of a result; empty for other runs."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return {}
     loads = mesh.config.expert_loads
     about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": list(loads) if loads else "balanced"}

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.config.checks import integer, is_number
 from dsa_engine.parallel.collective_log import Collective
-from dsa_engine.parallel.value_checks import integer, is_number
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Links:
         if "start_us" in values:
             values["start_us"] = _figure("start_us", values["start_us"])
         size = values.get("machine_size", 1)
-        integer(least=1)("machine_size", size)
+        integer(minimum=1)("machine_size", size)
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:

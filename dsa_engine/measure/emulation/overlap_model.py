@@ -13,7 +13,7 @@ from typing import Any
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.stand_ins import StandIns
 from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
 from dsa_engine.parallel.collective_log import CollectiveLog
@@ -100,9 +100,10 @@ class Pass:
         """Seconds in each stage of the rank's own work."""
         return {name: s for name, s in self.timer.seconds().items() if name != EMULATION}
 
-    def communication(self, links: Links) -> Communication:
+    def communication(self, links: Links) -> Communication | None:
+        """The communication of an emulated rank, modelled; None on a mesh that communicates."""
         if self.log is None:
-            return Communication()
+            return None
         return replay(self.log, self.timer.begin, self.timer.clock, links, self.machines)
 
 
@@ -110,10 +111,10 @@ class Pass:
 def watched(engine: Engine) -> Iterator[Pass]:
     """Times the stages of the work inside the context and records the collectives of an emulated rank."""
     timer = StageTimer(engine.mesh.device)
-    mesh = engine.mesh
+    mesh, made_up = engine.mesh, emulated(engine.mesh)
     log, stand_ins = None, StandIns()
-    if isinstance(mesh, EmulatedMesh):
-        log, mesh.static_step = CollectiveLog(timer.clock.mark, current_stage), False
+    if made_up is not None:
+        log, made_up.static_step = CollectiveLog(timer.clock.mark, current_stage), False
     for group in mesh.groups:
         group.log = log
     try:
@@ -123,12 +124,12 @@ def watched(engine: Engine) -> Iterator[Pass]:
     finally:
         for group in mesh.groups:
             group.log = None
-    if isinstance(mesh, EmulatedMesh):
-        stand_ins.in_graph = mesh.static_step and engine.graphs is not None
-        # At once, so that their tensors are held no longer than needed.
-        if stand_ins.work not in mesh.stand_in_seconds:
-            mesh.stand_in_seconds[stand_ins.work] = stand_ins.seconds(mesh.device)
-        one.stand_ins = mesh.stand_in_seconds[stand_ins.work]
+    if made_up is not None:
+        stand_ins.in_graph = made_up.static_step and engine.graphs is not None
+        # At once: the tensors that they work on are held no longer than needed.
+        if stand_ins.work not in made_up.stand_in_seconds:
+            made_up.stand_in_seconds[stand_ins.work] = stand_ins.seconds(mesh.device)
+        one.stand_ins = made_up.stand_in_seconds[stand_ins.work]
 
 
 def _add(into: dict[str, float], name: str, seconds: float) -> None:

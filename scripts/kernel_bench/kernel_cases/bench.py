@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.kernels.error_line import error_line
+from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.measure.ceilings import Ceilings, seconds
 
 Call = Callable[[], Any]

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.cache_format import FP8, stored_dtype
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.indexer_scores import indexer_scores, indexer_scores_reference
-from dsa_engine.kernels.segment import Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention, sparse_attention_reference
-from dsa_engine.kernels.topk import select_topk
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
+from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores, indexer_scores_reference
+from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 from kernel_cases.bench import Call, KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 from kernel_cases.other_libraries import peer_indexer_scores, peer_sparse_attention
@@ -53,7 +54,9 @@ def _scores(
         return KernelCase(
             name,
             shape=f"{n} queries, {heads} heads, S {context:,}",
-            run=lambda: indexer_scores(q, weights, pool, tables, segments),
+            run=lambda: indexer_scores(
+                q, weights, pool, tables, segments, key_format=IndexKeyFormat(INDEX_DIM, q.dtype)
+            ),
             flops=2.0 * pairs * heads * (INDEX_DIM + 1),
             bytes=float(4 * pairs + q.nbytes + sequences * context * row_bytes),
             baselines=baselines,
@@ -63,7 +66,9 @@ def _scores(
     q, pool = make.normal(n, heads, INDEX_DIM), make.pool(pages, INDEX_DIM)
 
     def reference() -> object:
-        return indexer_scores_reference(q, weights, pool, tables, segments, WORKSPACE)
+        return indexer_scores_reference(
+            q, weights, pool, tables, segments, IndexKeyFormat(INDEX_DIM, q.dtype), WORKSPACE
+        )
 
     yield case(kernel, q, pool, {"torch mm, relu, bmm": reference})
     q8 = make.fp8(n, heads, INDEX_DIM)
@@ -94,7 +99,7 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for heads in (128, 64):
         for context in sizes.contexts:
             tokens = sizes.prefill
-            pages = -(-context // PAGE_SIZE)
+            pages = cdiv(context, PAGE_SIZE)
             q, slots = make.normal(tokens, heads, LATENT), make.selected(tokens, context, TOPK)
             pool = make.pool(pages, LATENT)
             yield _sparse("sparse attention, prefill", q, pool, slots, context, make, product=True)
@@ -104,7 +109,7 @@ def sparse_prefill(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def sparse_decode(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     context = sizes.contexts[-1]
-    pages = -(-context // PAGE_SIZE)
+    pages = cdiv(context, PAGE_SIZE)
     pool, pool8 = make.pool(pages, LATENT), make.fp8_latent_pool(pages, RANK, ROPE)
     for batch in sizes.batches:
         q, slots = make.normal(batch, 128, LATENT), make.selected(batch, context, TOPK)
@@ -125,21 +130,22 @@ def _sparse(
     tokens, heads, _ = q.shape
     k = slots.shape[1]
     row_bytes = pool.shape[-1] * pool.element_size()
+    row_format = LatentFormat(RANK, ROPE, FP8 if pool.dtype == torch.uint8 else pool.dtype)
     # Each row that some token selected is read once; with few tokens that is every selected row.
     rows = min(tokens * k, context)
 
     def reference() -> object:
-        return sparse_attention_reference(q, pool, slots, None, RANK, SCALE, WORKSPACE)
+        return sparse_attention_reference(q, pool, slots, None, row_format, SCALE, WORKSPACE)
 
     baselines = {"torch gather, bmm, softmax, bmm": reference}
-    if product and stored_dtype(pool) != FP8:
+    if product and not row_format.fp8:
         baselines |= peer_sparse_attention(q, pool, slots, RANK, SCALE)
         if context <= 8192:
             baselines["SDPA with a mask, 1/16 of the tokens, times 16"] = _masked_sdpa(q[: tokens // 16], pool, slots)
     return KernelCase(
         kernel,
         shape=f"{tokens} tokens, {heads} heads, k {k}, S {context:,}",
-        run=lambda: sparse_attention(q, pool, slots, value_dim=RANK, scale=SCALE, workspace=WORKSPACE),
+        run=lambda: sparse_attention(q, pool, slots, row_format=row_format, scale=SCALE, workspace=WORKSPACE),
         flops=2.0 * tokens * heads * k * (LATENT + RANK),
         bytes=float(q.nbytes * (1 + RANK / LATENT) + rows * row_bytes + slots.nbytes),
         baselines=baselines,
@@ -159,10 +165,11 @@ def _dense(make: Inputs, batch: int, context: int, *, quantised: bool) -> Kernel
     segments, (tables, pages) = make.decode(batch, context), make.block_tables(batch, context)
     q = make.normal(batch, 128, LATENT)
     pool = make.fp8_latent_pool(pages, RANK, ROPE) if quantised else make.pool(pages, LATENT)
+    row_format = LatentFormat(RANK, ROPE, FP8 if quantised else make.dtype)
     return KernelCase(
         "dense MLA, decode, FP8 cache" if quantised else "dense MLA, decode",
         shape=f"batch {batch}, 128 heads, S {context:,}",
-        run=lambda: dense_mla(q, pool, tables, segments, value_dim=RANK, scale=SCALE, workspace=WORKSPACE),
+        run=lambda: dense_mla(q, pool, tables, segments, row_format=row_format, scale=SCALE, workspace=WORKSPACE),
         flops=2.0 * batch * 128 * context * (LATENT + RANK),
         bytes=float(q.nbytes * (1 + RANK / LATENT) + pool.nbytes),
         baselines={} if quantised else {"SDPA over the gathered cache": _sdpa_decode(q, pool, tables, context)},

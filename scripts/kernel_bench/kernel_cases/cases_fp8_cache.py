@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from dsa_engine.kernels.cache_format import FP8, CacheFormat, LatentFormat
-from dsa_engine.kernels.gather_latent import gather_latent
-from dsa_engine.kernels.paged import gather_rows, store_rows
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.rows.paged import gather_rows
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_rows import store_rows
+from dsa_engine.kernels.runtime.integers import cdiv
 from kernel_cases.bench import KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 
@@ -27,7 +29,7 @@ def fp8_cache(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def _pages_and_slots(make: Inputs, tokens: int) -> tuple[int, torch.Tensor]:
     """Pages of a cache twice as large as the step, and a slot in it for every token, in random order."""
-    pages = -(-2 * tokens // PAGE_SIZE)
+    pages = cdiv(2 * tokens, PAGE_SIZE)
     return pages, torch.randperm(pages * PAGE_SIZE, device=make.device)[:tokens].int()
 
 
@@ -37,7 +39,7 @@ def _gather(make: Inputs, tokens: int) -> KernelCase:
     return KernelCase(
         "gather latent rows, FP8",
         shape=f"{tokens} tokens",
-        run=lambda: gather_latent(pool, slots, RANK, ROPE, make.dtype),
+        run=lambda: gather_latent(pool, slots, LatentFormat(RANK, ROPE, FP8), make.dtype),
         flops=0.0,
         bytes=float(tokens * (pool.shape[-1] + (RANK + ROPE) * make.dtype.itemsize)),
         baselines={"torch index_select of plain rows": lambda: gather_rows(plain, slots)},
@@ -54,10 +56,14 @@ def _store_gathered(make: Inputs, tokens: int) -> KernelCase:
     return KernelCase(
         "store gathered rows, FP8",
         shape=f"{tokens} tokens",
-        run=lambda: store_cache_rows(*pools, rows, slots),
+        run=lambda: store_cache_rows(*pools, rows, slots, IndexKeyFormat(INDEX_DIM, FP8)),
         flops=0.0,
         bytes=2.0 * rows.nbytes,
-        baselines={"plain rows": lambda: store_cache_rows(*plain_pools, plain_rows, slots)},
+        baselines={
+            "plain rows": lambda: store_cache_rows(
+                *plain_pools, plain_rows, slots, IndexKeyFormat(INDEX_DIM, make.dtype)
+            )
+        },
     )
 
 

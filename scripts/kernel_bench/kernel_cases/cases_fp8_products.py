@@ -9,16 +9,17 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.block_scaled_experts import block_scaled_experts
-from dsa_engine.kernels.block_scaled_libraries import by_torch, takes
-from dsa_engine.kernels.block_scaled_matmul import (
+from dsa_engine.kernels.linear.block_scaled_libraries import by_torch, takes
+from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
     block_scaled_linear,
     block_scaled_matmul_reference,
     block_scaled_matmul_triton,
 )
-from dsa_engine.kernels.expert_mlp import expert_mlp
-from dsa_engine.kernels.launch import runs_triton
+from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import runs_triton
 from kernel_cases.bench import KernelCase
 from kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
 from kernel_cases.inputs import Inputs, Sizes
@@ -40,7 +41,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def _scales(make: Inputs, *shape: int) -> torch.Tensor:
     """Scales of a weight ``[…, out, in]``."""
-    blocks = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+    blocks = (*shape[:-2], *(cdiv(size, BLOCK) for size in shape[-2:]))
     return make.normal(*blocks, dtype=torch.float32).abs_()
 
 

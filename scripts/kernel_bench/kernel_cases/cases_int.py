@@ -8,17 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.grouped_matmul import grouped_matmul_torch, torch_has_it
-from dsa_engine.kernels.grouped_matmul_int4 import grouped_matmul_int4_reference, grouped_matmul_int4_triton
-from dsa_engine.kernels.grouped_matmul_int8 import (
+from dsa_engine.kernels.formats.int8 import quantize_rows_int8, quantize_rows_int8_reference
+from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul_torch, torch_has_it
+from dsa_engine.kernels.grouped.grouped_matmul_int4 import grouped_matmul_int4_reference, grouped_matmul_int4_triton
+from dsa_engine.kernels.grouped.grouped_matmul_int8 import (
     grouped_matmul_int8_reference,
     grouped_matmul_int8_triton,
     matmul_int8_reference,
 )
-from dsa_engine.kernels.int8 import quantize_rows_int8, quantize_rows_int8_reference
-from dsa_engine.kernels.launch import runs_triton
-from dsa_engine.kernels.linear_int8 import linear_int8
-from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
+from dsa_engine.kernels.linear.linear_int8 import linear_int8
+from dsa_engine.kernels.rows.silu_mul import silu_mul, silu_mul_reference
+from dsa_engine.kernels.runtime.launch import runs_triton
 from kernel_cases.bench import KernelCase
 from kernel_cases.cases_moe import CHOICES, HIDDEN, INTERMEDIATE
 from kernel_cases.inputs import Inputs, Sizes

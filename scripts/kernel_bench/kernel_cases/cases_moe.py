@@ -6,23 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from dsa_engine.kernels.grouped_matmul import (
+from dsa_engine.kernels.grouped.grouped_matmul import (
     grouped_matmul_reference,
     grouped_matmul_torch,
     grouped_matmul_triton,
     torch_has_it,
 )
-from dsa_engine.kernels.launch import runs_triton
-from dsa_engine.kernels.packed_tokens import (
-    pack_tokens,
-    pack_tokens_reference,
-    unpack_choices,
-    unpack_choices_reference,
-)
-from dsa_engine.kernels.permute import combine, combine_reference, expert_order, expert_order_reference
-from dsa_engine.kernels.router import route, route_reference
-from dsa_engine.kernels.silu_mul import silu_mul, silu_mul_reference
-from dsa_engine.kernels.token_ranks import token_ranks, token_ranks_reference
+from dsa_engine.kernels.moe.combine import combine, combine_reference
+from dsa_engine.kernels.moe.expert_order import expert_order, expert_order_reference
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, pack_tokens_reference
+from dsa_engine.kernels.moe.router import route, route_reference
+from dsa_engine.kernels.moe.token_ranks import token_ranks, token_ranks_reference
+from dsa_engine.kernels.moe.unpack_choices import unpack_choices, unpack_choices_reference
+from dsa_engine.kernels.rows.silu_mul import silu_mul, silu_mul_reference
+from dsa_engine.kernels.runtime.launch import runs_triton
 from kernel_cases.bench import KernelCase
 from kernel_cases.inputs import Inputs, Sizes
 

@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.fp8 import dequantize_blocks, dequantize_blocks_reference
-from dsa_engine.kernels.hadamard import hadamard, hadamard_reference
-from dsa_engine.kernels.paged import slots_of, store_rows
-from dsa_engine.kernels.quantize import quantize_rows, quantize_rows_reference
-from dsa_engine.kernels.quantize_index_queries import quantize_index_queries, quantize_index_queries_reference
-from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from dsa_engine.kernels.rope import apply_rope, apply_rope_reference
-from dsa_engine.kernels.store_cache_rows import store_cache_rows, store_cache_rows_reference
-from dsa_engine.kernels.store_index_keys import index_keys_reference, store_index_keys
-from dsa_engine.kernels.store_latent import latent_rows_reference, store_latent
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks, dequantize_blocks_reference
+from dsa_engine.kernels.formats.hadamard import hadamard, hadamard_reference
+from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_rows_reference
+from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries, quantize_index_queries_reference
+from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.rms_norm import rms_norm, rms_norm_reference
+from dsa_engine.kernels.rows.rope import apply_rope, apply_rope_reference
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows, store_cache_rows_reference
+from dsa_engine.kernels.rows.store_index_keys import index_keys_reference, store_index_keys
+from dsa_engine.kernels.rows.store_latent import latent_rows_reference, store_latent
+from dsa_engine.kernels.rows.store_rows import store_rows
+from dsa_engine.kernels.runtime.integers import cdiv
 from kernel_cases.bench import Call, KernelCase
 from kernel_cases.inputs import PAGE_SIZE, Inputs, Sizes
 
@@ -72,7 +75,7 @@ def _angles(make: Inputs, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _destination(make: Inputs, tokens: int) -> tuple[int, torch.Tensor]:
     """Pages of a cache four times as large as the step, and a slot in it for every token."""
-    pages = -(-4 * tokens // PAGE_SIZE)
+    pages = cdiv(4 * tokens, PAGE_SIZE)
     slots = torch.randperm(pages * PAGE_SIZE, device=make.device)[:tokens].int()
     return pages, slots
 
@@ -95,6 +98,7 @@ def _latent(make: Inputs, tokens: int, quantised: bool) -> KernelCase:
     compressed, weight, (cos, sin) = make.normal(tokens, RANK + ROPE), make.normal(RANK), _angles(make, tokens)
     pages, slots = _destination(make, tokens)
     pool = make.fp8_latent_pool(pages, RANK, ROPE) if quantised else make.pool(pages, RANK + ROPE)
+    row_format = LatentFormat(RANK, ROPE, FP8 if quantised else make.dtype)
     baselines: dict[str, Call] = {}
     if not quantised:
 
@@ -105,7 +109,9 @@ def _latent(make: Inputs, tokens: int, quantised: bool) -> KernelCase:
     return KernelCase(
         "store latent" + (", FP8" if quantised else ""),
         shape=f"{tokens} tokens",
-        run=lambda: store_latent(compressed, weight, EPS, cos, sin, pool, slots, interleaved=True),
+        run=lambda: store_latent(
+            compressed, weight, EPS, cos, sin, pool, slots, row_format=row_format, interleaved=True
+        ),
         flops=0.0,
         bytes=float(compressed.nbytes + tokens * (pool.shape[-1] * pool.element_size() + 4 * ROPE)),
         baselines=baselines,
@@ -117,6 +123,7 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> KernelCase:
     weight, bias = (make.normal(INDEX_DIM, dtype=torch.float32) for _ in range(2))
     pages, slots = _destination(make, tokens)
     pool = make.fp8_index_pool(pages, INDEX_DIM) if quantised else make.pool(pages, INDEX_DIM)
+    key_format = IndexKeyFormat(INDEX_DIM, FP8 if quantised else make.dtype)
     baselines: dict[str, Call] = {}
     if not quantised:
 
@@ -129,7 +136,17 @@ def _index_keys(make: Inputs, tokens: int, quantised: bool) -> KernelCase:
         "store index keys" + (", FP8" if quantised else ""),
         shape=f"{tokens} tokens",
         run=lambda: store_index_keys(
-            projected, weight, bias, EPS, cos, sin, pool, slots, interleaved=False, power_of_two=quantised
+            projected,
+            weight,
+            bias,
+            EPS,
+            cos,
+            sin,
+            pool,
+            slots,
+            key_format=key_format,
+            interleaved=False,
+            power_of_two=quantised,
         ),
         flops=2.0 * projected.numel() * INDEX_DIM if quantised else 0.0,  # the Hadamard transform
         bytes=float(projected.nbytes + tokens * (pool.shape[-1] * pool.element_size() + 4 * ROPE)),
@@ -141,14 +158,15 @@ def _gathered(make: Inputs, tokens: int) -> KernelCase:
     """Rows with index keys, as in DeepSeek-V3.2."""
     pages, slots = _destination(make, tokens)
     latents, keys = make.pool(pages, RANK + ROPE), make.pool(pages, INDEX_DIM)
+    key_format = IndexKeyFormat(INDEX_DIM, make.dtype)
     rows = make.normal(tokens, CacheFormat.of(RANK, ROPE, INDEX_DIM, make.dtype).packed_width())
     return KernelCase(
         "store gathered rows",
         shape=f"{tokens} tokens",
-        run=lambda: store_cache_rows(latents, keys, rows, slots),
+        run=lambda: store_cache_rows(latents, keys, rows, slots, key_format),
         flops=0.0,
         bytes=2.0 * rows.nbytes,
-        baselines={"torch index_put": lambda: store_cache_rows_reference(latents, keys, rows, slots)},
+        baselines={"torch index_put": lambda: store_cache_rows_reference(latents, keys, rows, slots, key_format)},
     )
 
 
@@ -226,7 +244,7 @@ def _hadamard(make: Inputs, tokens: int) -> KernelCase:
 
 def _dequantise(make: Inputs, rows: int, columns: int) -> KernelCase:
     weight = make.fp8(rows, columns)
-    scales = make.normal(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
+    scales = make.normal(cdiv(rows, 128), cdiv(columns, 128), dtype=torch.float32)
     return KernelCase(
         "dequantise 128 x 128",
         shape=f"{rows} x {columns}",

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_engine.kernels.cache_format import FP8, IndexKeyFormat, LatentFormat, RowFormat
-from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.formats.cache_format import FP8, IndexKeyFormat, LatentFormat, RowFormat
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 
 PAGE_SIZE = 64
 
@@ -55,7 +56,7 @@ class Inputs:
     def block_tables(self, sequences: int, tokens: int) -> tuple[torch.Tensor, int]:
         """Pages of ``sequences`` that hold ``tokens`` each, in random order: int32 ``[sequences, pages a sequence]``,
         and the number of all pages."""
-        each = -(-tokens // PAGE_SIZE)
+        each = cdiv(tokens, PAGE_SIZE)
         order = torch.randperm(sequences * each, generator=self._generator, device=self.device)
         return order.int().view(sequences, each), sequences * each
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.kernels.compile_only import Launch, compile_only
-from dsa_engine.kernels.error_line import error_line
+from dsa_engine.kernels.runtime.compile_only import Launch, compile_only
+from dsa_engine.kernels.runtime.error_line import error_line
 from kernel_cases.bench import KernelCase
 from kernel_cases.cases import CASES
 from kernel_cases.inputs import Inputs, Sizes
@@ -25,8 +25,8 @@ class Inspection(NamedTuple):
 
     Attributes:
         kernels: every compiled kernel once: the case and shape that first launched it, its grid there, the fields of
-            :class:`~dsa_engine.kernels.compile_only.Resources`, as "bound" what :func:`.loop_bound` says, and as
-            "at_most" what :func:`.at_most` says for the cases that launch it: the operation and the shapes.
+            :class:`~dsa_engine.kernels.runtime.compile_only.Resources`, as "bound" what :func:`.loop_bound` says, and
+            as "at_most" what :func:`.at_most` says for the cases that launch it: the operation and the shapes.
         missing: a sentence for each operation that cannot be compiled.
     """
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.parallel.context_parallel import split_sequence
 
 

@@ -11,7 +11,7 @@ import torch
 from context_parallel.division import Division
 from context_parallel.form import CPForm, padded, to_all
 from context_parallel.layer import Cache, DSASize, Tokens, as_segments
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.parallel.collective_log import Collective
 
 
@@ -29,7 +29,8 @@ class HeadTail(CPForm):
     def cache(self, division: Division, gathered: torch.Tensor) -> Cache:
         """The gathered rows ``[ranks * rows, width]`` at their slots."""
         cache = Cache.empty(self.layer.size, division.length, gathered.dtype, gathered.device)
-        store_cache_rows(cache.latent, cache.index_keys, gathered, division.slots(gathered.device))
+        slots = division.slots(gathered.device)
+        store_cache_rows(cache.latent, cache.index_keys, gathered, slots, self.layer.key_format)
         return cache
 
     def select(self, division: Division, tokens: Tokens, cache: Cache) -> torch.Tensor:

@@ -15,10 +15,12 @@ from zlib import crc32
 
 import torch
 
-from dsa_engine.kernels.launch import references
-from dsa_engine.kernels.lightning_indexer import lightning_indexer
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat, LatentFormat
+from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import references
 from mla.forms import SIZES as MLA_SIZES
 from mla.forms import MLASize
 
@@ -80,7 +82,7 @@ class Cache:
     @classmethod
     def empty(cls, size: DSASize, length: int, dtype: torch.dtype, device: torch.device) -> Cache:
         """Pages in order of position, so that a token's slot is its position."""
-        pages = -(-length // PAGE_SIZE)
+        pages = cdiv(length, PAGE_SIZE)
         return cls(
             latent=torch.empty(pages, PAGE_SIZE, size.latent, dtype=dtype, device=device),
             index_keys=torch.empty(pages, PAGE_SIZE, size.index_dim, dtype=dtype, device=device),
@@ -106,6 +108,8 @@ class Layer:
     ):
         self.size, self.dtype, self.device, self.seed, self.workspace = size, dtype, device, seed, workspace
         mla, generator = size.mla, torch.Generator(device).manual_seed(seed)
+        self.latent_format = LatentFormat(mla.kv_rank, mla.rope, dtype)
+        self.key_format = IndexKeyFormat(size.index_dim, dtype)
         self.w_uk, self.w_uv = (
             torch.randn(mla.heads, rows, mla.kv_rank, generator=generator, dtype=dtype, device=device).mul_(scale)
             for rows, scale in ((mla.nope, mla.kv_rank**-0.5), (mla.value, mla.kv_rank**-0.5))
@@ -138,7 +142,9 @@ class Layer:
     def attend(self, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Attention ``[T, heads, kv_rank]`` of absorbed queries over the latent rows in their slots."""
         mla = self.size.mla
-        return sparse_attention(q, pool, slots, value_dim=mla.kv_rank, scale=mla.scale, workspace=self.workspace)[0]
+        return sparse_attention(
+            q, pool, slots, row_format=self.latent_format, scale=mla.scale, workspace=self.workspace
+        )[0]
 
     def values(self, out_latent: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
         """``[T, heads, kv_rank]`` to ``[T, heads, value]``."""
@@ -153,7 +159,7 @@ class Layer:
         with references() if self.device.type == "cpu" else nullcontext():
             return lightning_indexer(
                 tokens.index_q, tokens.index_weights, cache.index_keys, cache.block_tables, segments, self.size.topk,
-                workspace=self.workspace,
+                key_format=self.key_format, workspace=self.workspace,
             )  # fmt: skip
 
     def single_process(self, segments: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
@@ -171,7 +177,7 @@ class Layer:
         generator = torch.Generator(self.device)
         parts = [torch.empty(0, *shape, dtype=dtype, device=self.device)]
         for start, count in segments:
-            for block in range(start // _DRAWN, -(-(start + count) // _DRAWN)):
+            for block in range(start // _DRAWN, cdiv(start + count, _DRAWN)):
                 generator.manual_seed(crc32(f"{self.seed} {what} {block}".encode()))  # a CPU's takes 32 bits
                 drawn = torch.randn(_DRAWN, *shape, generator=generator, dtype=dtype, device=self.device)
                 first = block * _DRAWN

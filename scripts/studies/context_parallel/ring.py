@@ -23,10 +23,10 @@ import torch.distributed as dist
 from context_parallel.division import Division
 from context_parallel.form import CPForm, to_next
 from context_parallel.layer import DSASize, Tokens
-from dsa_engine.kernels.indexer_scores import indexer_scores
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.topk import select_topk
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.parallel.collective_log import Collective
 
 # The kernels take causal segments. Queries that see a whole piece are computed in groups of this size, as a segment
@@ -102,7 +102,13 @@ class Ring(CPForm):
                 seen = _segments(start, len(q), piece, q.device)
                 table = torch.arange(piece.row, piece.row + piece.count + _QUERIES, dtype=torch.int32, device=q.device)
                 block_scores = indexer_scores(
-                    q, weights, block[:, None], table[None], seen, workspace=self.layer.workspace // 2
+                    q,
+                    weights,
+                    block[:, None],
+                    table[None],
+                    seen,
+                    key_format=self.layer.key_format,
+                    workspace=self.layer.workspace // 2,
                 )[:, : piece.count]
                 visible = torch.arange(block_scores.shape[1], device=q.device) < seen.visible[:, None]
                 scores[:, column : column + block_scores.shape[1]] = block_scores.masked_fill(~visible, float("-inf"))
@@ -124,7 +130,7 @@ class Ring(CPForm):
                     if slots.shape[1]:
                         self.count_attended(slots, mla.heads)
                         more = sparse_attention(
-                            q[part], block[:, None], slots, value_dim=mla.kv_rank, scale=mla.scale,
+                            q[part], block[:, None], slots, row_format=self.layer.latent_format, scale=mla.scale,
                             workspace=self.layer.workspace,
                         )  # fmt: skip
                         _merge(out[part], lse[part], *more)

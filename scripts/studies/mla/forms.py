@@ -28,9 +28,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.integers import cdiv
 
 PAGE_SIZE = 64
 
@@ -259,13 +261,13 @@ class AbsorbedMaterialized(AbsorbedMoveElision):
 
 
 class EngineForm(Absorbed):
-    """The engine's :func:`~dsa_engine.kernels.dense_mla.dense_mla`; on a CPU its reference."""
+    """The engine's :func:`~dsa_engine.kernels.attention.dense_mla.dense_mla`; on a CPU its reference."""
 
     name = "engine"
 
     def cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> PagedRows:
         batch, count, _ = latent.shape
-        pages = -(-count // PAGE_SIZE)
+        pages = cdiv(count, PAGE_SIZE)
         pool = latent.new_zeros(batch * pages, PAGE_SIZE, self.size.kv_rank + self.size.rope)
         rows = pool.view(batch, pages * PAGE_SIZE, -1)[:, :count]
         rows[..., : self.size.kv_rank], rows[..., self.size.kv_rank :] = latent, rotated
@@ -275,7 +277,8 @@ class EngineForm(Absorbed):
 
     def decode(self, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache) -> torch.Tensor:
         q = torch.cat((self.absorbed_query(q_latent), self.rotated_query(q_latent, cos, sin)), dim=-1)
-        out, _ = dense_mla(q, *cache, value_dim=self.size.kv_rank, scale=self.size.scale)
+        row_format = LatentFormat(self.size.kv_rank, self.size.rope, q.dtype)
+        out, _ = dense_mla(q, *cache, row_format=row_format, scale=self.size.scale)
         return self.project(out)
 
 

@@ -13,7 +13,7 @@ from demo_model.export import write_checkpoint
 from demo_model.model import Extra, Gate, MTPLayer, TrainingModel
 from demo_model.recipe import model_config
 from dsa_engine import LLM
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,

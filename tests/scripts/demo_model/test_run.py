@@ -16,7 +16,7 @@ from demo_model.pictures import plot_losses
 from demo_model.prepare import documents_of
 from demo_model.recipe import Phase, model_config
 from demo_model.vocabulary import train_tokenizer
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 
 TEXTS = {"text": "def function(self, value):\n    return value\n\nA line of plain text.\n" * 40}
 PHASES = (

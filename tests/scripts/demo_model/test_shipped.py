@@ -72,7 +72,7 @@ def test_training_forward_and_engine_agree_on_the_shipped_weights(llm: LLM) -> N
 
 def test_transformers_loads_the_folder_and_agrees(llm: LLM, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from dsa_engine.checkpoint import dequantize_checkpoint
+    from dsa_engine.convert import dequantize_checkpoint
 
     # transformers reads FP8 blocks with kernels for GPUs only, so its copy has the same weights expanded.
     dequantize_checkpoint(trained_folder(), tmp_path / "plain", dtype=torch.float32)

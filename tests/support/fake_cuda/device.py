@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_iter
 from triton.runtime.jit import JITFunction
 
 from dsa_engine.checkpoint import DummyReader
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache
 from fake_cuda import cuda_runtime
 from fake_cuda.events import Capture, Launch
@@ -161,7 +162,7 @@ class FakeDevice:
 
     def wait(self, what: str) -> None:
         """Records a wait of the host for the device."""
-        skipped = ("/fake_cuda/", "/kernels/transfer.py")  # the callers of these are recorded
+        skipped = ("/fake_cuda/", "/kernels/runtime/transfer.py")  # the callers of these are recorded
         frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in skipped)]
         ours = [f"{f.filename.rpartition('/')[2]}:{f.name}" for f in frames if "/dsa_engine/" in f.filename]
         at = f"{what} in {ours[-1]}" if ours else what
@@ -248,7 +249,7 @@ class FakeDevice:
         """Counts a storage while it exists."""
         if id(storage) in self._storages:
             return
-        key, size = id(storage), -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+        key, size = id(storage), cdiv(storage.nbytes(), _ALIGNED) * _ALIGNED
 
         def gone(_: object) -> None:
             self.live -= size

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.parallel.all_to_all import Arrivals
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.experts.all_to_all import RecvPlan
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.mesh import choose_device
-from dsa_engine.parallel.placement import ExpertPlacement
 from fake_cuda.device import FakeDevice
 from fake_cuda.events import Launch
 
@@ -43,10 +43,10 @@ class FakeMesh(Mesh):
 
     config: FakeConfig
 
-    def exchange(self, value: int) -> list[int]:
+    def all_gather_int(self, value: int) -> list[int]:
         return [value] * self.world_size
 
-    def meet(self, wait_s: float) -> None:
+    def barrier(self, wait_s: float) -> None:
         pass
 
     def _host_group(self) -> Group:
@@ -98,12 +98,12 @@ class FakeExpertParallel(ExpertParallel):
 
     skew = 1.0
 
-    def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
+    def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         super().exchange_counts(sent)
         total, size = self.choices, self.group.size
         each = [total // size] * size
         served = self._skewed(total)
-        return Arrivals(each, [self._skewed(n) for n in each], served), served
+        return RecvPlan(each, [self._skewed(n) for n in each], served), served
 
     def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
         parts = len(super().count_served(experts, together))
@@ -113,12 +113,12 @@ class FakeExpertParallel(ExpertParallel):
         """Number of tokens for this rank in place of a balanced number."""
         return int(self.skew * balanced)
 
-    def exchange_rounds(self, sent: torch.Tensor) -> list[Arrivals]:
+    def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
         super().exchange_rounds(sent)
         rounds, size = sent.shape[:2]
         total = self.choices // size * size
         send, receive = _even(total, rounds), _even(self._skewed(total), rounds)
-        return [Arrivals(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
+        return [RecvPlan(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
 
     def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         self.choices = experts.numel()

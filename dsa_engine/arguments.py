@@ -1,4 +1,4 @@
-"""Command-line options that the scripts and the ``dsa-engine`` command share, and how they end on an error."""
+"""Command-line options of the scripts and the ``dsa-engine`` command, and how both end on an error."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsa_engine.config.fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.llm import LLM
-from dsa_engine.logs import set_up_logging
 from dsa_engine.options import EngineOptions
-from dsa_engine.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.failure import report_failures
+from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.parallel.launch_environment import several_processes
-from dsa_engine.parallel.option_fields import BOOL, JSON_OBJECT, options_of
+from dsa_engine.system.logs import set_up_logging
+from dsa_engine.system.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.vllm_options import answer
 
 _RANK_0_SPEAKS_S = 10.0
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, and adds to the help of an option its default where it does not say it."""
+    """Keeps the lines of a description, and adds the default to an option's help unless it is there."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -43,22 +43,22 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with an option, and which one may have been meant."""
+    """Reports a wrong option in one line, with the option that may have been meant."""
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **{"formatter_class": HelpFormatter} | named)
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":  # all ranks were given the same, and one says so
-            time.sleep(_RANK_0_SPEAKS_S)  # the launcher ends all as soon as one has ended
+        if os.environ.get("RANK", "0") != "0":  # all ranks have the same options; rank 0 reports
+            time.sleep(_RANK_0_SPEAKS_S)  # the launcher ends all ranks as soon as one has ended
             self.exit(2)
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Also called for a subcommand: so it is the subcommand that knows what may have been meant.
+        """Also called for a subcommand, which so suggests its own options.
 
-        The deepspeed launcher puts ``--local_rank=N`` before a script's own arguments. It says what LOCAL_RANK in the
-        environment says too, and goes.
+        The deepspeed launcher puts ``--local_rank=N`` before a script's arguments. It repeats LOCAL_RANK of the
+        environment and is dropped.
         """
         args = sys.argv[1:] if args is None else list(args)
         if "LOCAL_RANK" in os.environ and args and args[0] == f"--local_rank={os.environ['LOCAL_RANK']}":
@@ -105,7 +105,7 @@ def _add(group: argparse._ArgumentGroup, options: type) -> None:
         kind, flag = option.kind, _flag(f)
         if kind is BOOL:
             group.add_argument(flag, action="store_true", help=option.help)
-        elif kind is JSON_OBJECT:  # kept as it was written, for the report
+        elif kind is JSON_OBJECT:  # as written, for the report
             group.add_argument(flag, default="{}", metavar=kind.metavar, help=option.help)
         elif kind.parse is not None:
             group.add_argument(
@@ -134,18 +134,18 @@ def _values(args: argparse.Namespace, options: type) -> dict[str, Any]:
 
 
 def _flag(f: Field[Any]) -> str:
-    """``--max-model-len``; of what is on by default, the flag that turns it off: ``--no-async-scheduling``."""
+    """``--max-model-len``; for an option that is on by default, ``--no-async-scheduling``."""
     return ("--no-" if f.default is True else "--") + f.name.replace("_", "-")
 
 
 def reported(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of a run as its report keeps them: those that have a value, and not where results were written."""
-    written = ("json", "plot", "profile", "dump_logits", "command")  # command: which of dsa-engine's it is
+    """The options of a run for its report: those that have a value, without the paths of results."""
+    written = ("json", "plot", "profile", "dump_logits", "command")  # command: the subcommand of dsa-engine
     return {name: value for name, value in vars(args).items() if value is not None and name not in written}
 
 
 def lengths(text: str) -> list[int]:
-    """ "8192,32768" as numbers of tokens."""
+    """The numbers of tokens in a text such as "8192,32768"."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -156,7 +156,7 @@ def lengths(text: str) -> list[int]:
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
-    """A JSON object given on the command line; ``ValueError`` names the option."""
+    """A JSON object from the command line; ``ValueError`` names the option."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -169,7 +169,7 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 
 
 def read_text(path: str) -> str:
-    """The text of a file; ``ValueError`` where it is empty."""
+    """The text of a file; ``ValueError`` if it is empty."""
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     if not text:
         raise ValueError(f"the file {path} is empty; give one with a text")
@@ -177,14 +177,14 @@ def read_text(path: str) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script; an error that a user can mend ends it with one line and exit status 2, not with a traceback.
+    """Runs a script; an error that a user can correct ends it with one line and exit status 2, without a traceback.
 
-    So does Ctrl-C, with status 130. Where the reader of standard output has gone (``| head``), a single process ends
-    quietly with status 141, as if by SIGPIPE; of several ranks none says more, and all go on to the end.
+    Ctrl-C also ends it with one line, and status 130. If the reader of standard output has closed it (``| head``), a
+    single process ends silently with status 141, as after SIGPIPE; several ranks stop printing and run to the end.
     """
-    mendable = (ValueError, TypeError, OSError)
+    correctable = (ValueError, TypeError, OSError)
     several = several_processes()
-    report_failures(brief=mendable)
+    report_failures(brief=correctable)
     stdout = sys.stdout
     try:
         set_up_logging()
@@ -195,9 +195,9 @@ def run(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         drop_stdout()
         sys.exit(141)
-    except (*mendable, KeyboardInterrupt) as error:
+    except (*correctable, KeyboardInterrupt) as error:
         if several:
-            raise  # one line for the whole run, see parallel/failure.py
+            raise  # one line for the whole run, see parallel/failure/reporter.py
         interrupted = isinstance(error, KeyboardInterrupt)
         print("interrupted" if interrupted else f"error: {error}", file=sys.stderr)
         sys.exit(130 if interrupted else 2)

@@ -1,6 +1,6 @@
-"""The two errors a user of the engine can meet, besides Python's own.
+"""The engine's two errors: for the content of files, and for what does not fit.
 
-Bad arguments raise ``ValueError``/``TypeError``; these are for what lies in files and for what does not fit.
+Bad arguments raise ``ValueError`` or ``TypeError``.
 """
 
 

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dsa_engine.chat_template import Message, conversations
+from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.call import Call, Callers
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.startup.start import log_start, start
-from dsa_engine.generation_config import default_sampling
-from dsa_engine.logs import set_up_logging
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import RequestOutput, StreamPiece
-from dsa_engine.parallel.failure import report_failures
-from dsa_engine.parallel.option_fields import takes_options_of
-from dsa_engine.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.sizes import format_bytes
-from dsa_engine.tokenizer import Tokenizer, check_tokenizer
+from dsa_engine.system.logs import set_up_logging
+from dsa_engine.system.sizes import format_bytes
+from dsa_engine.text.chat_template import Message, conversations
+from dsa_engine.text.generation_config import default_sampling
+from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
+from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
 from dsa_engine.vllm_options import method_answer
 
 
@@ -59,7 +59,7 @@ class LLM:
 
     @takes_options_of(EngineOptions)
     def __init__(self, *args: Any, **named: Any):
-        report_failures()  # before anything can fail
+        report_failures()  # first, before anything can fail
         set_up_logging()
         options = EngineOptions(*args, **named)
         self.folder = resolve_model(options.model)
@@ -141,7 +141,7 @@ class LLM:
         Args:
             messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists; a content may be a list of
                 parts ``{"type": "text", "text": "…"}``.
-            chat_template, …, tools: see :func:`dsa_engine.chat_template.render`.
+            chat_template, …, tools: see :func:`dsa_engine.text.chat_template.render`.
         """
         prompts = []
         for conversation in conversations(messages):
@@ -266,7 +266,7 @@ class LLM:
         return SamplingParams(**self.default_sampling)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer as ``transformers`` made it."""
+        """The checkpoint's tokenizer as an object of ``transformers``."""
         return self.tokenizer.hf
 
     @property
@@ -357,7 +357,7 @@ def _outputs(asked: Seq[_Asked], replies: Seq[Reply]) -> list[RequestOutput]:
 
 
 def _show_progress(bar: Any, replies: Seq[Reply]) -> None:
-    """Brings a progress bar over requests up to date."""
+    """Updates a progress bar over requests."""
     running = [reply.request for reply in replies if reply.request is not None]
     prompts = sum(len(reply.add.prompt_ids) for reply in replies)
     computed = sum(min(request.num_computed_tokens, len(request.prompt)) for request in running)

@@ -25,14 +25,14 @@ def resolve_model(model: str | Path) -> Path:
     """
     name = str(model)
     if name in ("demo", "demo-random"):
-        from dsa_engine.demo import demo_folder, trained_folder  # only who asks for a demo model pays for making it
+        from dsa_engine.demo import demo_folder, trained_folder  # only demo models need this import
 
         return trained_folder() if name == "demo" else demo_folder()
     path = Path(model).expanduser()
     if path.is_file():
         raise CheckpointError(_about_a_file(path))
     if path.is_dir() or not _HUB_ID.fullmatch(name):
-        return path  # where there is no such folder, reading config.json says so
+        return path  # if there is no such folder, reading config.json says so
     return _in_hub_cache(name)
 
 

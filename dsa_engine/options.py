@@ -1,4 +1,4 @@
-"""Every option of the engine, once: type, default, meaning, and what is allowed."""
+"""All options of the engine: type, default, meaning and allowed values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dsa_engine.model.config import DTYPES
-from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.option_fields import (
+from dsa_engine.config.checks import number
+from dsa_engine.config.fields import (
     BOOL,
     JSON_OBJECT,
     POSITIVE_INT,
@@ -23,9 +22,10 @@ from dsa_engine.parallel.option_fields import (
     option,
     options_of,
 )
-from dsa_engine.parallel.value_checks import number
-from dsa_engine.sizes import parse_bytes
-from dsa_engine.speculative_config import SpeculativeConfig
+from dsa_engine.config.model import DTYPES
+from dsa_engine.config.speculative import SpeculativeConfig
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.vllm_options import answer
 
 LoadFormat = Literal["auto", "dummy"]
@@ -63,14 +63,14 @@ def _parse_capture_sizes(word: str) -> list[int]:
 
 
 _CAPTURE_SIZES = Kind(_check_capture_sizes, _parse_capture_sizes, metavar="N,N,…")
-_FRACTION = number(above=0, most=1)
+_FRACTION = number(above=0, maximum=1)
 _SIZE = Kind(_check_size, metavar="SIZE")
 
 
 @documented
 @dataclass(frozen=True)
 class EngineOptions(Options):
-    """The options of :class:`dsa_engine.LLM`. Those of the scripts and of ``dsa-engine`` are made from them.
+    """The options of :class:`dsa_engine.LLM`, from which those of the scripts and of ``dsa-engine`` are made.
 
     Raises:
         TypeError, ValueError: an option is not known or not possible; the text says what is.
@@ -94,10 +94,10 @@ class EngineOptions(Options):
     quantization: Quantization | None = option(
         choice(Quantization),
         None,
-        "what the weights of linear layers and experts are kept and multiplied in. None: as the checkpoint stores "
-        'them, where the device multiplies so. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
-        '"int4-experts": so, or an error.',
-        help="of linear layers and experts; default: as they are stored, where the device multiplies so",
+        "format in which the weights of linear layers and experts are held and multiplied. None: the checkpoint's, if "
+        'the device can multiply in it. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
+        '"int4-experts": this format, or an error.',
+        help="format of linear layers and experts; default: as stored, if the device can multiply so",
     )
     load_format: LoadFormat = option(
         choice(LoadFormat),
@@ -114,30 +114,30 @@ class EngineOptions(Options):
     generation_config: GenerationConfig = option(
         choice(GenerationConfig),
         "auto",
-        'where sampling parameters that nobody gives come from: "auto" takes what generation_config.json says, "vllm" '
-        "the defaults of SamplingParams.",
+        'source of default sampling parameters: "auto" is generation_config.json, "vllm" the defaults of '
+        "SamplingParams.",
         help="auto: default sampling of generation_config.json; vllm: neutral defaults",
     )
     trust_remote_code: bool = option(
         BOOL,
         False,
-        "let the model folder's tokenizer run Python code of its own, as in vLLM; read that code first.",
-        help="let the model folder's tokenizer run Python code of its own",
+        "let the tokenizer run Python code of the model folder, as in vLLM; read that code first.",
+        help="let the tokenizer run Python code of the model folder",
     )
     kv_cache_dtype: KVCacheDtype = option(
         choice(KVCacheDtype),
         "auto",
-        '"auto" caches in the dtype of the run; "fp8" in 656 bytes a latent row and 132 an index key of DeepSeek-V3.2, '
-        'with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        '"auto" caches in the dtype of the run; "fp8" takes 656 bytes per latent row and 132 per index key of '
+        'DeepSeek-V3.2, with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
         help="auto: the dtype of the run; fp8: about half of bfloat16's bytes",
     )
     max_model_len: int | None = option(
         POSITIVE_INT,
         None,
-        "most tokens of prompt and output together; default: the model's.",
+        "maximum number of tokens of prompt and output together; default: the model's.",
         help="default: the model's",
     )
-    max_num_seqs: int = option(POSITIVE_INT, 64, "most requests that run at once.")
+    max_num_seqs: int = option(POSITIVE_INT, 64, "maximum number of requests that run at once.")
     max_num_batched_tokens: int = option(
         POSITIVE_INT,
         8192,
@@ -145,11 +145,11 @@ class EngineOptions(Options):
         help="prefill chunk per rank",
     )
     max_prefill_share: float = option(
-        Kind(_FRACTION, float, metavar="SHARE"),
+        Kind(_FRACTION, float, metavar="FRACTION"),
         0.5,
-        "of the steps taken while some request decodes, at most this fraction prefill others, in (0, 1]; 1 puts "
-        "prefill first: best for the time to first token, worst for the time per token.",
-        help="most prefill steps while some request decodes, in (0, 1]; 1: prefill first",
+        "maximum fraction of prefill steps while any request decodes, in (0, 1]; 1 puts prefill first: best for the "
+        "time to first token, worst for the time per token.",
+        help="maximum fraction of prefill steps while any request decodes, in (0, 1]; 1: prefill first",
     )
     page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.", aliases=("block_size",))
     cache_memory: int | str | None = option(
@@ -157,28 +157,28 @@ class EngineOptions(Options):
         None,
         'bytes of the caches on each rank, or a size such as "4GiB"; default: on CUDA what gpu_memory_utilization '
         "leaves, on a CPU half of what is free, at most 4 GiB.",
-        help="of each rank's caches, e.g. 4GiB; default: what is free",
+        help="size of each rank's caches, e.g. 4GiB; default: the free memory",
         aliases=("kv_cache_memory_bytes",),
     )
     gpu_memory_utilization: float = option(
         Kind(_FRACTION, float, metavar="FRACTION"),
         0.92,
-        "of a GPU's memory that may be in use, by weights, activations, workspace and caches together, in (0, 1]; the "
-        "caches get what is left of it. Without effect where cache_memory is given, and on a CPU.",
-        help="of a GPU's memory for everything; caches get what is left",
+        "fraction of a GPU's memory for weights, activations, workspace and caches together, in (0, 1]; the caches get "
+        "the remainder. Without effect if cache_memory is given, and on a CPU.",
+        help="fraction of a GPU's memory for everything; caches get the remainder",
     )
     workspace: int | str | None = option(
         _SIZE,
         None,
         "bytes for score tiles and gathered rows, or a size; default: 1 GiB on CUDA, 256 MiB on a CPU.",
-        help="for score tiles; default: 1GiB on CUDA, 256MiB on a CPU",
+        help="size for score tiles; default: 1GiB on CUDA, 256MiB on a CPU",
     )
     speculative_config: dict[str, Any] = option(
         JSON_OBJECT,
         dict,
-        "draft tokens and verify them, several a step, as in vLLM: ``{}`` does not, "
+        "draft several tokens a step and check them, as in vLLM: ``{}`` does not, "
         '``{"method": "mtp", "num_speculative_tokens": 1}`` does; see '
-        ":class:`dsa_engine.speculative_config.SpeculativeConfig`.",
+        ":class:`dsa_engine.config.speculative.SpeculativeConfig`.",
         help='speculative decoding, such as {"method": "mtp", "num_speculative_tokens": 1}',
     )
     enforce_eager: bool = option(
@@ -190,39 +190,39 @@ class EngineOptions(Options):
     cudagraph_capture_sizes: list[int] | None = option(
         _CAPTURE_SIZES,
         None,
-        "numbers of requests of a rank, rounded up to powers of two, whose CUDA graphs are captured before the first "
-        "request comes, for contexts of every length; others when they first occur. Default: one request of any "
-        "length, and every number of requests of the shortest; an empty list: none.",
+        "numbers of requests of a rank, rounded up to powers of two, whose CUDA graphs are captured at the start, for "
+        "contexts of every length; others are captured when they first occur. Default: one request of any length, "
+        "and every number of requests of the shortest; an empty list: none.",
         help="numbers of requests, such as 1,8, whose graphs are captured at the start; none: all when they occur",
     )
     kernels: Kernels = option(
         choice(Kernels),
         "checked",
         'on CUDA: "checked" compares every kernel that the model uses with its reference in PyTorch, the first time '
-        "that an engine starts with this device, driver and version, and runs the reference of one that is wrong; "
-        '"triton" trusts the kernels; "reference" runs none of them.',
-        help="checked: compared with their references once; reference: none is run",
+        "that an engine starts with this device, driver and version, and replaces a wrong kernel by its reference; "
+        '"triton" trusts the kernels; "reference" runs the references only.',
+        help="checked: compare kernels with their references once; reference: run no kernel",
     )
     async_scheduling: bool = option(
         BOOL,
         True,
-        "on CUDA, schedule and launch a decode step before the tokens of the one before are read: the device does not "
-        "wait for the host; False shows what that gains.",
-        help="read a step's tokens before the next one is launched",
+        "on CUDA, launch a decode step before the tokens of the previous step are read, so that the device "
+        "does not wait for the host; False shows the gain.",
+        help="read a step's tokens before the next step is launched",
     )
     overlap_shared_expert: bool = option(
         BOOL,
         True,
-        "run the shared expert on a stream of its own on CUDA, beside gate and dispatch; False shows what that gains.",
+        "run the shared expert on a separate CUDA stream, beside gate and dispatch; False shows the gain.",
         help="run the shared expert in order, not beside dispatch",
     )
     overlap_indexer: bool = option(
         BOOL,
         True,
-        "run the indexer's prolog on a stream of its own on CUDA, beside MLA's; False shows what that gains.",
+        "run the indexer's prolog on a separate CUDA stream, beside MLA's; False shows the gain.",
         help="run the indexer's prolog in order, not beside MLA's",
     )
-    seed: int = option(SEED, 0, "of dummy weights and of requests without a seed of their own.")
+    seed: int = option(SEED, 0, "seed of dummy weights and of requests without a seed.")
     progress: bool = option(
         BOOL,
         True,
@@ -243,7 +243,7 @@ class EngineOptions(Options):
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are drafted; None where none are."""
+        """How tokens are drafted; None: not at all."""
         return SpeculativeConfig(**self.speculative_config) if self.speculative_config else None
 
     @classmethod

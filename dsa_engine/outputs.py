@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""The results of requests: outputs, stream pieces, log-probabilities and metrics."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SpeculationMetrics:
-    """What became of drafts; the counts have vLLM's names."""
+    """Counts of drafted and accepted tokens, under vLLM's names."""
 
-    num_drafts: int  # steps that verified some
-    num_draft_tokens_per_pos: tuple[int, ...]  # drafts verified, of the first token behind a known one, the second, …
+    num_drafts: int  # steps with drafts
+    num_draft_tokens_per_pos: tuple[int, ...]  # drafts checked at the 1st position of a step, the 2nd, …
     num_accepted_tokens_per_pos: tuple[int, ...]
 
     @property
@@ -25,19 +25,19 @@ class SpeculationMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a step with drafts brought, its own included; nan where there was none."""
+        """Mean tokens of a step with drafts, the model's own token included; nan if there was no such step."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else math.nan
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Of the drafts of each position, the fraction that was accepted."""
+        """The fraction of drafts accepted, by position."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
         return [accepted / drafted for accepted, drafted in pairs]
 
     @classmethod
-    def of(cls, verified: Sequence[tuple[int, int]]) -> SpeculationMetrics:
-        """``verified``: of each step, how many drafts there were and how many of them were accepted."""
-        steps = [(drafts, accepted) for drafts, accepted in verified if drafts]
+    def of(cls, counts: Sequence[tuple[int, int]]) -> SpeculationMetrics:
+        """``counts``: the number of drafts of each step, and how many of them were accepted."""
+        steps = [(drafts, accepted) for drafts, accepted in counts if drafts]
         positions = range(max((drafts for drafts, _ in steps), default=0))
         return cls(
             len(steps),
@@ -48,12 +48,12 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of one request, in seconds, as its rank saw them; queueing is part of the time to first token."""
+    """Times of one request in seconds, measured on its rank; the time to first token includes queueing."""
 
-    ttft_s: float  # from the request to its first token; nan where an error left it without one
-    tpot_s: float | None  # per token after the first; None where there is only one
-    preemptions: int = 0  # times that it lost its cache pages to an older request and was prefilled again
-    speculation: SpeculationMetrics | None = None  # None where no drafts were verified
+    ttft_s: float  # from the request to its first token; nan if it failed before
+    tpot_s: float | None  # per token after the first; None for a single token
+    preemptions: int = 0  # times it lost its cache pages to an older request and was prefilled again
+    speculation: SpeculationMetrics | None = None  # None without drafts
 
     @classmethod
     def of(
@@ -72,11 +72,11 @@ class RequestMetrics:
 
 
 class Logprob(float):
-    """The natural logarithm of a token's probability, and what is known of the token.
+    """The natural logarithm of a token's probability, with the token's rank and text.
 
     Attributes:
-        rank: how many tokens are at least as likely, 1 for the most likely one.
-        decoded_token: the token's text; None where no text is made.
+        rank: the number of tokens that are at least as likely; 1 for the most likely one.
+        decoded_token: the token's text; None if no text is made.
     """
 
     rank: int | None
@@ -95,14 +95,14 @@ class Logprob(float):
         return f"Logprob(logprob={float(self)}, rank={self.rank}, decoded_token={self.decoded_token!r})"
 
 
-# Token id -> log-probability in the model's own distribution, before all that SamplingParams change in it: the most
-# likely tokens that were asked for, most likely first, and the token that came, if it is none of them.
+# Token id -> log-probability in the model's own distribution, before SamplingParams change it: the requested number of
+# most likely tokens, most likely first, then the sampled token, if it is not among them.
 Logprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One output of a request. ``text`` is "" where the model folder has no tokenizer, and without ``detokenize``."""
+    """One output of a request. ``text`` is "" if the model folder has no tokenizer, and without ``detokenize``."""
 
     index: int  # 0 … n-1
     text: str
@@ -110,22 +110,24 @@ class CompletionOutput:
     # "stop": an end token or a stop string; "length": max_tokens or max_model_len; "error": it failed
     finish_reason: str
     metrics: RequestMetrics
-    stop_reason: int | str | None = None  # the stop token or string; None for the model's own end tokens, and otherwise
-    error: str | None = None  # what went wrong; text and tokens are those from before
-    logprobs: list[Logprobs] | None = None  # of each token; None where they were not asked for
+    stop_reason: int | str | None = (
+        None  # the stop token or string, if one ended the output; None for the model's end tokens
+    )
+    error: str | None = None  # the error message; text and tokens are those before the error
+    logprobs: list[Logprobs] | None = None  # one entry per token; None if not requested
     cumulative_logprob: float | None = None  # sum over the tokens
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What came of one prompt: ``SamplingParams.n`` outputs. What is asked of it directly, such as ``text``, is that of
-    the first one."""
+    """The result of one prompt: ``SamplingParams.n`` outputs. Attributes such as ``text`` are those of the first
+    output."""
 
     request_id: str
-    prompt: str | None  # its text; None where it was given as token ids
+    prompt: str | None  # its text; None for a prompt of token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    # of each token of the prompt, None for the first; None where they were not asked for
+    # one entry per token of the prompt, None for the first; None if not requested
     prompt_logprobs: list[Logprobs | None] | None = None
     finished: bool = True
 
@@ -160,13 +162,13 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """A step of a streamed request: the text and the tokens that are new. ``str(piece)`` is the text."""
+    """The new text and tokens of a streamed request. ``str(piece)`` is the text."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # set on the last piece
     error: str | None = None  # set with finish_reason "error"
-    logprobs: list[Logprobs] | None = None  # of the new tokens, as in CompletionOutput
+    logprobs: list[Logprobs] | None = None  # one entry per new token, as in CompletionOutput
     stop_reason: int | str | None = None  # as in CompletionOutput
 
     def __str__(self) -> str:

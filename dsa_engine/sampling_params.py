@@ -1,15 +1,15 @@
-"""Sampling parameters: how the tokens of one request are chosen, and what is made of them."""
+"""Sampling parameters: how the tokens of a request are chosen, and what its output contains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dsa_engine.parallel.option_fields import BOOL, SEED, Kind, Options, documented, option
-from dsa_engine.parallel.value_checks import integer, list_of, number, or_none, shown
+from dsa_engine.config.checks import integer, list_of, number, or_none, shown
+from dsa_engine.config.fields import BOOL, SEED, Kind, Options, documented, option
 from dsa_engine.vllm_options import sampling_answer
 
-_MOST_OUTPUTS = 4096  # of one prompt
+_MAX_OUTPUTS = 4096  # for one prompt
 
 
 def _check_text(name: str, value: Any) -> None:
@@ -50,37 +50,37 @@ _COUNT = Kind(integer(0))
 @documented
 @dataclass
 class SamplingParams(Options):
-    """How to choose the tokens of one request, and what to make of them; names and meanings as in vLLM.
+    """How to choose the tokens of a request, and what its output contains; names and meanings as in vLLM.
 
-    What changes a token's logit comes in this order: ``allowed_token_ids``, ``bad_words``, ``min_tokens``,
-    ``logit_bias``, penalties, temperature; then ``min_p``, ``top_k`` and ``top_p`` leave the tokens to draw from.
-    A parameter may be assigned later (``params.max_tokens = 64``); requests that have been given keep what they had.
+    Logits are changed in this order: ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties,
+    temperature. Then ``min_p``, ``top_k`` and ``top_p`` select the tokens to draw from. A parameter may be assigned
+    later (``params.max_tokens = 64``); this does not change requests already made.
 
     Raises:
         TypeError, ValueError: a parameter is not known or not possible; the text says what is.
     """
 
     n: int = option(
-        Kind(integer(1, _MOST_OUTPUTS)),
+        Kind(integer(1, _MAX_OUTPUTS)),
         1,
-        "outputs for the prompt, each computed for itself; with a seed the i-th of them, from 0, has the seed + i.",
+        "outputs for the prompt, each computed separately; with a seed, output i, from 0, has the seed + i.",
     )
     presence_penalty: float = option(
-        _PENALTY, 0.0, "is subtracted from the logit of every token that the output has, from -2 to 2."
+        _PENALTY, 0.0, "subtracted from the logit of every token that the output contains, from -2 to 2."
     )
     frequency_penalty: float = option(
-        _PENALTY, 0.0, "the same, times how often the output has the token, from -2 to 2."
+        _PENALTY, 0.0, "the same, times the number of occurrences in the output, from -2 to 2."
     )
     repetition_penalty: float = option(
         Kind(number(0.001, 1000)),
         1.0,
-        "divides the logit of every token that prompt or output have, if it is above 0, and multiplies it otherwise.",
+        "divides the logit of every token in prompt or output if it is above 0, and multiplies it otherwise.",
     )
-    temperature: float = option(Kind(number(0)), 1.0, "0 takes the most likely token; above, logits are divided by it.")
+    temperature: float = option(Kind(number(0)), 1.0, "0 takes the most likely token; a positive value divides logits.")
     top_p: float = option(
-        Kind(number(above=0, most=1)),
+        Kind(number(above=0, maximum=1)),
         1.0,
-        "sample from the most likely tokens that together have this probability, in (0, 1].",
+        "sample from the most likely tokens whose probabilities sum to this, in (0, 1].",
     )
     top_k: int = option(Kind(integer(-1)), 0, "sample from this many most likely tokens; 0 or -1 for all.")
     min_p: float = option(
@@ -92,7 +92,7 @@ class SamplingParams(Options):
     max_tokens: int | None = option(
         Kind(or_none(integer(1))),
         16,
-        "at most this many tokens are generated; None: as many as max_model_len leaves room for.",
+        "maximum number of generated tokens; None: as many as max_model_len allows.",
     )
     min_tokens: int = option(
         Kind(integer(0)), 0, "no end-of-sequence token, stop token or stop string before this many."
@@ -112,21 +112,21 @@ class SamplingParams(Options):
     bad_words: list[str] | None = option(
         Kind(_TEXTS),
         None,
-        "words that are not generated: the last token of a word is forbidden where the output ends with the others.",
+        "words that are not generated: the last token of a word is forbidden after its other tokens.",
     )
     seed: int | None = option(
         SEED,
         None,
-        "makes the request reproducible whatever else is in the batch; default: from the engine's seed.",
+        "makes the request reproducible in any batch; default: derived from the engine's seed.",
     )
     logprobs: int | None = option(
         _COUNT,
         None,
-        "return the log-probabilities of this many most likely tokens and of the sampled one, for each output token; "
-        "0 for the sampled one alone, None for none.",
+        "for each output token, return the log-probabilities of this many most likely tokens and of the sampled one; "
+        "0: of the sampled one only, None: none.",
     )
     prompt_logprobs: int | None = option(_COUNT, None, "the same for each token of the prompt but the first.")
-    detokenize: bool = option(BOOL, True, "make text of the output.")
+    detokenize: bool = option(BOOL, True, "decode the output to text.")
     skip_special_tokens: bool = option(BOOL, True, "leave special tokens out of the text.")
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
@@ -139,13 +139,13 @@ class SamplingParams(Options):
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 with temperature 0, where all outputs would be equal, not {self.n}")
         if self.seed is not None and self.seed + self.n > 2**64:
-            raise ValueError(f"seed + n must be at most 2**64: each output has a seed of its own; not seed {self.seed}")
+            raise ValueError(f"seed + n must be at most 2**64: each output has another seed; not seed {self.seed}")
         if stop and not self.detokenize:
-            raise ValueError(f"stop strings need detokenize=True: they are looked for in the text; not {shown(stop)}")
+            raise ValueError(f"stop strings need detokenize=True: they are searched in the text; not {shown(stop)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Checks what is assigned as the constructor does."""
-        if "stop_strings" in vars(self):  # the last to be set while it is made
+        """Checks an assigned value, as the constructor does."""
+        if "stop_strings" in vars(self):  # set last in the constructor
             vars(self).update(vars(replace(self, **{name: value})))
         else:
             object.__setattr__(self, name, value)
@@ -156,5 +156,5 @@ class SamplingParams(Options):
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on which tokens there have been."""
+        """Whether logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)

@@ -1,7 +1,7 @@
-"""What vLLM's users type that has another name here, or is no option at all: each gets an answer of its own.
+"""Advice for vLLM's options, parameters and methods that have another name here or do not exist.
 
-Options with the same name and meaning (``max_model_len``, ``enforce_eager``, …) are simply there, and those with
-another name and the same meaning are aliases in ``options.py``. docs/COMING_FROM_VLLM.md has the whole table.
+Options with the same name and meaning (``max_model_len``, ``enforce_eager``, …) need none; those with another name and
+the same meaning are aliases in ``options.py``. docs/COMING_FROM_VLLM.md has the whole table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint"
 _NO_HUB = "nothing is downloaded here; get the folder with `hf download` and give its path or its hub id"
 _NO_IMAGES = "models here read text only; leave it out"
 
-# name: (what to use instead, the values that mean what is done anyway and are accepted)
+# name: (what to use instead, the values that ask for what is done anyway and are accepted)
 _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tensor_parallel_size": (
         f"{_TORCHRUN}; heads are not divided, but prompts (cp_size) and experts are, see ParallelConfig",
@@ -76,7 +76,7 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "allowed_media_domains": (_NO_IMAGES, (None,)),
     "rope_scaling": ("use hf_overrides={'rope_scaling': …}", (None, {})),
     "rope_theta": ("use hf_overrides={'rope_theta': …}", (None,)),
-    "calculate_kv_scales": ("the FP8 cache has scales of its own in every row; leave it out", (False,)),
+    "calculate_kv_scales": ("every row of the FP8 cache has scales; leave it out", (False,)),
     "use_tqdm_on_load": ("progress=False shows no bars", (True,)),
     "verbose": ("DSA_ENGINE_LOG_LEVEL sets what is logged", ()),
 }
@@ -84,7 +84,7 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
 _NO_GRAMMAR = "output is not constrained by a grammar; there are allowed_token_ids, bad_words and logit_bias"
 _NO_BEAMS = "there is no beam search; use n, and choose by cumulative_logprob"
 
-# The same of SamplingParams.
+# The same for SamplingParams.
 _SAMPLING_ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "best_of": ("use n, and choose by cumulative_logprob", (None,)),
     "use_beam_search": (_NO_BEAMS, (False,)),
@@ -100,7 +100,7 @@ _SAMPLING_ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "flat_logprobs": ("logprobs are a list of dictionaries", (False,)),
 }
 
-# And of the methods of LLM.
+# Methods of LLM: what to use instead.
 _METHODS = {
     "beam_search": _NO_BEAMS,
     "collective_rpc": "under torchrun every rank runs your program: what you write there runs on each",
@@ -116,7 +116,7 @@ _METHODS = {
 
 
 def method_answer(name: str) -> str | None:
-    """What to use instead of a method of vLLM's ``LLM``; None where nothing is known of it."""
+    """What to use instead of a method of vLLM's ``LLM``; None for an unknown name."""
     return _METHODS.get(name)
 
 
@@ -126,8 +126,8 @@ def sampling_answer(name: str, value: Any) -> str | None:
 
 
 def answer(name: str, value: Any) -> str | None:
-    """What to say to somebody who gives vLLM's option ``name``: what to use here; "" where ``value`` asks for what is
-    done anyway; None where nothing is known of such an option."""
+    """Advice for vLLM's option ``name``: what to use here; "" if ``value`` asks for what is done anyway; None for an
+    unknown name."""
     return _find(_ANSWERS, name, value)
 
 

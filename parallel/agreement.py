@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dsa_engine.parallel.failure import run_store
+from dsa_engine.parallel.failure.reporter import run_store
 
 _meetings_held: Counter[str] = Counter()  # by the ranks that took part
 _SLICE_S = 1.0  # seconds between two looks of a waiting rank at whether to go on waiting

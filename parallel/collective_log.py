@@ -1,4 +1,4 @@
-"""What a rank puts into collectives, written down: bytes, order, and when each begins and is waited for."""
+"""A record of a rank's collectives: bytes, order, and the times at which each begins and is waited for."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Collective:
     """One collective, as one rank of its group sees it.
 
     ``sent`` and ``received`` are payload bytes to and from every rank of the group, 0 for the rank itself. For
-    "all_gather" and "reduce_scatter" they are the size of one rank's part, for "all_reduce" that of the whole. "send"
-    and "recv" are the two sides of a point-to-point message.
+    "all_gather" and "reduce_scatter" they are the size of one rank's part, for "all_reduce" the size of the whole.
+    "send" and "recv" are the two sides of a point-to-point message.
     """
 
     kind: Kind
     ranks: tuple[int, ...]
-    index: int  # of the rank that tells, in ``ranks``
+    index: int  # index of this rank in ``ranks``
     sent: tuple[int, ...]
     received: tuple[int, ...]
     asynchronous: bool = False  # issued before other work and waited for after it
-    stage: str = ""  # of the forward pass
+    stage: str = ""  # stage of the forward pass
 
     @property
     def bytes_sent(self) -> int:
@@ -33,21 +33,21 @@ class Collective:
 
 @dataclass
 class Event:
-    """A collective that begins, or the wait for one that was issued asynchronously; the marks are the log's."""
+    """The begin of a collective, or the wait for an asynchronous one; the log makes the marks."""
 
     what: Literal["begin", "wait"]
-    number: int  # of the collective, among those of the log
+    number: int  # number of the collective in the log
     before: Any = None
     after: Any = None
 
 
 @dataclass
 class CollectiveLog:
-    """What a rank has put into collectives, in the order of its program; one log may serve several groups.
+    """A rank's collectives, in the order of its program; one log may serve several groups.
 
     Attributes:
-        mark: called before and after each collective and wait; what it returns is kept in the event.
-        stage: says which stage of the forward pass is running.
+        mark: called before and after each collective and wait; the event keeps its result.
+        stage: returns the current stage of the forward pass.
     """
 
     mark: Callable[[], Any] = lambda: None

@@ -1,17 +1,15 @@
-"""The options that say how the processes of a ``torchrun`` world are used."""
+"""The options for the processes of a ``torchrun`` world."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from dsa_engine.config.checks import number
+from dsa_engine.config.fields import POSITIVE_INT, Kind, Options, choice, documented, option
+from dsa_engine.parallel.context_parallel import CpLayout
+from dsa_engine.parallel.experts.dispatch import MoeDispatch
 from dsa_engine.parallel.mesh import Mesh
-from dsa_engine.parallel.option_fields import POSITIVE_INT, Kind, Options, choice, documented, option
-from dsa_engine.parallel.value_checks import number
-
-CpLayout = Literal["head_tail", "contiguous"]
-MoeDispatch = Literal["all_to_all", "all_gather"]
 
 
 @documented
@@ -33,36 +31,36 @@ class ParallelConfig(Options):
     tp_size: int = option(
         POSITIVE_INT,
         1,
-        "neighbouring ranks that share embedding, output projection and LM head. It is not attention TP: every rank "
+        "neighbouring ranks that divide embedding, output projection and LM head. It is not attention TP: every rank "
         "computes all heads of its tokens.",
-        help="neighbours that share embedding, o_proj and LM head; attention heads are not divided",
+        help="neighbours that divide embedding, o_proj and LM head; attention heads are not divided",
     )
     moe_dispatch: MoeDispatch = option(
         choice(MoeDispatch),
         "all_to_all",
-        'of prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
+        'in prefill steps: "all_to_all" sends tokens to the ranks that hold their experts; "all_gather" gives every '
         "rank all tokens and sums the results (static shapes).",
-        help="of tokens to experts in prefill",
+        help="dispatch of tokens to experts in prefill",
     )
     decode_dispatch: MoeDispatch = option(
         choice(MoeDispatch),
         "all_gather",
-        'the same, of decode steps. CUDA graphs need the static shapes of "all_gather".',
+        'the same in decode steps. CUDA graphs need the static shapes of "all_gather".',
         help="the same in decode",
     )
     moe_chunk_size: int | None = option(
         POSITIVE_INT,
         None,
-        "most token-expert pairs that a rank serves at a time. Where the routing brings some rank more, tokens are "
+        "maximum number of token-expert pairs that a rank serves at a time. If routing brings a rank more, tokens are "
         "served in several rounds, so that skew costs time and not memory; sums add in the same order. "
-        "Default: what balanced routing brings, max_num_batched_tokens times the experts of a token.",
-        help="most token-expert pairs that a rank serves at a time; default: a balanced full step",
+        "Default: the pairs of balanced routing, max_num_batched_tokens times the experts of a token.",
+        help="maximum token-expert pairs that a rank serves at a time; default: a balanced full step",
     )
     cp_layout: CpLayout = option(
         choice(CpLayout),
         "head_tail",
-        '"head_tail" balances causal work over the ranks; "contiguous" is there to show what that is worth.',
-        help="which tokens of a sequence a rank prefills",
+        '"head_tail" balances causal work over the ranks; "contiguous" is there to measure the gain.',
+        help="the tokens of a sequence that a rank prefills",
     )
     timeout: float = option(
         Kind(number(above=0, what=" (seconds)"), float, metavar="SECONDS"),
@@ -72,5 +70,5 @@ class ParallelConfig(Options):
     )
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
-        """The mesh of this process, as :meth:`Mesh.create`; a subclass may make one of another kind."""
+        """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""
         return Mesh.create(self, device, same=same)

@@ -1,9 +1,9 @@
 """A process group and the collectives that the engine uses, on flat tensors whose first dimension is rows.
 
-Ranks are those of a mesh, counted from 0 in it; PyTorch's own numbers are known to the process group alone.
+Ranks are numbered in their mesh, from 0; only the process group knows PyTorch's own numbers.
 
 A group of one rank needs no process group: every collective is then the identity, so that one program serves one
-process and many. All of them work on NCCL and on Gloo.
+process and many. All collectives work on NCCL and on Gloo.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     handle: dist.ProcessGroup | None  # None: alone
-    bytes_sent: int = 0  # payload that this rank has put into collectives
-    log: CollectiveLog | None = None  # where each collective is written down, while somebody wants to know
+    bytes_sent: int = 0  # payload of this rank in collectives
+    log: CollectiveLog | None = None  # records each collective, while one is set
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class Group:
         return self._gather(rows, asynchronous=False)()
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sums ``rows [size · R, ...]`` over the ranks and leaves each its own part ``[R, ...]``."""
+        """Sums ``rows [size · R, ...]`` over the ranks; each rank gets its part ``[R, ...]``."""
         if self.alone:
             return rows
         rows = rows.contiguous()
@@ -64,9 +64,8 @@ class Group:
     def all_to_all(
         self, rows: torch.Tensor, send: list[int] | None = None, receive: list[int] | None = None
     ) -> torch.Tensor:
-        """Sends ``rows`` in rank order, ``send[i]`` of them to rank i; returns what came, ``receive[i]`` from rank i.
-
-        Without counts every rank sends and gets equal parts.
+        """Sends ``rows`` in rank order, ``send[i]`` of them to rank i; returns the received rows, ``receive[i]`` from
+        rank i. Without counts all parts are equal.
         """
         if self.alone:
             return rows
@@ -85,7 +84,7 @@ class Group:
         group.
 
         Returns:
-            a function that waits until they are there.
+            a function that waits until they have come.
         """
         if self.alone:
             return lambda: None
@@ -97,7 +96,7 @@ class Group:
         """Sends ``rows`` of any shape to the rank with the index ``to`` in this group, which calls :meth:`recv`.
 
         Raises:
-            ValueError: that is no other rank of the group.
+            ValueError: there is no such other rank in the group.
         """
         self._check_peer(to)
         rows = rows.contiguous()
@@ -106,10 +105,11 @@ class Group:
         self._done(event)
 
     def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
-        """Fills the contiguous tensor ``into`` with what the rank with the index ``source`` sends; returns it.
+        """Fills the contiguous tensor ``into`` with the tensor that the rank with the index ``source`` sends; returns
+        ``into``.
 
         Raises:
-            ValueError: that is no other rank of the group.
+            ValueError: there is no such other rank in the group.
         """
         self._check_peer(source)
         event = self._count("recv", self._only(source, 0), self._only(source, into.nbytes))
@@ -154,7 +154,7 @@ class Group:
         received: Sequence[int] | None = None,
         asynchronous: bool = False,
     ) -> Event | None:
-        """Counts a collective's bytes, given for every rank or as one figure for each of the others; writes it down."""
+        """Counts and records a collective's bytes, given for every rank or as one figure for each other rank."""
         if isinstance(sent, int):
             self.bytes_sent += sent * (self.size - 1)
         else:
@@ -175,7 +175,7 @@ class Group:
         if event is not None and self.log is not None:
             event.after = self.log.mark()
 
-    # How the bytes travel; a subclass may have other ways.
+    # The transport; a subclass may have another one.
 
     def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])

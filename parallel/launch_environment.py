@@ -1,5 +1,5 @@
-"""What the launcher (``torchrun``, ``deepspeed``) says in the environment of each process: its rank, how many there
-are, and whether the launcher keeps the run's store."""
+"""The environment of a process, set by its launcher (``torchrun``, ``deepspeed``): its rank, the number of processes,
+and whether the launcher keeps the run's store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def launched_rank() -> tuple[int, int]:
-    """Rank of this process and number of processes; (0, 1) where nobody has launched several.
+    """Rank of this process and number of processes; (0, 1) without a launcher.
 
     Raises:
         ValueError: the environment names no rank of a run.
@@ -17,7 +17,7 @@ def launched_rank() -> tuple[int, int]:
 
 
 def several_processes() -> bool:
-    """Whether this is one process of several; False where the environment makes no sense (:func:`launched_rank`)."""
+    """Whether this is one process of several; False if the environment is invalid (:func:`launched_rank`)."""
     try:
         return launched_rank()[1] > 1
     except ValueError:
@@ -25,7 +25,7 @@ def several_processes() -> bool:
 
 
 def local_world_size() -> int:
-    """Number of processes of the run on this machine: torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
+    """Number of processes of the run on this machine: torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
 
     Raises:
         ValueError: the environment names no number.
@@ -35,7 +35,7 @@ def local_world_size() -> int:
 
 
 def launched_store() -> bool:
-    """Whether the launcher keeps the store of the run: it is there before any rank has begun."""
+    """Whether the launcher keeps the store of the run, which then exists before any rank has begun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

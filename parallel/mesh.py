@@ -6,52 +6,73 @@ tp            0 0 1 1 2 2 3 3      neighbours (one node) share embedding, o_proj
 ep            0 0 0 0 0 0 0 0      experts are divided over all ranks
 world         0 0 0 0 0 0 0 0      all ranks of the mesh: what concerns every request
 
-A mesh may have a part of the ranks of the run only; its ranks count from 0 all the same.
+A mesh may have only a part of the ranks of the run; its ranks count from 0 all the same.
 """
 
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import compare
-from dsa_engine.parallel.expert_parallel import ExpertParallel
-from dsa_engine.parallel.failure import leave_run, report_failures
+from dsa_engine.parallel.context_parallel import CpLayout
+from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.experts.dispatch import MoeDispatch
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.failure.reporter import leave_run, report_failures
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.launch_environment import launched_rank, launched_store, local_world_size
-from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store
 
-if TYPE_CHECKING:
-    from dsa_engine.parallel.config import ParallelConfig
+
+class MeshOptions(Protocol):
+    """The options that a mesh and the model on it read; ``ParallelConfig`` describes them."""
+
+    @property
+    def cp_size(self) -> int | None: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def moe_dispatch(self) -> MoeDispatch: ...
+    @property
+    def decode_dispatch(self) -> MoeDispatch: ...
+    @property
+    def moe_chunk_size(self) -> int | None: ...
+    @property
+    def cp_layout(self) -> CpLayout: ...
+    @property
+    def timeout(self) -> float: ...
 
 
 class Mesh:
     """The groups of this process; made once, from the ``torchrun`` environment, by :meth:`create`.
 
     Attributes:
-        rank, world_size: of this process in the mesh, and of the mesh.
-        machines: the number of the machine that each rank of the mesh stands on, counted from 0.
-        world: all ranks. ep: those that share the experts. cp: those that prefill a sequence together. tp: the
+        rank, world_size: this process's number in the mesh, and the size of the mesh.
+        machines: the number of each rank's machine, counted from 0.
+        world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
-        host: all ranks, for tensors on the CPU whatever the device; for messages, beside what the others carry.
+        host: all ranks, for CPU tensors on any device; messages use it, beside the other groups' collectives.
+        communicates: whether collectives carry bytes between processes; no, if the other ranks are made up.
 
     Args:
-        ranks: which ranks of the run they are, ascending; default: all of them.
+        ranks: the ranks of the run that form the mesh, ascending; default: all.
     """
+
+    communicates = True
 
     def __init__(
         self,
-        config: ParallelConfig,
+        config: MeshOptions,
         rank: int,
         world_size: int,
         device: torch.device,
@@ -80,7 +101,7 @@ class Mesh:
     @classmethod
     def create(
         cls,
-        config: ParallelConfig,
+        config: MeshOptions,
         device: str = "auto",
         ranks: Sequence[int] | None = None,
         same: Callable[[], Mapping[str, str]] | None = None,
@@ -91,51 +112,39 @@ class Mesh:
 
         Args:
             config: how to divide the mesh.
-            device: "cpu", "cuda", "cuda:N", or "auto" (CUDA where there is one).
-            ranks: of the run that form this mesh, ascending; default: all. Meshes of different ranks know nothing of
-                each other and may run different requests at the same time.
-            same: gives texts by name that have to be the same on all ranks of the mesh; called where there are several.
+            device: "cpu", "cuda", "cuda:N", or "auto" (CUDA if there is one).
+            ranks: the ranks of the run that form this mesh, ascending; default: all. Meshes of different ranks know
+                nothing of each other and may run different requests at the same time.
+            same: returns texts by name that must be the same on all ranks of the mesh; called if there are several.
 
         Raises:
             ValueError: the ranks differ in a text of ``same``, the sizes do not divide the mesh, the device does not
                 exist, this process is none of ``ranks``, or the environment names no rank of a run.
-            TimeoutError: whoever listens at MASTER_ADDR and MASTER_PORT does not answer as the store of a run.
+            TimeoutError: the process at MASTER_ADDR and MASTER_PORT does not answer as the store of a run.
         """
         report_failures()
-        if dist.is_initialized():
-            global_size, global_rank = dist.get_world_size(), dist.get_rank()
-        else:
-            global_rank, global_size = launched_rank()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else launched_rank()
         if ranks is not None:
-            _check_ranks(ranks, global_size, global_rank)
+            _check_ranks(ranks, size, rank)
+        members = list(range(size)) if ranks is None else list(ranks)
         chosen = choose_device(device)
-        members = list(range(global_size)) if ranks is None else list(ranks)
-        to_compare = [] if same is None or len(members) == 1 else [same]
 
-        def compare_once() -> None:
-            if to_compare:
-                mine = {"the kind of device": chosen.type, **to_compare.pop()()}
-                compare(mine, members, global_rank, config.timeout)
+        def compare_starts() -> None:
+            if same is not None and len(members) > 1:
+                compare({"the kind of device": chosen.type, **same()}, members, rank, config.timeout)
 
-        if global_size > 1 and not dist.is_initialized():
-            cuda = chosen.type == "cuda"
-            if global_rank > 0 or launched_store():
-                report_failures(connect_s=config.timeout)  # else this rank is to hold the store itself
-            if launched_store():
-                compare_once()  # before what would go wrong on ranks that differ
-            dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                timeout=timedelta(seconds=config.timeout),
-                # A device that is bound here makes every group a split of the whole run, in which all take part.
-                device_id=chosen if cuda and ranks is None else None,
-            )
+        joins = size > 1 and not dist.is_initialized()
+        if early := joins and launched_store():  # compared before anything that would fail on ranks that differ
             report_failures(connect_s=config.timeout)
-            atexit.register(_leave)  # before the end of the watch for failures, as it may wait for a peer
-        compare_once()
-        if ranks is None:
-            mesh = cls(config, global_rank, global_size, chosen)
-        else:
-            mesh = cls(config, list(ranks).index(global_rank), len(ranks), chosen, ranks)
+            compare_starts()
+        if joins:
+            if rank > 0 and not early:  # rank 0 is to hold the store itself
+                report_failures(connect_s=config.timeout)
+            # A device that is bound here makes every group a split of the whole run, in which all ranks take part.
+            _join(chosen, config.timeout, bound=chosen if chosen.type == "cuda" and ranks is None else None)
+        if not early:
+            compare_starts()
+        mesh = cls(config, members.index(rank), len(members), chosen, ranks)
         mesh.set_machines(mesh._exchange_machines())
         return mesh
 
@@ -145,9 +154,14 @@ class Mesh:
         return self.world, self.ep, self.cp, self.tp
 
     @property
-    def reports(self) -> bool:
+    def processes(self) -> Group:
+        """The ranks that are processes: all of them, if the mesh communicates."""
+        return self.world
+
+    @property
+    def is_leader(self) -> bool:
         """Whether this process speaks for the mesh."""
-        return self.rank == 0
+        return self.processes.index == 0
 
     def expert_parallel(self, experts: int) -> ExpertParallel:
         """The division of ``experts`` logical experts over the ranks; the same object for all layers.
@@ -181,7 +195,7 @@ class Mesh:
         self.machines = tuple(machines)
         size = self.config.tp_size
         for first in range(0, self.world_size, size):
-            if len(set(self.machines[first : first + size])) > 1 and self.reports:
+            if len(set(self.machines[first : first + size])) > 1 and self.is_leader:
                 warnings.warn(
                     f"tp_size {size}: ranks {first} to {first + size - 1} share embedding, output projection and LM "
                     "head, but not a machine, and the links between machines are slow; choose a tp_size that divides "
@@ -193,15 +207,15 @@ class Mesh:
     def _exchange_machines(self) -> list[int]:
         """One exchange of host names, by digest: machines are numbered in the order of their first rank."""
         digest = blake2b(socket.gethostname().encode(), digest_size=7).digest()
-        names = self.exchange(int.from_bytes(digest, "big"))
+        names = self.all_gather_int(int.from_bytes(digest, "big"))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
 
-    def exchange(self, value: int) -> list[int]:
+    def all_gather_int(self, value: int) -> list[int]:
         """A number of every rank of the mesh, below 2⁶³; every rank calls it."""
         return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
-    def meet(self, wait_s: float) -> None:
+    def barrier(self, wait_s: float) -> None:
         """Waits until all ranks of the mesh have come here, in no collective, whose own timeout may be shorter.
 
         Raises:
@@ -258,32 +272,12 @@ def _check_ranks(ranks: Sequence[int], global_size: int, global_rank: int) -> No
         raise ValueError(f"this process is rank {global_rank} of the run, which is none of {list(ranks)!r}")
 
 
-def choose_device(device: str) -> torch.device:
-    """The device of this process, made the current one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    known = "give 'auto', 'cpu', 'cuda' or 'cuda:N'"
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not known; {known}") from error
-    if chosen.type == "cpu":
-        return chosen
-    if chosen.type != "cuda":
-        raise ValueError(f"device {device!r} is not supported; {known}")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but PyTorch sees no CUDA device; give 'cpu' or 'auto'")
-    neighbours = local_world_size()
-    if chosen.index is not None and neighbours > 1:
-        raise ValueError(f"device {device!r} is one device, for {neighbours} ranks on this machine; give 'cuda'")
-    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices; "
-            "start as many ranks on a machine as it has devices, or give 'cpu'"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+def _join(device: torch.device, timeout_s: float, bound: torch.device | None) -> None:
+    """Makes the process group of the whole run."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    report_failures(connect_s=timeout_s)
+    atexit.register(_leave)  # before the end of the watch for failures, as it may wait for a peer
 
 
 def _leave() -> None:

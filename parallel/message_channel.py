@@ -1,7 +1,7 @@
-"""Bytes from the first rank to all ranks of a group, which arrive between the same two steps everywhere.
+"""Bytes from the first rank of a group to all of its ranks, which arrive between the same two steps on each.
 
-What is sent travels beside a step and is taken after it, so no step waits for it. While there is nothing to compute the
-other ranks wait in the receiving end, without using a core.
+A transfer runs beside a step and is finished after it, so no step waits for it. While there is nothing to compute, the
+other ranks wait for the next transfer without using a core.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 
 from dsa_engine.parallel.group import Group
 
-# Bytes of every transfer, its length included; what is longer follows in one of its own.
+# Bytes of every transfer, its length included; a longer payload continues in a second transfer.
 _HEAD = 2048
 _LENGTH = 8
 
 
 class MessageChannel:
-    """The end of one rank.
+    """One rank's end of the channel.
 
     Args:
-        group: all ranks, on the CPU; nothing else may use it.
+        group: all ranks, on the CPU; used for nothing else.
     """
 
     def __init__(self, group: Group):
@@ -41,7 +41,7 @@ class MessageChannel:
         return self._wait is not None
 
     def begin(self, payload: bytes) -> None:
-        """Starts a transfer; on other ranks than the first ``payload`` means nothing."""
+        """Starts a transfer; only the first rank's ``payload`` counts."""
         if self.sends:
             self._payload = payload
             self._head[:_LENGTH].view(torch.int64)[0] = len(payload)
@@ -51,7 +51,7 @@ class MessageChannel:
         self._wait = self._group.broadcast_async(self._head)
 
     def finish(self) -> bytes:
-        """What the first rank has sent, once it is here."""
+        """Waits for the transfer; returns the first rank's payload."""
         assert self._wait is not None, "a transfer is begun before it is finished"
         wait, self._wait = self._wait, None
         wait()
@@ -67,5 +67,5 @@ class MessageChannel:
         return payload
 
     def confirm(self) -> None:
-        """Waits until all ranks have come here, and so live; raises where one does not within the group's timeout."""
+        """Waits until all ranks have called this; raises if one has not within the group's timeout."""
         self._group.all_gather(torch.zeros(1, dtype=torch.uint8))

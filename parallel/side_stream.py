@@ -1,4 +1,4 @@
-"""Work that runs beside the main stream."""
+"""Work on a second stream, beside the main one."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ Result = TypeVar("Result", bound="torch.Tensor | tuple[torch.Tensor, ...]")
 
 
 class SideStream:
-    """A second CUDA stream of this device; on a CPU, or turned off, the same calls run the work in order.
+    """A second CUDA stream of a device; on a CPU, or if disabled, the same calls run the work in order.
 
     Args:
-        device: where the work runs.
-        enabled: False to run it on the current stream, so that the gain of the overlap can be measured.
+        enabled: False runs the work on the current stream, to measure the gain of the overlap.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool = True):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and enabled else None
 
     def run(self, work: Callable[[], Result], *inputs: torch.Tensor) -> Callable[[], Result]:
-        """Starts ``work`` after all that the current stream has been given so far.
+        """Starts ``work`` after everything that the current stream has been given so far.
 
         Args:
             work: returns a tensor or a tuple of tensors.
-            inputs: the tensors that it reads and that may be freed before it has ended.
+            inputs: the tensors that ``work`` reads and that may be freed before it has ended.
 
         Returns:
-            a function that makes the current stream wait for the result and returns it; to be called once.
+            a function that makes the current stream wait for the result and returns it; called once.
         """
         if self._stream is None:
             result = work()
@@ -38,9 +37,9 @@ class SideStream:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             result = work()
-        # No record_stream, which would keep freed memory until a capture ends. The inputs' memory is not given out
-        # again before the current stream has waited, as they are held until then. The result's belongs to the side
-        # stream, where whoever gets it next comes after a wait for all that the current stream was given before.
+        # No record_stream, which would keep freed memory until a capture ends. The inputs are held until the current
+        # stream has waited, so their memory is not reused before. The result's memory belongs to the side stream: its
+        # next user there comes after a wait for everything that the current stream was given before.
         held = list(inputs)
 
         def join() -> Result:

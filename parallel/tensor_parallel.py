@@ -1,8 +1,8 @@
 """Local tensor parallelism: embedding, output projection and LM head divided over the neighbours of a node.
 
-The ranks of the group hold different tokens (they are context- or data-parallel), so each operation brings the group's
-tokens together, multiplies by its shard, and gives every rank its own tokens back. ``rows`` is the same on all ranks of
-the group: the largest token count among them.
+The ranks of the group hold different tokens (they are context- or data-parallel), so each operation gathers the group's
+tokens, multiplies them by its shard, and returns every rank its own tokens. ``rows`` is the largest token count of a
+rank of the group, the same on all of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.kernels.linear import linear
+from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.parallel.group import Group
 
 
 def shard(size: int, group: Group, what: str) -> tuple[int, int]:
-    """First and last+1 of this rank's equal part of ``size``; ``ValueError`` where it does not divide."""
+    """First and last + 1 of this rank's equal part of ``size``; ``ValueError`` if the group does not divide it."""
     if size % group.size:
         raise ValueError(f"{what} {size} cannot be divided over {group.size} ranks; choose a size that divides it")
     part = size // group.size
@@ -32,7 +32,7 @@ def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Gro
         weight: ``[vocab / size, hidden]``, this rank's shard.
 
     Returns:
-        ``[rows, hidden]``: every rank looks up what it holds of everybody's tokens, one reduce-scatter sums it.
+        ``[rows, hidden]``: every rank looks up all ranks' tokens in its shard, and one reduce-scatter sums the results.
     """
     if group.size == 1:
         return F.embedding(ids[0], weight)
@@ -43,13 +43,13 @@ def vocab_parallel_embedding(ids: torch.Tensor, weight: torch.Tensor, group: Gro
 
 
 class Projection(Protocol):
-    """A linear layer of which a rank holds some columns."""
+    """A linear layer, of which this rank holds some columns."""
 
     scales_whole_rows: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor: ...
+    def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor: ...
 
 
 def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int, group: Group) -> torch.Tensor:
@@ -57,8 +57,8 @@ def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int
 
     Args:
         heads: ``[T, heads, dim]``, all heads of this rank's tokens.
-        project: ``[n, heads / size · dim] -> [n, hidden]``, by this rank's columns of the weight. Where it quantises a
-            row by its largest magnitude, it is told that of the whole row, so that results do not depend on the group.
+        project: ``[n, heads / size · dim] -> [n, hidden]``, by this rank's columns of the weight. If it quantises a row
+            by its largest magnitude, it gets that of the whole row, so that results do not depend on the group.
 
     Returns:
         ``[T, hidden]``.
@@ -68,11 +68,11 @@ def head_parallel_projection(heads: torch.Tensor, project: Projection, rows: int
     count = heads.shape[0]
     padded = F.pad(heads, (0, 0, 0, 0, 0, rows - count))
     by_rank = padded.view(rows, group.size, -1).transpose(0, 1)  # [size, rows, heads / size · dim]
-    mine = group.all_to_all(by_rank.reshape(group.size * rows, -1))  # everybody's tokens, my heads
+    mine = group.all_to_all(by_rank.reshape(group.size * rows, -1))  # all tokens, this rank's heads
     if not project.scales_whole_rows:
         return group.reduce_scatter(project(mine))[:count]
-    largest = group.all_gather(padded.flatten(1).abs().amax(dim=1).float())
-    return group.reduce_scatter(project.of_parts(mine, largest))[:count]
+    row_absmax = group.all_gather(padded.flatten(1).abs().amax(dim=1).float())
+    return group.reduce_scatter(project.forward_sharded(mine, row_absmax))[:count]
 
 
 def vocab_parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:

@@ -6,7 +6,7 @@ One rank of many on one device: python scripts/bench_prefill.py --emulate-world 
 from __future__ import annotations
 
 from dsa_engine.arguments import argument_parser, run
-from dsa_engine.measure.prefill_command import add_arguments, run_prefill
+from dsa_engine.commands.bench.prefill_command import add_arguments, run_prefill
 
 
 def main() -> None:

@@ -2,14 +2,14 @@
 
 [torchrun --nproc-per-node N] scripts/bench_serve.py --request-rate 4 --num-prompts 100 [--max-concurrency 16]
 
-Options and fields are named as in `vllm bench serve`. The first figure to read is request throughput beside the rate
-that was asked for: where it is lower, the engine was saturated, and TTFT grows with the number of requests.
+Options and fields are named as in `vllm bench serve`. Read first the request throughput beside the
+requested rate: if it is lower, the engine was saturated, and TTFT grows with the number of requests.
 """
 
 from __future__ import annotations
 
 from dsa_engine.arguments import argument_parser, run
-from dsa_engine.measure.serving_command import add_arguments, run_serving
+from dsa_engine.commands.bench.serving_command import add_arguments, run_serving
 
 
 def main() -> None:

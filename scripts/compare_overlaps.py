@@ -1,8 +1,7 @@
-"""What CUDA graphs and each overlap gain in decode: time per output token with all of them, and without one at a time.
+"""Gain of CUDA graphs and of each overlap in decode: time per output token with all of them, and without each.
 
-One process, in which the model is made anew for each; caches are filled with random rows. A variant that leaves the
-device in an error fails alone: another process measures the rest. On a CPU there is nothing to turn off, and all rows
-are the same work.
+One process creates the model anew for each variant; caches are filled with random rows. If a variant leaves the device
+in an error, another process measures the others. On a CPU there is nothing to turn off, and all rows do the same work.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
-from dsa_engine.kernels.error_line import error_line
+from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
+from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
+from dsa_engine.kernels.runtime.error_line import error_line
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, to_json
-from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
-from dsa_engine.measure.lost_device import in_another_process, is_lost
 from dsa_engine.measure.report import format_table, read_so_far, run_report, write_so_far
-from dsa_engine.output_files import check_outputs
 from dsa_engine.parallel.launch_environment import several_processes
+from dsa_engine.system.output_files import check_outputs
 
-# What is turned off, and the options that do it.
+# Names of the features and the options that turn them off.
 VARIANTS = {
     "nothing": (),
     "CUDA graphs": ("enforce_eager",),
@@ -62,14 +61,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     check_outputs(args.json)
-    comparison, rest = Comparison(args), []
+    comparison = Comparison(args)
+    rest: list[str] = []
     try:
         for i, name in enumerate(args.only, 1):
             comparison.measure(name)
             if comparison.lost:
                 rest = args.only[i:] if args.json and args.json != "-" else []
                 break
-    finally:  # also what was measured before an error, or Ctrl-C
+    finally:  # also the results before an error or Ctrl-C
         if not rest:
             comparison.show()
     if rest:
@@ -79,22 +79,22 @@ def main() -> None:
 
 
 class Comparison:
-    """What has been measured so far. The file holds each result as soon as it is there."""
+    """The results so far. The file holds each result as soon as it is measured."""
 
     def __init__(self, args: argparse.Namespace):
         self.failed: dict[str, str] = {}
         self._args = args
         self._results: list[dict[str, Any]] = []
         self._about: dict[str, Any] = {}
-        self._reports = not several_processes()  # also of an engine that fails to start
+        self._reports = not several_processes()  # also if an engine fails to start
         self._device = self._above = ""
         self.lost = False  # a variant has left the device in an error
         if args.add:
             self._results, self.failed = read_so_far(args.json)
 
     def measure(self, name: str) -> None:
-        """All lengths without what the variant turns off. In a single process a variant that does not run is a finding:
-        the others may."""
+        """Measures all lengths of a variant. In a single process a variant that fails is reported, and the others go
+        on."""
         try:
             self._measure(name)
         except RuntimeError as error:
@@ -105,7 +105,7 @@ class Comparison:
         self._write(complete=name == self._args.only[-1])
         gc.collect()
         if not self.lost:
-            torch.cuda.empty_cache()  # the next engine looks at what is free; none is running
+            torch.cuda.empty_cache()  # the next engine looks at the free memory; no engine is running
 
     def _measure(self, name: str) -> None:
         args = copy.copy(self._args)
@@ -113,10 +113,10 @@ class Comparison:
             setattr(args, option, True)
         llm, links = measured_llm(args)
         engine = llm.engine
-        self._reports, self._device = engine.mesh.reports, engine.mesh.device.type
+        self._reports, self._device = engine.mesh.is_leader, engine.mesh.device.type
         self._above = heading(engine, links)
         self._about = run_report(llm, reported(self._args), num_processes(engine)) | to_json(engine, links)
-        for input_len in args.input_len:  # all of them, before any is measured
+        for input_len in args.input_len:  # check all before measuring any
             check_latency(engine, input_len, args.output_len, args.batch_size, fill_cache=True)
         for input_len in args.input_len:
             measured = measure_latency(
@@ -136,7 +136,7 @@ class Comparison:
             engine.graphs.close()
 
     def show(self) -> None:
-        """The table for people; nothing where nothing has been measured."""
+        """Prints the table; nothing without a result."""
         if not self._reports:
             return
         if self._results:
@@ -159,7 +159,7 @@ class Comparison:
 
 
 def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:
-    """A row for each variant: the median times that there are, and their ratio to those with everything on."""
+    """A row for each variant: its median times so far, and their ratio to those with everything on."""
     times = {
         (r["turned_off"], r["input_len"]): r.get("median_tpot_ms") or r["median_computed_tpot_ms"] for r in results
     }

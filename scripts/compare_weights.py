@@ -12,10 +12,10 @@ from typing import Any
 
 from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, run
-from dsa_engine.measure.generation_benchmark import check_latency, measure_latency
+from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import format_table, model_name, run_report, write_json
-from dsa_engine.output_files import check_outputs
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:
@@ -53,7 +53,7 @@ def main() -> None:
                 llm, args.input_len, args.output_len, batch_size=args.batch_size, repeat=1, fill_cache=True
             )
             taken.append(measured.to_json()["median_tpot_ms"])
-    results = []
+    results: list[dict[str, Any]] = []
     for llm, taken in zip(llms, times, strict=True):
         median = statistics.median(taken)
         results.append(

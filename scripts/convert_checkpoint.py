@@ -16,11 +16,12 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.arguments import argument_parser, read_text, run
-from dsa_engine.checkpoint import WrittenCheckpoint, dequantize_checkpoint, quantize_checkpoint
-from dsa_engine.checkpoint.schemes import QUANTIZE
-from dsa_engine.measure.calibration import calibrate
+from dsa_engine.checkpoint import WrittenCheckpoint
+from dsa_engine.config.model import DTYPES, ModelConfig
+from dsa_engine.convert import dequantize_checkpoint, quantize_checkpoint
+from dsa_engine.convert.calibration import calibrate
+from dsa_engine.convert.schemes import QUANTIZE
 from dsa_engine.measure.report import write_json
-from dsa_engine.model.config import DTYPES, ModelConfig
 from dsa_engine.model_folder import resolve_model
 
 
@@ -28,21 +29,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint, in FP8 or plain, or its hub id")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of plain weights (default: bfloat16)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="dtype of plain weights (default: bfloat16)")
     parser.add_argument(
         "--quantize",
         choices=QUANTIZE,
         help="fp8: the released block format; int8 (W8A8), int4-experts (W4A16): as compressed-tensors writes them; an "
         "interrupted run goes on when it is started again",
     )
-    parser.add_argument("--int8-activations", action="store_true", help="of int4-experts: W4A8")
+    parser.add_argument("--int8-activations", action="store_true", help="int4-experts with INT8 activations: W4A8")
     parser.add_argument(
         "--calibration",
         metavar="FILE",
         help="a text to run the source on first: SmoothQuant moves wide ranges of activations into weights",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=16384, metavar="N", help="of the text (default: 16384)"
+        "--calibration-tokens", type=int, default=16384, metavar="N", help="tokens of the text to run (default: 16384)"
     )
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
@@ -60,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # So that a terminated run removes its temporary folder, or leaves it to be resumed, as an interrupted one does.
+    # A terminated run removes its temporary folder or keeps it for a resumed run, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     written = quantized(arguments) if arguments.quantize else plain(arguments)
     if arguments.json:
@@ -97,8 +98,8 @@ def quantized(arguments: argparse.Namespace) -> WrittenCheckpoint:
 def statistics(arguments: argparse.Namespace) -> dict[str, torch.Tensor]:
     text = read_text(arguments.calibration)
     source = resolve_model(arguments.source)
-    expanded = "dequantize" if ModelConfig.from_pretrained(source).quantization else None
-    llm = LLM(source, quantization=expanded, max_num_seqs=1, enforce_eager=True)
+    stored = ModelConfig.from_pretrained(source).quantization
+    llm = LLM(source, quantization="dequantize" if stored else None, max_num_seqs=1, enforce_eager=True)
     return calibrate(llm, text, arguments.calibration_tokens)
 
 

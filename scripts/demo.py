@@ -1,7 +1,7 @@
 """The demo: facts are scattered in a long document, and the model is asked for one of them.
 
-Two processes prefill the document, context parallel, and answer; what they compute is compared with one process. Start
-it plainly: it makes the document, runs one process for the reference, and then starts torchrun on itself.
+Two processes prefill the document, context parallel, and answer; their results are compared with one process. Start
+it without torchrun: it writes the document, runs one process for the reference, and then starts torchrun on itself.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.arguments import argument_parser, read_text, run
-from dsa_engine.measure.prefill_benchmark import measure_prefill
+from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
-from dsa_engine.output_files import check_outputs
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes
 
 
 def parse() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--nproc-per-node", type=int, default=2, help="processes")
     parser.add_argument("--prompt-file", metavar="PATH", help="a text; default: sources of Python's standard library")
-    parser.add_argument("--tokens", type=int, default=8192, help="most tokens of the document with its facts")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="maximum number of tokens of the document with its facts"
+    )
     parser.add_argument("--depth", type=float, default=0.3, help="which fact is asked for: 0 the first, 1 the last")
-    parser.add_argument("--max-tokens", type=int, default=16, help="most tokens of the answer")
+    parser.add_argument("--max-tokens", type=int, default=16, help="maximum number of tokens of the answer")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
     return parser.parse_args()
@@ -126,7 +128,7 @@ def parallel(args: argparse.Namespace) -> None:
     print(f"\nquestion: {asked_for(facts[asked])}\nanswer:   {output.text.strip()}")
     print(f"after line {(asked + 1) * EVERY} of the text stands: {facts[asked]}")
     print("found, and right" if right else "the answer is WRONG")
-    # Rounding alone gives 1e-6. It may also break a near tie in the selection the other way: one token of 256.
+    # Rounding alone gives 1e-6. It may also change the selection at a near tie: one token of 256.
     if not relative <= 0.05:
         raise RuntimeError(f"context parallelism changed the logits by {relative:.1%}, more than rounding can")
 
@@ -141,7 +143,7 @@ EVERY = 8  # lines of text between two facts
 
 
 def question(llm: LLM, args: argparse.Namespace) -> tuple[list[int], list[str], int]:
-    """The prompt, the facts in it, and which one it asks for.
+    """The prompt, its facts, and the fact that it asks for.
 
     The document is the beginning of ``--prompt-file``, or of the standard library's sources in order of their names,
     with a fact after every few lines.

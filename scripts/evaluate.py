@@ -1,27 +1,29 @@
-"""What a model can do: [torchrun --nproc-per-node N] scripts/evaluate.py [--length 1024,8192] [engine options]
+"""Quality of a model: [torchrun --nproc-per-node N] scripts/evaluate.py [--length 1024,8192] [engine options]
 
-Retrieval accuracy by document length and depth of the fact, what the indexer selects of it, and the same with random or
-recent tokens selected instead; perplexity of held-out text; and the MTP module's second next tokens. A case is a
-document and a question; ten questions of a document are asked one after the other in one conversation, and a case is
-right where every token of its greedy answer is.
+Retrieval accuracy by document length and depth of the fact, the part of the fact that the indexer selects, and the same
+with random or recent tokens selected instead; perplexity of held-out text; and the MTP module's second next tokens. A
+case is a document and a question; ten questions of a document are asked one after the other in one conversation, and a
+case is right if every token of its greedy answer is.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
+from demo_model.evaluation.cases import KINDS
+from demo_model.evaluation.quality import divergence, held_out, perplexity, retrieval, second_next, summary
+from demo_model.evaluation.selection import SELECTIONS
+from demo_model.export import load_checkpoint
+from demo_model.pictures import plot_retrieval
 from dsa_engine import LLM
 from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, llm_from, reported, run
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import caption, format_table, run_report, write_json
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.output_files import check_outputs
-from dsa_engine.training.cases import KINDS
-from dsa_engine.training.evaluate import divergence, held_out, perplexity, retrieval, second_next, summary
-from dsa_engine.training.export import load_checkpoint
-from dsa_engine.training.pictures import plot_retrieval
-from dsa_engine.training.selection import SELECTIONS
+from dsa_engine.options import Quantization
+from dsa_engine.system.output_files import check_outputs
 
 
 def parse() -> argparse.Namespace:
@@ -31,7 +33,9 @@ def parse() -> argparse.Namespace:
         "--cases", type=lengths, default=[100], help="questions at each length; the last for all further"
     )
     parser.add_argument("--kind", choices=KINDS, default="fact", help="one fact, two at once, or a passage to continue")
-    parser.add_argument("--selection", choices=SELECTIONS, default="trained", help="what replaces the indexer's choice")
+    parser.add_argument(
+        "--selection", choices=SELECTIONS, default="trained", help="replacement of the indexer's selection"
+    )
     parser.add_argument("--dense", action="store_true", help="dense attention: index_topk is the longest length")
     parser.add_argument("--perplexity", type=int, default=0, metavar="N", help="held-out texts of 2,048 tokens")
     parser.add_argument(
@@ -62,13 +66,14 @@ def main() -> None:
         results.append(summary(cases) | {"right": [case.right for case in cases]})
         if first:
             print(f"{length:,} tokens: {results[-1]['accuracy']:.1%} of {count} right", flush=True)
-    report = {"retrieval": results}
+    report: dict[str, Any] = {"retrieval": results}
     if args.perplexity:
         report["perplexity"] = perplexity(llm, documents, 2048, args.perplexity)
     if args.kl_to:
         other = resolve_model(args.kl_to)
-        expanded = "dequantize" if ModelConfig.from_pretrained(other).quantization else None
-        reference = LLM(other, dtype="float32", quantization=expanded, device=args.device, progress=False)
+        stored = ModelConfig.from_pretrained(other).quantization
+        dequantize: Quantization | None = "dequantize" if stored else None
+        reference = LLM(other, dtype="float32", quantization=dequantize, device=args.device, progress=False)
         report["divergence"] = divergence(llm, reference, documents, 2048, args.perplexity)
     report["weight_bytes"] = sum(tensor.nbytes for tensor in llm.engine.model.parameters())
     if args.mtp:
@@ -92,7 +97,7 @@ def show(report: dict) -> None:
             f"{r['accuracy']:.1%}",
             f"{r['tokens_right']:.1%}",
             "-" if r["value_found"] is None else f"{r['value_found']:.1%}",
-            " ".join(f"{share:.0%}" for share in r["recall_by_layer"]) or "-",
+            " ".join(f"{recall:.0%}" for recall in r["recall_by_layer"]) or "-",
         )
         for r in report["retrieval"]
     ]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Proves and measures on a CUDA device: one command for whoever has a GPU for half an hour. What is worth most comes first,
-# every part has a limit in time, a part that fails does not end the others, and each leaves a file in the folder
+# Tests and measures on a CUDA device, within half an hour. The most important parts come first, every part has a time
+# limit, a part that fails does not end the others, and each writes a file to the folder
 # (default: benchmarks/results).
 #
 #   scripts/gpu_check.sh all [FOLDER]        doctor, kernels timed, latency timed, then all tests; within 26 minutes
@@ -34,7 +34,7 @@ trap '' HUP # a connection that is lost ends nothing
 
 timeout 120 "$python" -c 'import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name(), torch.__version__)' || {
 	echo "gpu_check.sh needs a CUDA device and a CUDA build of torch; '$python' has none." >&2
-	echo "Without a GPU: make test, and scripts/inspect_kernels.py, which compiles the kernels." >&2
+	echo "Without a GPU: make test, and scripts/kernel_bench/inspect_kernels.py, which compiles the kernels." >&2
 	exit 1
 }
 
@@ -72,7 +72,7 @@ doctor() { # SECONDS: whether this machine runs the engine at all; it compiles t
 }
 
 kernels() {
-	part 280 kernels "$python" scripts/bench_kernels.py --time-limit 240 --json "$out/kernels.json"
+	part 280 kernels "$python" scripts/kernel_bench/bench_kernels.py --time-limit 240 --json "$out/kernels.json"
 }
 
 one_rank=(--load-format dummy --emulate-world 64 --tp-size 8 --input-len 8192,32768,131072

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.arguments import argument_parser, json_object, run
-from dsa_engine.checkpoint import RELEASED_CONFIGS, released_config, write_random_checkpoint
+from dsa_engine.config.model import DTYPES
+from dsa_engine.config.overrides import merge_overrides
+from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.demo import demo_config, demo_files
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.measure.report import write_json
-from dsa_engine.model.config import DTYPES
-from dsa_engine.model.config_overrides import merge_overrides
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,9 +34,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
     parser.add_argument(
-        "--dtype", default="fp8", choices=["fp8", "bfloat16", "float32"], help="of the weights (default: fp8)"
+        "--dtype", default="fp8", choices=["fp8", "bfloat16", "float32"], help="dtype of the weights (default: fp8)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
     )
@@ -59,7 +60,7 @@ def read_config(config: str, overrides: str) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    # So that a terminated run removes its temporary folder, as an interrupted one does.
+    # A terminated run removes its temporary folder, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raw = read_config(arguments.config, arguments.overrides)
     if arguments.dtype in DTYPES:

@@ -1,19 +1,19 @@
-"""What drafts of the trained demo model are worth: scripts/measure_acceptance.py [--num-speculative-tokens 0,1,2,3]
+"""Acceptance of drafts on the trained demo model: scripts/measure_acceptance.py [--num-speculative-tokens 0,1,2,3]
 
-Held-out text that goes on, answers about two facts of a document, and passages of a document that are repeated, each
-generated greedily with every number of drafts in turn: which drafts are accepted, and the time per token.
+Held-out text, answers about two facts of a document, and repeated passages of a document are generated greedily with
+each number of drafts in turn. The script reports which drafts are accepted, and the time per token.
 """
 
 from __future__ import annotations
 
 import json
 
+from demo_model.evaluation.drafting import measure_drafting, report
+from demo_model.evaluation.quality import held_out
 from dsa_engine.arguments import add_engine_arguments, argument_parser, llm_from, reported, run
-from dsa_engine.measure.latency_command import draft_counts
+from dsa_engine.commands.bench.latency_command import draft_counts
 from dsa_engine.measure.report import format_table, run_report, write_json
-from dsa_engine.output_files import check_outputs
-from dsa_engine.training.drafting import measure_drafting, report
-from dsa_engine.training.evaluate import held_out
+from dsa_engine.system.output_files import check_outputs
 
 
 def main() -> None:
@@ -25,11 +25,11 @@ def main() -> None:
     add_engine_arguments(parser)
     args = parser.parse_args()
     check_outputs(args.json)
-    most = max(args.num_speculative_tokens)
-    config = json.loads(args.speculative_config) | {"num_speculative_tokens": most}
-    llm = llm_from(args, speculative_config=config if most else {})
+    max_drafts = max(args.num_speculative_tokens)
+    config = json.loads(args.speculative_config) | {"num_speculative_tokens": max_drafts}
+    llm = llm_from(args, speculative_config=config if max_drafts else {})
     results = measure_drafting(llm, held_out(llm), args.length, args.cases, args.num_speculative_tokens)
-    if not llm.engine.mesh.reports:
+    if not llm.engine.mesh.is_leader:
         return
     rows = report(results)
     if args.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsa_engine.arguments import argument_parser, run
-from dsa_engine.measure.latency_command import add_arguments, run_latency
+from dsa_engine.commands.bench.latency_command import add_arguments, run_latency
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Trains the model that ships as LLM("demo"), on one CPU core, from a seed; under an hour.
 
-A run that was stopped goes on where it was when the same command is given again. --export writes the checkpoint folder
+The same command continues a stopped run. --export writes the checkpoint folder
 of a finished run, --log its log, --plot its loss curves.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
+from demo_model import recipe
+from demo_model.loop import Run
+from demo_model.pictures import plot_losses
+from demo_model.prepare import Material, prepare
+from demo_model.ship import digests, ship
 from dsa_engine.arguments import argument_parser, run
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment
-from dsa_engine.output_files import check_outputs, write_text
-from dsa_engine.training import recipe
-from dsa_engine.training.loop import Run
-from dsa_engine.training.pictures import plot_losses
-from dsa_engine.training.prepare import Material, prepare
-from dsa_engine.training.ship import digests, ship
+from dsa_engine.system.output_files import check_outputs, write_text
 
 
 def parse() -> argparse.Namespace:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def finish(args: argparse.Namespace, training: Run, material: Material) -> None:
-    """Writes what was asked for. The log gets a last line with what the run was made from and what it made."""
+    """Writes the requested files. The last line of the log has the inputs and the results of the run."""
     made: dict[str, str] = {}
     if args.export:
         python = platform.python_version()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.config.fields import options_of
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import CompletionOutput, RequestOutput
-from dsa_engine.parallel.option_fields import options_of
 from dsa_engine.vllm_options import answer, method_answer, sampling_answer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "COMING_FROM_VLLM.md"
@@ -29,7 +29,7 @@ def names(cell: str) -> list[str]:
 
 
 def test_what_is_the_same() -> None:
-    same = section("The same")
+    same = section("The same names")
     options = {name for f, about in options_of(EngineOptions) for name in (f.name, *about.aliases)}
     values = {"half", "float", "auto", "dummy"}
     listed = set(names(same["options of `LLM`"])) - values
@@ -43,7 +43,7 @@ def test_what_is_the_same() -> None:
 
 
 def test_what_is_not_there_has_an_answer() -> None:
-    listed = [name for title in ("Called otherwise", "Not there") for cell in section(title) for name in names(cell)]
+    listed = [name for title in ("Other names", "Not available") for cell in section(title) for name in names(cell)]
     # A sampling parameter that is there, an argument of generate(), a part of a command.
     elsewhere = {"prompt_logprobs", "lora_request", "throughput"}
     assert len(listed) > 15

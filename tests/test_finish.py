@@ -97,7 +97,7 @@ def test_output_ends_at_max_model_len(demo_cache: Path) -> None:
 
 
 def test_what_text_is_made(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop string kept or cut, the text of a stop token, special tokens, no text at all."""
+    """The stop string output or cut, the text of a stop token, special tokens, no text at all."""
     tokens = [*llm.tokenizer.encode("one, two, three")[1:], 1]
     seed = len(llm.tokenizer.encode("p"))
     force(monkeypatch, tokens)

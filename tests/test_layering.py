@@ -18,11 +18,15 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 # of their own.
 LAYERS = (
     ("__main__",),
-    ("cli", "training"),
+    ("cli",),
     ("commands",),
+    ("commands.planner",),
+    ("commands.bench", "commands.doctor"),
     ("measure",),
-    ("arguments",),
+    ("arguments", "convert"),
     ("llm",),
+    ("model_folder",),
+    ("demo",),
     ("engine.call",),
     ("engine.loop",),
     ("engine.startup", "engine.reply"),
@@ -33,6 +37,7 @@ LAYERS = (
     ("engine.steps",),
     ("engine.requests",),
     ("engine",),
+    ("model.layout",),
     ("model.model",),
     ("model.mtp",),
     ("model.decoder_layer",),
@@ -41,36 +46,28 @@ LAYERS = (
     ("model.runtime",),
     ("model",),
     ("quantization",),
-    ("checkpoint", "demo", "generation_config", "model_folder", "options", "tokenizer"),
+    ("checkpoint", "options", "text"),
     ("sampling_params",),
-    ("chat_template", "outputs", "prompts"),
-    (
-        "model.config",
-        "model.rope_config",
-        "model.config_keys",
-        "model.config_overrides",
-        "model.quantization_config",
-    ),  # what a model is
-    (
-        "errors",
-        "interrupts",
-        "logs",
-        "output_files",
-        "progress",
-        "sizes",
-        "speculative_config",
-        "version",
-        "vllm_options",
-    ),
+    ("outputs",),
+    ("system",),
     ("parallel",),
+    ("config",),
+    ("errors", "version", "vllm_options"),
     ("kernels",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LEVEL["__init__"] = -1  # dsa_engine itself: it exports LLM, so it stands above everything
 
-# The two folders that could be used without the engine: nothing of ours but what stands first, and only these packages.
+# The two folders at the top of the repository use these packages only, and of ours only the rooms in USES.
 STANDALONE = {"kernels": {"torch", "triton", "flash_attn", "flash_attn_interface"}, "parallel": {"torch"}}
-USES = {"kernels": {"kernels"}, "parallel": {"parallel", "kernels"}}
+USES = {"kernels": {"kernels"}, "parallel": {"parallel", "config", "kernels"}}
+
+# Packages that lie beside the scripts and the tests, and that nothing installed may import.
+BESIDE = {
+    path.parent.name
+    for folder in ("scripts", "scripts/studies", "scripts/kernel_bench", "tests/support")
+    for path in (ROOT / folder).glob("*/__init__.py")
+}
 
 
 def python_files() -> Iterator[Path]:
@@ -126,10 +123,12 @@ def violations(source: str, module: str) -> list[str]:
             broken.append(f"{where}; the name is dsa_engine.{top} (`{top}` belongs to another package)")
         elif not in_package:
             continue
+        elif top in BESIDE:
+            broken.append(f"{where}, which is not installed")
         elif top == "dsa_engine":
             target = unit(name)
             if own in STANDALONE and target not in USES[own]:
-                broken.append(f"{where}; {own} uses nothing of the engine but {' and '.join(sorted(USES[own]))}")
+                broken.append(f"{where}; {own} uses nothing of the engine but {_listed(USES[own])}")
             elif target not in LEVEL:
                 broken.append(f"{where}; dsa_engine.{target} has no layer: add it to LAYERS of tests/test_layering.py")
             elif LEVEL[target] < LEVEL[own]:
@@ -137,6 +136,11 @@ def violations(source: str, module: str) -> list[str]:
         elif own in STANDALONE and top not in STANDALONE[own] and top not in sys.stdlib_module_names:
             broken.append(f"{where}; {own} may use the standard library and {', '.join(sorted(STANDALONE[own]))}")
     return broken
+
+
+def _listed(rooms: set[str]) -> str:
+    *first, last = sorted(rooms)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def test_the_tree_keeps_its_layers() -> None:
@@ -151,9 +155,9 @@ def test_the_tree_keeps_its_layers() -> None:
     [
         ("dsa_engine.llm", "from dsa_engine.engine.runner import Runner", None),
         ("dsa_engine.engine.requests.scheduler", "from dsa_engine.engine.requests import request", None),
-        ("dsa_engine.engine.runner", "from ..tokenizer import Tokenizer", None),
+        ("dsa_engine.engine.runner", "from ..text.tokenizer import Tokenizer", None),
         ("dsa_engine.__init__", "from dsa_engine.llm import LLM", None),
-        ("dsa_engine.checkpoint.loader", "from ..model.config import ModelConfig\nfrom . import names", None),
+        ("dsa_engine.checkpoint.loader", "from ..config.model import ModelConfig\nfrom . import names", None),
         ("dsa_engine.kernels.topk", "import math, torch, triton.language as tl\nfrom . import paged", None),
         ("dsa_engine.kernels.__init__", "from .topk import topk", None),
         ("tests.kernels.test_topk", "import transformers\nfrom dsa_engine import LLM", None),
@@ -162,18 +166,20 @@ def test_the_tree_keeps_its_layers() -> None:
         ("dsa_engine.engine.requests.pages", "import dsa_engine", "above it"),
         ("dsa_engine.model.layers", "def f():\n    from .moe import Experts", "above it"),
         ("dsa_engine.checkpoint.loader", "from ..model import Model", "above it"),
-        ("dsa_engine.kernels.topk", "from dsa_engine.model.config import ModelConfig", "but kernels"),
+        ("dsa_engine.kernels.topk", "from dsa_engine.config.model import ModelConfig", "but kernels"),
         ("dsa_engine.kernels.topk", "from ..parallel import mesh", "but kernels"),
         ("dsa_engine.parallel.mesh", "from dsa_engine.kernels import topk", None),
-        ("dsa_engine.parallel.mesh", "from dsa_engine import sizes", "but kernels and parallel"),
+        ("dsa_engine.parallel.mesh", "from dsa_engine import system", "but config, kernels and parallel"),
         ("dsa_engine.kernels.topk", "import numpy as np", "may use"),
         ("dsa_engine.parallel.mesh", "import triton", "may use"),
         ("scripts.bench_prefill", "import kernels.topk", "belongs to another package"),
         ("dsa_engine.model.model", "from parallel.mesh import Mesh", "belongs to another package"),
-        ("dsa_engine.checkpoint.reader", "from dsa_engine.model.config import ModelConfig", None),
+        ("dsa_engine.checkpoint.reader", "from dsa_engine.config.model import ModelConfig", None),
         ("dsa_engine.checkpoint.reader", "from dsa_engine.model.layers import Runtime", "above it"),
         ("dsa_engine.llm", "def f():\n    from dsa_engine.measure import plots", "above it"),
         ("dsa_engine.brand_new", "", "has no layer"),
+        ("dsa_engine.commands.bench.plots", "from demo_model import recipe", "not installed"),
+        ("scripts.demo_model.loop", "from demo_model import recipe", None),
     ],
 )
 def test_the_check_finds_what_it_should(

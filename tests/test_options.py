@@ -70,7 +70,7 @@ def test_help_says_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for line in (
         "--page-size PAGE_SIZE, --block-size PAGE_SIZE tokens per cache page (default: 64)",
-        "--seed SEED of dummy weights and of requests without a seed of their own (default: 0)",
+        "--seed SEED seed of dummy weights and of requests without a seed (default: 0)",
         "--max-model-len MAX_MODEL_LEN default: the model's",
         "--timeout SECONDS for a collective (default: 600.0)",
         "--enforce-eager no CUDA graphs in decode (default: off)",
@@ -87,7 +87,7 @@ def test_help_says_every_default(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_rank_that_deepspeed_gives_is_no_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its launcher puts it first; anywhere else, or with another rank's number, somebody has typed it."""
+    """Its launcher puts it first; anywhere else, or with another rank's number, it is an unknown option."""
     parser = argument_parser("A script.")
     parser.add_argument("--json")
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -1,4 +1,4 @@
-"""What is built and installed, from the tree and from the source distribution: the right files, the right names."""
+"""Builds and installs, from the tree and from the source distribution: the right files, the right names."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_interpreter_of_the_tests_sees_no_top_level_kernels(tmp_path: Path) 
 
 
 def assert_not_ours(python: Path, cwd: Path, *folders: Path) -> None:
-    """``kernels`` and ``parallel`` are unknown to ``python``, or somebody else's: not found in ``folders``."""
+    """``kernels`` and ``parallel`` are unknown to ``python``, or another package's: not found in ``folders``."""
     program = (
         "import importlib.util as u\n"
         "for name in ('kernels', 'parallel'):\n"

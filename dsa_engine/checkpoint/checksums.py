@@ -1,4 +1,4 @@
-"""SHA-256 of every file of a folder, kept in it: whether it is still as it was written."""
+"""SHA-256 checksums of a folder's files, which show whether the folder is unchanged."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def checksums_of(folder: Path) -> bytes:
-    """The JSON to keep: the digest of every file that is there, by name."""
+    """JSON with the digest of every file in the folder, by name."""
     digests = {path.name: _digest(path) for path in sorted(folder.iterdir())}
     return (json.dumps(digests, indent=2) + "\n").encode()
 
 
 def is_as_written(folder: Path, checksums: str) -> bool:
-    """Whether all files are there as the file ``checksums`` has them; reads all of them."""
+    """Whether all files match the digests in the file ``checksums``; reads all of them."""
     try:
         digests = json.loads((folder / checksums).read_text(encoding="utf-8"))
         return len(digests) > 0 and all(_digest(folder / name) == digest for name, digest in digests.items())

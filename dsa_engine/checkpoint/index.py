@@ -1,4 +1,4 @@
-"""Which file of a checkpoint folder holds which tensor."""
+"""The file of each tensor in a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from dsa_engine.errors import CheckpointError
-from dsa_engine.interrupts import uninterrupted
+from dsa_engine.system.interrupts import uninterrupted
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -27,7 +27,7 @@ _OTHER_FORMATS = {
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
-    """Maps every tensor name to its file: by the index where there is one, else from the files' own headers.
+    """Maps every tensor name to its file: by the index if there is one, else by the files' headers.
 
     Raises:
         CheckpointError: no such folder, no safetensors files, a bad index, a damaged file, or a name in two files.
@@ -37,26 +37,26 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
     index = folder / INDEX_NAME
     if index.is_file():
         return _read_index(index)
-    # A folder may also hold other spellings of the same weights (consolidated.safetensors): the usual name wins.
+    # A folder may also hold the same weights under another name (consolidated.safetensors): the usual name wins.
     single = folder / SINGLE_NAME
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
             f"{folder} holds no weights: neither {INDEX_NAME} nor any *.safetensors file{_others(folder)}"
         )
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for path in files:
         for name in open_shard(path).keys():
-            if name in found:
+            if name in file_of:
                 raise CheckpointError(
-                    f"{path} and {found[name].name} both hold {name!r}, and no {INDEX_NAME} chooses one"
+                    f"{path} and {file_of[name].name} both hold {name!r}, and no {INDEX_NAME} chooses one"
                 )
-            found[name] = path
-    return found
+            file_of[name] = path
+    return file_of
 
 
 def fingerprint(folder: Path) -> str:
-    """A digest that tells checkpoints apart: the index, names and sizes of the files, and a little of each of them.
+    """A digest that tells checkpoints apart: the index, names and sizes of the files, and samples of each.
 
     Reads 3 times 4 KiB of each file: another version of the same model is noticed, a damaged byte is not.
     """
@@ -68,18 +68,18 @@ def fingerprint(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            for place in (0, size // 2, max(0, size - _SAMPLE)):
-                file.seek(place)
+            for start in (0, size // 2, max(0, size - _SAMPLE)):
+                file.seek(start)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()
 
 
 def _others(folder: Path) -> str:
-    """What is said of weights in formats that are not read."""
+    """The addition to an error for weights in formats that are not read."""
     for suffix, what in _OTHER_FORMATS.items():
-        found = sorted(path.name for path in folder.glob(f"*{suffix}"))
-        if found:
-            return f"; {found[0]} is {what}"
+        names = sorted(path.name for path in folder.glob(f"*{suffix}"))
+        if names:
+            return f"; {names[0]} is {what}"
     return ""
 
 
@@ -92,7 +92,7 @@ def open_shard(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; download the checkpoint again, or its missing files")
     try:
-        with uninterrupted():  # safetensors would make an error about the file of it
+        with uninterrupted():  # safetensors would report an interrupt as an error of the file
             return safe_open(str(path), framework="pt", device="cpu")
     except Exception as error:  # SafetensorError, or OSError from the file system
         with path.open("rb") as file:

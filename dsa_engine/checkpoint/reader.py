@@ -1,8 +1,8 @@
-"""Reads the part of each tensor that this rank keeps, out of safetensors files, straight into the model's parameters.
+"""Reads this rank's part of each tensor from safetensors files directly into the model's parameters.
 
-Only the bytes of that part are asked from the files. FP8 blocks are expanded on the way into a parameter of plain
-numbers; a parameter of codes takes the bytes as they are stored. No copy larger than ``CHUNK_ELEMENTS`` is made, so
-that a checkpoint loads into no more memory than the model itself.
+Only the bytes of that part are read. FP8 blocks are expanded on the way into a parameter of plain numbers; a parameter
+of codes takes the stored bytes. No copy is larger than ``CHUNK_ELEMENTS``, so that loading a checkpoint needs no more
+memory than the model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 
 from dsa_engine.checkpoint.index import locate_tensors, open_shard
 from dsa_engine.errors import CheckpointError
-from dsa_engine.interrupts import uninterrupted
-from dsa_engine.kernels.fp8 import dequantize_blocks
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.system.interrupts import uninterrupted
 
 SCALE_SUFFIX = "_scale_inv"
 CHUNK_ELEMENTS = 1 << 24  # a temporary of at most 64 MiB in float32
@@ -38,17 +39,19 @@ STORED_DTYPES = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter, or a part of one, comes from."""
+    """The tensor, or part of one, that fills a parameter."""
 
     name: str  # tensor name in the checkpoint
-    into: torch.Tensor  # 1-D or 2-D, filled in place, converted to its dtype and device; its shape is the part kept
+    into: torch.Tensor  # 1-D or 2-D, filled in place in its dtype, on its device; its shape is that of the part
     shape: tuple[int, ...]  # the full shape that the checkpoint must hold
-    start: tuple[int, ...] = ()  # where the part starts in every dimension; () means at the origin
-    scale_of: torch.dtype | None = None  # of a scale: the dtype of the codes that it multiplies; it must be above 0
+    start: tuple[int, ...] = ()  # start of the part in every dimension; () is the origin
+    scale_of: torch.dtype | None = (
+        None  # for a scale, which must be positive: the dtype of the codes that it multiplies
+    )
 
     @property
     def holds_codes(self) -> bool:
-        """Whether ``into`` takes what is stored as it is: values of its dtype mean nothing without their scales."""
+        """Whether ``into`` takes the stored bytes: codes, which mean nothing without their scales."""
         return not self.into.is_floating_point() or self.into.dtype == torch.float8_e4m3fn
 
     def __post_init__(self) -> None:
@@ -65,7 +68,7 @@ class Source:
 
 
 class Reader(Protocol):
-    """What the model asks of a reader: :class:`CheckpointReader`, or :class:`.dummy.DummyReader`."""
+    """The interface of a reader: :class:`CheckpointReader`, or :class:`.dummy.DummyReader`."""
 
     bytes_read: int
 
@@ -73,7 +76,7 @@ class Reader(Protocol):
 
 
 class CheckpointReader:
-    """The tensors of a folder of safetensors files, opened when needed and kept open until :meth:`close`.
+    """The tensors of a folder of safetensors files, which are opened on demand and closed by :meth:`close`.
 
     Args:
         folder: holds ``model.safetensors.index.json`` and its shards, or ``model.safetensors``, or any
@@ -87,7 +90,7 @@ class CheckpointReader:
     def __init__(self, folder: str | Path, block_size: tuple[int, int] | None = None):
         self.folder = Path(folder)
         self.block_size = block_size
-        self.bytes_read = 0  # bytes of tensor data asked from the files so far: weights and scales
+        self.bytes_read = 0  # bytes of weights and scales read so far
         self._open: dict[Path, Any] = {}
         self._file_of = locate_tensors(self.folder)
 
@@ -123,7 +126,7 @@ class CheckpointReader:
         scales = self._scales(source) if dtype == torch.float8_e4m3fn and not source.holds_codes else None
         if source.into.numel() == 0:
             return
-        # Chunks end where blocks end, so that no scale is read twice.
+        # Chunks end at block borders, so that no scale is read twice.
         row_elements = math.prod(source.into.shape[1:])
         rows_per_chunk = max(CHUNK_ELEMENTS // row_elements, 1)
         block_rows = self.block_size[0] if scales is not None and self.block_size is not None else 1
@@ -136,7 +139,7 @@ class CheckpointReader:
             first = last
 
     def _load_rows(self, source: Source, stored: Any, scales: Any, first: int, last: int) -> None:
-        """Rows ``first`` to ``last`` of the whole tensor, to where they belong in ``source.into``."""
+        """Reads rows ``first`` to ``last`` of the whole tensor into their rows of ``source.into``."""
         into = source.into[first - source.start[0] : last - source.start[0]]
         rest = [slice(s, s + n) for s, n in zip(source.start[1:], into.shape[1:], strict=True)]
         part = self._read(source.name, stored, (slice(first, last), *rest))
@@ -157,12 +160,12 @@ class CheckpointReader:
         )
         scale_inv = self._read(source.name + SCALE_SUFFIX, scales, blocks).float()
         self._check_scales(source.name + SCALE_SUFFIX, scale_inv)
-        # On a GPU the FP8 bytes cross the bus and are expanded there.
+        # For a GPU, the FP8 bytes cross the bus and are expanded on the device.
         into.copy_(dequantize_blocks(part.to(into.device), scale_inv.to(into.device), self.block_size, start))
         self._check_finite(source.name, into)
 
     def _check_kind(self, source: Source, stored: torch.dtype) -> None:
-        """Codes go where codes are expected, scales are plain numbers, and integers mean nothing elsewhere."""
+        """Checks that codes are stored where codes are expected, and floating point numbers elsewhere."""
         what = f"{self._file_of[source.name]}: {source.name!r}"
         if source.holds_codes and stored != source.into.dtype:
             raise CheckpointError(
@@ -183,7 +186,7 @@ class CheckpointReader:
             )
 
     def _check_codes(self, name: str, codes: torch.Tensor) -> None:
-        """Of e4m3 codes two are NaN; all integers are codes."""
+        """Refuses NaN among e4m3 codes; every integer is a valid code."""
         if codes.dtype != torch.float8_e4m3fn:
             return
         nan = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
@@ -194,8 +197,8 @@ class CheckpointReader:
             )
 
     def _check_finite(self, name: str, loaded: torch.Tensor) -> None:
-        """One NaN in a norm or a gate gives finite, wrong output everywhere: better no model than that one."""
-        # The sum reads the rows once; only where it is not finite (it may overflow) each value is looked at.
+        """Refuses NaN and infinity: one NaN in a norm or a gate makes finite but wrong outputs everywhere."""
+        # The sum reads the rows once. Only if it is not finite (it may overflow), each value is checked.
         if math.isfinite(loaded.sum().item()) or bool(loaded.isfinite().all()):
             return
         count = int((~loaded.isfinite()).sum())
@@ -205,17 +208,17 @@ class CheckpointReader:
             "(NaN or infinity): get a damaged file again, or choose dtype='float32' for large values"
         )
 
-    def _read(self, name: str, stored: Any, where: tuple[slice, ...]) -> torch.Tensor:
+    def _read(self, name: str, stored: Any, index: tuple[slice, ...]) -> torch.Tensor:
         try:
-            with uninterrupted():  # an interrupt inside comes out of torch as an error about something else
-                part: torch.Tensor = stored[where]
-        except Exception as error:  # safetensors raises its own and Python's errors here
+            with uninterrupted():  # torch reports an interrupt inside as another error
+                part: torch.Tensor = stored[index]
+        except Exception as error:  # safetensors raises its own errors and Python's
             raise CheckpointError(f"{self._file_of[name]}: cannot read {name!r}: {error}") from error
         self.bytes_read += part.numel() * part.element_size()
         return part
 
     def _scales(self, source: Source) -> Any:
-        """The checked handle on the block scales of an FP8 weight."""
+        """The handle of the block scales of an FP8 weight, checked."""
         path = self._file_of[source.name]
         if self.block_size is None:
             raise CheckpointError(
@@ -232,7 +235,7 @@ class CheckpointReader:
                 f"{path}: {source.name!r} is float8_e4m3fn, but {self.folder} lacks its scales {name!r}"
             )
         stored = self._slice(name)
-        expected = tuple(-(-size // block) for size, block in zip(source.shape, self.block_size, strict=True))
+        expected = tuple(cdiv(size, block) for size, block in zip(source.shape, self.block_size, strict=True))
         why = f"one scale per block of {list(self.block_size)} of {list(source.shape)}"
         self._check_shape(name, stored, expected, f" ({why})")
         if self._dtype(name, stored) == torch.float8_e4m3fn:
@@ -254,16 +257,16 @@ class CheckpointReader:
             raise CheckpointError(f"{path} does not hold {name!r}: the index and the file disagree") from error
 
     def _check_shape(self, name: str, stored: Any, expected: tuple[int, ...], why: str = "") -> None:
-        found = tuple(stored.get_shape())
-        if found != tuple(expected):
-            shapes = f"has shape {list(found)}, expected {list(expected)}{why}"
+        shape = tuple(stored.get_shape())
+        if shape != tuple(expected):
+            shapes = f"has shape {list(shape)}, expected {list(expected)}{why}"
             raise CheckpointError(f"{self._file_of[name]}: {name!r} {shapes}")
 
     def _dtype(self, name: str, stored: Any) -> torch.dtype:
-        found = stored.get_dtype()
-        if found not in STORED_DTYPES:
+        stored_dtype = stored.get_dtype()
+        if stored_dtype not in STORED_DTYPES:
             raise CheckpointError(
-                f"{self._file_of[name]}: {name!r} has the unsupported dtype {found}; "
+                f"{self._file_of[name]}: {name!r} has the unsupported dtype {stored_dtype}; "
                 f"supported are {', '.join(STORED_DTYPES)}"
             )
-        return STORED_DTYPES[found]
+        return STORED_DTYPES[stored_dtype]

@@ -1,4 +1,4 @@
-"""The folder of a run that is to be resumed: shards that are finished stay in it until the target is whole."""
+"""The folder of a resumable run: finished shards stay in it until the target is complete."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from dsa_engine.errors import CheckpointError
 
-_UNFINISHED = ".part"  # behind the name of a shard while it is written
+_UNFINISHED = ".part"  # suffix of a shard while it is written
 _LOCK = ".lock"
 
 
 class ResumableFolder:
-    """A folder beside the target whose name follows from what is written: another run of the same finds it.
+    """A folder beside the target whose name is a digest of what is written, so that a second run finds it.
 
     Args:
         target: the folder that it will become.
-        what: says what is written, down to every option and shard.
+        what: text that identifies what is written, with every option and shard.
     """
 
     def __init__(self, target: Path, what: str):
@@ -27,10 +27,10 @@ class ResumableFolder:
         self._lock: int | None = None
 
     def enter(self) -> None:
-        """Makes it where it is not there, and holds it for this process.
+        """Creates the folder if it does not exist, and locks it for this process.
 
         Raises:
-            CheckpointError: another process holds it.
+            CheckpointError: another process has locked it.
         """
         self.path.mkdir(exist_ok=True)
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR)
@@ -49,13 +49,13 @@ class ResumableFolder:
         return (self.path / shard).is_file()
 
     def unfinished(self, shard: str) -> Path:
-        """Where a shard is written."""
+        """The path of a shard while it is written."""
         return self.path / (shard + _UNFINISHED)
 
     def finish(self, shard: str) -> None:
         os.rename(self.unfinished(shard), self.path / shard)
 
     def tidy(self) -> None:
-        """Leaves only what belongs in the target."""
+        """Removes everything that does not belong in the target."""
         for path in (self.path / _LOCK, *self.path.glob(f"*{_UNFINISHED}")):
             path.unlink(missing_ok=True)

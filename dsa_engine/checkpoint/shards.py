@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint that is to be written: which tensors each holds, and where they lie in it."""
+"""The safetensors files of a checkpoint to be written: the tensors of each, and their offsets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsa_engine.checkpoint.index import SINGLE_NAME
-from dsa_engine.checkpoint.layout import TensorSpec
 from dsa_engine.checkpoint.reader import STORED_DTYPES
+from dsa_engine.checkpoint.tensor_spec import TensorSpec
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass
 class Shard:
-    """One file: its tensors, and where in the file each begins."""
+    """One file and its tensors."""
 
     name: str
     specs: list[TensorSpec]
@@ -24,25 +24,25 @@ class Shard:
     def layout(self) -> tuple[bytes, dict[str, int], int]:
         """The file's header, the offset of every tensor from the start of the file, and the file's size."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begins: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         position = 0
-        # Wide dtypes first: then every tensor lies at a multiple of its item size.
+        # Wide dtypes first, so that every tensor starts at a multiple of its item size.
         for spec in sorted(self.specs, key=lambda spec: -spec.dtype.itemsize):
             header[spec.name] = {
                 "dtype": DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [position, position + spec.nbytes],
             }
-            begins[spec.name] = position
+            offsets[spec.name] = position
             position += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         packed = struct.pack("<Q", len(text)) + text
-        return packed, {name: len(packed) + begin for name, begin in begins.items()}, len(packed) + position
+        return packed, {name: len(packed) + offset for name, offset in offsets.items()}, len(packed) + position
 
 
 def plan_shards(tensors: Iterable[TensorSpec], limit: int) -> list[Shard]:
-    """Divides tensors, in their order, over files of at most ``limit`` bytes; a larger tensor gets a file of its own.
+    """Divides tensors, in their order, over files of at most ``limit`` bytes; a larger tensor gets its own file.
 
     Raises:
         ValueError: no tensors, a name given twice, or a dtype that cannot be stored.

@@ -1,8 +1,8 @@
-"""Writes a checkpoint folder, streaming: one tensor in memory at a time, and nothing at the target until it is whole.
+"""Writes a checkpoint folder with one tensor in memory at a time; the target appears when it is complete.
 
 All tensors are announced first, so that a shard's header (`shards.py`) can be written before their data. The folder is
-built under a temporary name beside the target and renamed at the end. A run that is to be resumed keeps that folder
-with the shards that are finished.
+built under a temporary name beside the target and renamed at the end. An interrupted resumable run keeps that folder
+with the finished shards.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 
 from dsa_engine.checkpoint.checksums import checksums_of
 from dsa_engine.checkpoint.index import INDEX_NAME
-from dsa_engine.checkpoint.layout import TensorSpec
 from dsa_engine.checkpoint.leftovers import remove_leftovers, temporary_name
 from dsa_engine.checkpoint.resume import ResumableFolder
 from dsa_engine.checkpoint.shards import Shard, plan_shards
+from dsa_engine.checkpoint.tensor_spec import TensorSpec
 from dsa_engine.errors import CheckpointError
-from dsa_engine.interrupts import uninterrupted
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.system.interrupts import uninterrupted
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """What a finished run left behind."""
+    """The folder, files and tensors of a finished run."""
 
     folder: Path
     shards: int
@@ -72,15 +72,15 @@ class SafetensorsWriter:
 
     Args:
         target: the folder to make; it must not exist, or be empty.
-        tensors: every tensor to come, in the order in which it will come.
-        max_shard_size: bytes, or text such as "5GB" or "512MiB"; a tensor that is larger gets a shard of its own.
-        checksums: the name of a last file, JSON, with the SHA-256 of every other one by name.
-        resume: says what is written, down to every option. Shards that an interrupted run with the same text has
-            finished are kept, and :meth:`done` says which tensors they hold. Without it nothing is left of such a run.
+        tensors: all tensors, in the order in which they will be written.
+        max_shard_size: bytes, or text such as "5GB" or "512MiB"; a larger tensor gets its own shard.
+        checksums: name of a last file, JSON, with the SHA-256 of every other file by name.
+        resume: text that identifies what is written, with every option. Finished shards of an interrupted run with the
+            same text are used again, and :meth:`done` tells their tensors. None: an interrupted run is discarded.
 
     Raises:
-        CheckpointError: the target exists and is not empty, its disk has too little room, or (when it is entered)
-            another process is writing the same.
+        CheckpointError: the target exists and is not empty, its disk has too little room, or (on entering) another
+            process writes the same checkpoint.
         ValueError: no tensors, a name given twice, a dtype that cannot be stored, or a bad shard size.
     """
 
@@ -102,20 +102,20 @@ class SafetensorsWriter:
         self.written = WrittenCheckpoint(self.target, len(self._shards), len(specs), total)
         self._resumable = None if resume is None else ResumableFolder(self.target, f"{resume}\n{self._shards}")
         finished = [shard for shard in self._shards if self._resumable and self._resumable.finished(shard.name)]
-        self._kept = {spec.name for shard in finished for spec in shard.specs}
-        left = [spec for spec in specs if spec.name not in self._kept]
-        self._expected = iter(left)
-        self._left = len(left)
+        self._finished_names = {spec.name for shard in finished for spec in shard.specs}
+        remaining = [spec for spec in specs if spec.name not in self._finished_names]
+        self._expected = iter(remaining)
+        self._to_write = len(remaining)
         self._shard_of = {spec.name: shard for shard in self._shards for spec in shard.specs}
         self._current: Shard | None = None
         self._file: BinaryIO | None = None
-        self._begins: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         self._extra: dict[str, bytes | Path] = {}
         self._checksums = checksums
         self.target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.target)
         free = shutil.disk_usage(self.target.parent).free
-        needed = sum(spec.nbytes for spec in left)
+        needed = sum(spec.nbytes for spec in remaining)
         if needed > free:
             raise CheckpointError(f"{self.target} needs {needed:,} bytes, but its disk has only {free:,} bytes free")
         size = f"{format_bytes(total)} in {len(self._shards):,} file(s) of weights"
@@ -138,28 +138,28 @@ class SafetensorsWriter:
         finally:
             try:
                 if self._file is not None:
-                    with suppress(OSError):  # a full disk says so again when what is buffered is written
+                    with suppress(OSError):  # a full disk raises again when buffers are flushed
                         self._file.close()
             finally:
                 with uninterrupted():
                     self._clean_up()
 
     def _clean_up(self) -> None:
-        """Removes what is not to be resumed; gone already when :meth:`_finish` renamed it."""
+        """Removes the temporary folder unless it can be resumed; :meth:`_finish` has renamed that of a finished run."""
         if self._resumable is None or not any(self._resumable.finished(shard.name) for shard in self._shards):
             shutil.rmtree(self._temporary, ignore_errors=True)
         if self._resumable:
             self._resumable.leave()
 
     def done(self, name: str) -> bool:
-        """Whether an earlier run has written this tensor: then it must not be written again."""
-        return name in self._kept
+        """Whether an earlier run has written this tensor, which must then not be written again."""
+        return name in self._finished_names
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes the next tensor, which must be the one announced.
+        """Writes the next announced tensor.
 
         Raises:
-            ValueError: another name, shape or dtype than announced.
+            ValueError: its name, shape or dtype differs from what was announced.
             CheckpointError: the file cannot be written, for instance on a full disk.
         """
         spec = next(self._expected, None)
@@ -174,14 +174,14 @@ class SafetensorsWriter:
             self._open(shard)
         with self._named(shard.name):
             assert self._file is not None
-            self._file.seek(self._begins[name])
+            self._file.seek(self._offsets[name])
             self._file.write(data)
-        self._left -= 1
+        self._to_write -= 1
 
     def add_file(self, name: str, content: str | bytes | Path) -> None:
         """Adds a small file (config.json, tokenizer files): its text, its bytes, or the path of a file to copy.
 
-        Such files are written last: a folder without config.json is never taken for a checkpoint.
+        Such files are written last, as a folder without config.json is no checkpoint.
         """
         if Path(name).name != name:
             raise ValueError(f"a file name without folders is needed, not {name!r}")
@@ -189,7 +189,7 @@ class SafetensorsWriter:
 
     @contextmanager
     def _named(self, file: str) -> Iterator[None]:
-        """Makes errors of writing say what was written where, and what to do."""
+        """Turns an ``OSError`` into an error that names the file and says what to do."""
         try:
             yield
         except OSError as error:
@@ -197,7 +197,7 @@ class SafetensorsWriter:
             raise CheckpointError(f"cannot write {self.target / file}: {error.strerror or error}{advice}") from error
 
     def _open(self, shard: Shard) -> None:
-        header, self._begins, size = shard.layout()
+        header, self._offsets, size = shard.layout()
         with self._named(shard.name):
             path = self._resumable.unfinished(shard.name) if self._resumable else self._temporary / shard.name
             self._file = path.open("wb")
@@ -214,10 +214,10 @@ class SafetensorsWriter:
             self._file = None
 
     def _finish(self) -> None:
-        if self._left:
+        if self._to_write:
             following = next(self._expected).name
             raise ValueError(
-                f"{self._left} of {self.written.tensors} tensors were not written, the next is {following!r}"
+                f"{self._to_write} of {self.written.tensors} tensors were not written, the next is {following!r}"
             )
         self._close_shard()
         if len(self._shards) > 1:
@@ -234,7 +234,7 @@ class SafetensorsWriter:
         try:
             os.rename(self._temporary, self.target)  # replaces an empty folder, refuses any other
         except OSError:
-            self._refuse_existing()  # made by somebody else meanwhile
+            self._refuse_existing()  # another process has made it
             raise
         _sync_folder(self.target.parent)
 

@@ -1,1 +1,1 @@
-"""What ``dsa-engine`` can do: one file for each command, with its options and its work."""
+"""The commands of ``dsa-engine``, with their options: a file each; bench, doctor and planner are folders."""

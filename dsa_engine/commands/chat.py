@@ -22,13 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> None:
-    """Reads a line, answers, and keeps both, until the input ends. Of several ranks, rank 0 does so, and the others
-    follow.
+    """Reads lines, answers each, and keeps the conversation until the input ends. With several ranks, rank 0 does this
+    and the others follow.
 
     Raises:
         ValueError: an option is not possible, or the model has no chat template.
     """
-    sampling_params(args)  # wrong ones are said before anything is loaded
+    sampling_params(args)  # checks them before anything is loaded
     llm = llm_from(args)
     if llm.engine.mesh.rank > 0:
         llm.follow()
@@ -40,7 +40,7 @@ def run_chat(args: argparse.Namespace) -> None:
 def _converse(llm: LLM, args: argparse.Namespace) -> None:
     params = sampling_params(args, llm.default_sampling)
     beginning = [{"role": "system", "content": args.system}] if args.system else []
-    llm.tokenizer.chat([*beginning, {"role": "user", "content": "Hello"}])  # that there is a template
+    llm.tokenizer.chat([*beginning, {"role": "user", "content": "Hello"}])  # checks that there is a template
     asks = sys.stdin.isatty()
     if asks:
         print(f"{_HELP}.", file=sys.stderr)
@@ -58,7 +58,7 @@ def _converse(llm: LLM, args: argparse.Namespace) -> None:
 
 
 def _line(asks: bool) -> str | None:
-    """The next line; None where there is none."""
+    """The next line; None at the end of the input."""
     while True:
         try:
             return input("> " if asks else "").strip()
@@ -71,7 +71,7 @@ def _line(asks: bool) -> str | None:
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
-    """Prints the answer as it comes. None: there is none to keep; what was asked is forgotten too."""
+    """Prints the answer as it comes and returns it; None after an error: the question is dropped too."""
     parts: list[str] = []
     try:
         stream: Any = llm.stream(llm.tokenizer.chat(messages), params)
@@ -82,7 +82,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
                 if piece.error:
                     print(f"\nerror: {piece.error}", file=sys.stderr)
                     return None
-    except ValueError as error:  # the conversation has become too long, or the template refuses it
+    except ValueError as error:  # the conversation is too long, or the template refuses it
         print(f"error: {error}; /new begins another conversation", file=sys.stderr)
         return None
     except KeyboardInterrupt:

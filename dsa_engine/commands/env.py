@@ -1,4 +1,4 @@
-"""``dsa-engine env``: versions, devices and paths, as a report of a fault needs them."""
+"""``dsa-engine env``: versions, devices and paths, for a bug report."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from dsa_engine.demo import cache_folder
 from dsa_engine.engine.startup.memory import available_bytes
-from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.cpu import user_cache
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.report import write_json
-from dsa_engine.output_files import check_outputs
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes
 from dsa_engine.version import __version__
 
 _PACKAGES = ("triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn", "deepspeed", "matplotlib")
-# What a program may be told by the environment, and nothing that may be secret.
+# Variables that change what the program does, and none that may be secret.
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "DSA_ENGINE_",
@@ -85,23 +84,23 @@ def environment_report() -> dict[str, dict[str, Any]]:
 def _devices() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"cuda": "none; operations run in PyTorch on the CPU"}
-    found: dict[str, Any] = {}
+    devices: dict[str, Any] = {}
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
         memory = f"{format_bytes(free)} of {format_bytes(total)} free"
-        found[f"cuda:{i}"] = f"{about.name}, sm_{about.major}{about.minor}, {memory}"
+        devices[f"cuda:{i}"] = f"{about.name}, sm_{about.major}{about.minor}, {memory}"
     if torch.distributed.is_nccl_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        devices["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return devices
 
 
 def _paths() -> dict[str, Any]:
     try:
-        cache = cache_folder()
+        cache = user_cache()
         above = next(path for path in (cache, *cache.absolute().parents) if path.exists())
         shown = f"{cache} ({format_bytes(shutil.disk_usage(above).free)} free)"
-    except CheckpointError as error:
+    except OSError as error:
         shown = f"none: {error}"
     return {
         "python": sys.executable,

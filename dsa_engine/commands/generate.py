@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    """Prints the pieces of the output; exit status 1 where the request ends with an error. Of several ranks, rank 0
-    does so, and the others follow.
+    """Prints the pieces of the output; exit status 1 if the request ends with an error. With several ranks, rank 0
+    does this and the others follow.
 
     Raises:
         ValueError, OSError: an option, the prompt or a file is not possible.
@@ -38,7 +38,7 @@ def run_generate(args: argparse.Namespace) -> None:
         text = read_text(args.prompt_file)
     elif args.prompt is not None:
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    sampling_params(args)  # wrong ones are said before anything is loaded
+    sampling_params(args)  # checks them before anything is loaded
     llm = llm_from(args)
     if llm.engine.mesh.rank > 0:
         llm.follow()

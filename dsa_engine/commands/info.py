@@ -1,4 +1,4 @@
-"""``dsa-engine info``: what a model needs, from its config.json alone."""
+"""``dsa-engine info``: memory that a model needs, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from typing import Any
 import torch
 
 from dsa_engine.arguments import json_object
-from dsa_engine.checkpoint import parameter_counts
-from dsa_engine.checkpoint.schemes import stored_as
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.quantization import QuantizationConfig
+from dsa_engine.config.released import released_fp8
+from dsa_engine.convert.schemes import stored_as
 from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.measure.report import format_table, write_json
-from dsa_engine.measure.weight_memory import RELEASED_FP8, rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
-from dsa_engine.model.quantization_config import QuantizationConfig
+from dsa_engine.model.layout import parameter_counts
 from dsa_engine.model_folder import resolve_model
-from dsa_engine.output_files import check_outputs
-from dsa_engine.quantization import word_for
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.quantization import quantization_name
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder (config.json is enough), or 'demo'")
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
-    parser.add_argument("--memory", metavar="SIZE", help="of one rank, e.g. 141GB; default: what this machine has")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
     parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
     parser.add_argument(
-        "--tp-size", type=int, default=1, help="ranks that share embedding, output projections and LM head"
+        "--tp-size", type=int, default=1, help="ranks over which embedding, output projections and LM head are cut"
     )
     parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")
 
 
 def run_info(args: argparse.Namespace) -> None:
-    """Prints what the weights take in each format, and how many cached tokens fit beside them.
+    """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them.
 
     Raises:
         ValueError, OSError: an option or the configuration is not possible.
@@ -52,22 +53,22 @@ def run_info(args: argparse.Namespace) -> None:
         memory = parse_bytes(args.memory, "--memory")
     else:
         memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else available_bytes()
-    stored = config.quantization or RELEASED_FP8
+    stored = config.quantization or released_fp8()
     forms: list[tuple[str, QuantizationConfig | None, torch.dtype]] = [
-        (word_for(stored) or "as stored", stored, torch.bfloat16)
+        (quantization_name(stored) or "as stored", stored, torch.bfloat16)
     ]
     for name in ("int8", "int4-experts"):
-        with suppress(ValueError):  # sizes that groups of 128 do not divide
+        with suppress(ValueError):  # raised for sizes that groups of 128 do not divide
             if name != forms[0][0]:
                 forms.append((name, stored_as(name, config), torch.bfloat16))
     forms += [("bfloat16", None, torch.bfloat16), ("float32", None, torch.float32)]
     fp8 = _fp8_cache_bytes(config)
     rows: list[dict[str, Any]] = []
-    for name, kept, dtype in forms:
-        weights = rank_weight_bytes(config, kept, dtype, args.ranks, args.tp_size)
-        per_token, left = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
+    for name, quantization, dtype in forms:
+        weights = rank_weight_bytes(config, quantization, dtype, args.ranks, args.tp_size)
+        per_token, free = cache_bytes_per_token(config, cache_format(config, dtype)), max(0, memory - weights)
         row = {"weights": name, "weight_bytes": weights, "cache_bytes_per_token": per_token}
-        row |= {"tokens_that_fit": left // per_token, "tokens_that_fit_in_fp8_caches": left // fp8 if fp8 else None}
+        row |= {"tokens_that_fit": free // per_token, "tokens_that_fit_in_fp8_caches": free // fp8 if fp8 else None}
         rows.append(row)
     module = _module_bytes(config, *forms[0][1:], args.ranks, args.tp_size, rows[0]) if counts.mtp else None
     if args.json:
@@ -112,14 +113,14 @@ def _module_bytes(
     tp_size: int,
     without: dict[str, Any],
 ) -> tuple[int, int]:
-    """What an MTP module takes beside ``without``, a row of the table: of weights, and of the cache of a token."""
+    """Bytes that an MTP module adds to ``without``, a row of the table: of weights, and of a token in the caches."""
     weights = rank_weight_bytes(config, stored, dtype, ranks, tp_size, modules=1)
     cached = cache_bytes_per_token(config.with_mtp(1), cache_format(config, dtype))
     return weights - without["weight_bytes"], cached - without["cache_bytes_per_token"]
 
 
 def _fp8_cache_bytes(config: ModelConfig) -> int | None:
-    """Of a token; None where the model's sizes have no FP8 format."""
+    """Bytes of a token in FP8 caches; None if the model's sizes have no FP8 format."""
     try:
         return cache_bytes_per_token(config, cache_format(config, torch.float8_e4m3fn))
     except ValueError:

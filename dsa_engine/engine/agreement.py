@@ -74,7 +74,7 @@ def agree_on_call(
         CallsDiffer: the calls differ; raised on all ranks, and says how and on which ranks.
         TimeoutError: a rank does not come.
     """
-    if mesh.world_size == 1:
+    if mesh.processes.size == 1:
         return False
     tokens = b" ".join(array("q", prompt).tobytes() for prompt in prompts)
     lengths = repr([len(prompt) for prompt in prompts]).encode()

@@ -23,7 +23,7 @@ from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Mailbox, Reply
 from dsa_engine.engine.requests.messages import Abort, Add, Job, Run
 from dsa_engine.outputs import StreamPiece
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 _TICK_S = 0.2  # seconds between two updates of a progress bar
 

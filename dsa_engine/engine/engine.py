@@ -26,17 +26,16 @@ from torch.profiler import record_function
 
 from dsa_engine.engine.requests.messages import Add, Run
 from dsa_engine.engine.requests.new_request import check_prompt, new_requests
-from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.result import RequestTokens, StepResult
-from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)
@@ -131,21 +130,6 @@ class Engine:
         (add,) = self.new_requests(prompt, params, tokenizer)
         add.id = next(self.ids)
         return self.queue(add)
-
-    def add_filled(self, length: int, params: SamplingParams) -> Request:
-        """A request whose ``length`` prompt tokens are not computed: its caches are filled with random rows, and it
-        decodes from the next step on. For measuring decode; its tokens mean nothing.
-
-        Raises:
-            ValueError, CapacityError: as :meth:`add`, and ``CapacityError`` where there is no room right now.
-        """
-        (add,) = self.new_requests([0] * length, params)
-        add.id = next(self.ids)
-        request = Request(add.id, add.prompt_ids, add.params)
-        self.scheduler.adopt(request)
-        request.output.append(0)  # the token that a prefill would have sampled
-        self.cache.fill_random(request.pages, self.options.seed + request.id)
-        return request
 
     def step(self) -> list[RequestTokens]:
         """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
@@ -308,14 +292,6 @@ class Engine:
             finally:
                 self.finish(request, "length" if request.prefilled else "abort")
         return logits.cpu()
-
-    def prefill_plans(self, length: int) -> list[StepPlan]:
-        """How the steps of a prefill of ``length`` tokens, alone, are divided over the ranks; computes nothing."""
-        request = Request(-1, [0] * length, SamplingParams())
-        ranks = self.mesh.cp_ranks(0)
-        maximum = self.options.max_num_batched_tokens * self.mesh.cp_size
-        chunks = [Chunk(request, first, min(maximum, length - first), ranks) for first in range(0, length, maximum)]
-        return [self.runner.plan([chunk]) for chunk in chunks]
 
     def _check_idle(self) -> None:
         if self.scheduler.has_work:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
-from dsa_engine.tokenizer import TextStream, Tokenizer
+from dsa_engine.text.stream import TextStream
+from dsa_engine.text.tokenizer import Tokenizer
 
 
 class Mailbox(Protocol):

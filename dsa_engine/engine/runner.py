@@ -16,7 +16,7 @@ from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -176,4 +176,4 @@ class ModelRunner:
         if padded_rows == 0:
             return hidden.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         rows = plan.ranks[self._mesh.rank].rows_with_logits
-        return self._model.own_logits(hidden[upload(rows, hidden.device)], padded_rows)
+        return self._model.logits(hidden[upload(rows, hidden.device)], padded_rows)

@@ -1,1 +1,4 @@
-"""Everything that times, counts, emulates, reports or plots; nothing but scripts and the CLI imports it."""
+"""Measurement: stage times, memory, counted work, one emulated rank of a large world, and reports of all these.
+
+Commands, scripts and tests import it; the engine does not.
+"""

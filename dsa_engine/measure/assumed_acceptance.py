@@ -1,6 +1,6 @@
-"""How many drafts are accepted where tokens mean nothing: random caches, an emulated rank.
+"""Assumed acceptance of drafts, for runs whose tokens mean nothing: random caches, an emulated rank.
 
-The work of a step is real; only how far a request gets by it is assumed, from given rates.
+The work of a step is real; only the number of tokens that a request gains by it follows from given rates.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ DEFAULT_RATE = 0.85
 
 @dataclass(frozen=True)
 class AssumedAcceptance:
-    """Of all steps, the fraction in which at least the first, the first two, … drafts are accepted: in [0, 1], not
-    rising, the last one for all further positions too.
+    """Fractions of steps in which at least the first, the first two, … drafts are accepted.
+
+    They are in [0, 1] and do not rise; the last one holds for all further positions.
 
     Raises:
-        ValueError: rates that are none.
+        ValueError: the rates are not such fractions.
     """
 
     rates: tuple[float, ...]
@@ -38,13 +39,13 @@ class AssumedAcceptance:
 
     @classmethod
     def default(cls, num_drafts: int) -> AssumedAcceptance:
-        """0.85 at the first position, and the same of what is left at each further one."""
+        """0.85 at the first position, 0.85² at the second, and so on."""
         return cls(tuple(DEFAULT_RATE ** (i + 1) for i in range(num_drafts)))
 
-    def __call__(self, keys: torch.Tensor, positions: torch.Tensor, most: int) -> torch.Tensor:
-        """Accepted drafts of ``most``, int64 ``[n]``, drawn by the keys of requests' seeds and the positions of their
-        last tokens, int64 ``[n]`` each: the same on every rank, and on the device."""
-        # Of other random numbers than the tokens, whose positions are none below 0.
+    def __call__(self, keys: torch.Tensor, positions: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """Number of accepted drafts out of ``num_drafts``, int64 ``[n]``, drawn by the keys of requests' seeds and the
+        positions of their last tokens, int64 ``[n]`` each: the same on every rank, and on the device."""
+        # Negative positions: their random numbers are not those of the tokens.
         drawn = exponential_noise(keys, -1 - positions, 1)[:, 0].neg().exp()
-        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(most)]
+        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(num_drafts)]
         return torch.stack([drawn < rate for rate in rates] or [drawn < 0]).long().sum(dim=0)

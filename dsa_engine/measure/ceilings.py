@@ -1,4 +1,4 @@
-"""What a device does at best, measured: a large matrix product and a large copy."""
+"""Measured peak rates of a device: a large matrix product and a large copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton.testing import do_bench
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured in the same process as what is compared with them; it takes a fraction of a second."""
+    """Peak rates, measured within a fraction of a second in the process whose results are compared with them."""
 
     flops_per_s: float  # a large matrix product in the run's dtype
     bytes_per_s: float  # a large copy, bytes read plus bytes written
@@ -37,8 +37,8 @@ class Ceilings:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call: on CUDA by events, the L2 cache cleared before each; on a CPU by the wall clock, of three
-    calls, or fewer where they are long."""
+    """Median time of a call: on CUDA by events, with the L2 cache cleared before each call; on a CPU by the wall clock,
+    of three calls, or fewer if they are long."""
     if device.type == "cuda":
         return do_bench(run, warmup=20, rep=80, return_mode="median") / 1e3
     run()

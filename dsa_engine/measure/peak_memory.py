@@ -1,4 +1,4 @@
-"""The most memory that a process has held."""
+"""Peak memory of a process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def reset_peak(device: torch.device) -> None:
 
 
 def give_back_free_memory() -> None:
-    """Makes the C library give memory that nobody uses back to the system, so that on a CPU what a call adds to the
-    resident set does not depend on what ran before; without effect where the library is not glibc."""
+    """Makes the C library return unused memory to the system. On a CPU the memory that a call adds to the resident set
+    then does not depend on earlier calls. Without effect if the library is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory that this process has held: device memory on CUDA, resident set on a CPU."""
+    """Peak memory of this process: device memory on CUDA, resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if _CLEAR_REFS.exists():

@@ -6,7 +6,8 @@ import statistics
 
 
 def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
-    """Mean, median, 90th and 99th percentile, least and most, in milliseconds, named as ``vllm bench`` names them."""
+    """Mean, median, 90th and 99th percentile, minimum and maximum, in milliseconds, named as ``vllm bench`` names
+    them."""
     ms = sorted(s * 1e3 for s in seconds)
 
     def at(fraction: float) -> float:  # between two samples in proportion, as numpy does

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from dsa_engine.llm import LLM
-from dsa_engine.output_files import write_text
+from dsa_engine.system.output_files import write_text
 from dsa_engine.version import __version__
 
 
 def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """Where and when a result was measured: date, commit of a checkout, device, dtype, ranks, threads and versions."""
+    """Circumstances of a measurement: date, commit of the checkout, device, dtype, ranks, threads and versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     packages = {"dsa_engine": __version__, "python": platform.python_version()}
     for package in ("torch", "triton", "transformers"):
@@ -40,7 +40,7 @@ def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> di
 
 
 def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """What is needed to compare a run with another, or to repeat it.
+    """The facts needed to compare a run with another one, or to repeat it.
 
     Args:
         given: the options of the command line, as they were typed.
@@ -52,7 +52,7 @@ def run_report(llm: LLM, given: Mapping[str, Any], world_size: int) -> dict[str,
     """
     engine = llm.engine
     shape = {name: _plain(v) for name, v in asdict(engine.config).items() if not isinstance(v, list | tuple | dict)}
-    in_force = asdict(engine.options) | {"parallel": asdict(engine.mesh.config)}
+    in_force = asdict(engine.options) | {"parallel": asdict(engine.options.parallel)}
     return {
         **environment(engine.mesh.device, engine.dtype, world_size),
         "model": {"name": model_name(llm), **shape},
@@ -67,10 +67,10 @@ def model_name(llm: LLM) -> str:
 
 
 def caption(report: Mapping[str, Any], emulated: str = "") -> str:
-    """What stands above a plot: model, device, dtype, ranks and date of :func:`run_report`.
+    """Title of a plot: model, device, dtype, ranks and date of :func:`run_report`.
 
     Args:
-        emulated: what is emulated; "" for nothing.
+        emulated: description of the emulated run; "" if nothing is emulated.
     """
     model, ranks, threads = report["model"], report["world_size"], report["threads_per_rank"]
     processes = f"{threads} thread{'s' * (threads > 1)}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
@@ -114,15 +114,15 @@ def write_json(path: str | Path, result: dict[str, Any]) -> None:
 
 
 def write_so_far(path: str | None, about: Mapping[str, Any], results: Sequence[Any], *, complete: bool) -> None:
-    """Writes results that come one by one, all that there are so far and whole each time: what has been measured is not
-    lost to what comes after it. "complete" says whether more was to come; standard output gets the last of them only.
+    """Writes all results so far, whole each time, so that a later failure loses none of them. "complete" says whether
+    all results are there; standard output gets only the complete report.
     """
     if path and (complete or path != "-"):
         write_json(path, {**about, "complete": complete, "results": list(results)})
 
 
 def read_so_far(path: str) -> tuple[list[Any], dict[str, str]]:
-    """The results of a file of :func:`write_so_far`, and what failed; nothing where there is no file.
+    """The results of a file of :func:`write_so_far`, and the failures; both empty if there is no file.
 
     Raises:
         ValueError: the file is something else.
@@ -130,14 +130,14 @@ def read_so_far(path: str) -> tuple[list[Any], dict[str, str]]:
     if not Path(path).exists():
         return [], {}
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        return list(found["results"]), dict(found["failed"])
+        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+        return list(loaded["results"]), dict(loaded["failed"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} has no results that could be added to; give another name, or remove it") from None
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it."""
+    """The value as JSON can hold it."""
     if isinstance(value, dict):
         return {name: _plain(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that runs, "-dirty" where files differ from it; None where it is not one."""
+    """The commit of the running checkout, with "-dirty" if files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

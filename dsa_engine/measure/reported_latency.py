@@ -15,15 +15,15 @@ from dsa_engine.measure.percentiles import percentiles
 class Latency:
     """A time such as TTFT or TPOT, measured several times.
 
-    Measured times and what is modelled (the communication of an emulated rank) have keys of their own in every result.
+    Measured times and modelled ones (the communication of an emulated rank) have separate keys in every result.
 
     Attributes:
         name: "ttft", "tpot", "itl".
-        seconds: the samples; of an emulated rank, its computation alone.
-        tokens: that all ranks together process in this time, for the rate.
-        ranks: of the run, emulated or not.
-        communication: modelled, of an emulated rank; None where nothing is emulated.
-        stand_ins: seconds, measured alone, that the other ranks were stood in for; ``seconds`` are without them.
+        seconds: the samples; for an emulated rank, its computation alone.
+        tokens: number that all ranks together process in this time, for the rate.
+        ranks: number of ranks of the run, emulated or not.
+        communication: modelled, for an emulated rank; None if nothing is emulated.
+        stand_ins: seconds, measured separately, of the work done in place of the other ranks; ``seconds`` exclude them.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Latency:
 
     @property
     def median(self) -> float:
-        """Seconds; of an emulated rank, measured computation."""
+        """Seconds; for an emulated rank, its measured computation."""
         return statistics.median(self.seconds)
 
     @property
@@ -45,14 +45,15 @@ class Latency:
 
     @property
     def overlapped(self) -> float:
-        """Median seconds with the communication added that does not hide (:func:`~.emulation.overlap_model.replay`)."""
+        """Median seconds with the communication added that no work overlaps
+        (:func:`~.emulation.overlap_model.replay`)."""
         return self.median + (self.communication.stalled_seconds if self.communication else 0.0)
 
     def to_json(self, rate: str | None = None) -> dict[str, Any]:
-        """As JSON; with ``rate``, such as "input_throughput", tokens/s too, in all and for each device.
+        """The latency as JSON; with ``rate``, such as "input_throughput", also tokens/s, in total and per device.
 
-        "<name>_samples_ms" are the single measurements. Of an emulated rank the percentiles and samples are called
-        "computed_…", and "<name>_ms" holds what is modelled.
+        "<name>_samples_ms" are the single measurements. For an emulated rank the percentiles and samples are called
+        "computed_…", and "<name>_ms" holds the modelled times.
         """
         if self.communication is None:
             result = self._measured(self.name)
@@ -82,7 +83,7 @@ class Latency:
 
         Args:
             stages: seconds in each stage, of the same work; only their proportions count.
-            factors: of :func:`~dsa_engine.measure.full_depth.depth_factors`; a stage without one counts once.
+            factors: see :func:`~dsa_engine.commands.bench.full_depth.depth_factors`; a stage without one counts once.
         """
         growth = sum(s * factors.get(name, 1.0) for name, s in stages.items()) / sum(stages.values())
         computed = self.median * growth

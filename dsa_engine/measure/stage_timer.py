@@ -1,4 +1,4 @@
-"""Where the time of a forward pass goes: the seconds of each stage, and Chrome traces."""
+"""Time of a forward pass by stage, and Chrome traces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from dsa_engine.model.profile_stages import STAGES, set_observer
-from dsa_engine.output_files import whole_file
+from dsa_engine.system.output_files import whole_file
 
-# What only stands in for the other ranks of an emulated one: timed like a stage, and no part of the rank's work.
+# Work done in place of the other ranks of an emulated run: timed like a stage, not part of the rank's own work.
 EMULATION = "emulation"
 
 _active: StageTimer | None = None
@@ -22,7 +22,7 @@ _active: StageTimer | None = None
 
 @contextmanager
 def chrome_trace(path: str | Path | None) -> Iterator[None]:
-    """Writes a Chrome trace of what runs inside, by PyTorch's profiler; with None it only runs."""
+    """Writes a Chrome trace of the work inside the context, by PyTorch's profiler; None: no trace."""
     if path is None:
         yield
         return
@@ -32,29 +32,29 @@ def chrome_trace(path: str | Path | None) -> Iterator[None]:
         try:
             profiler.export_chrome_trace(str(file))
         finally:
-            Path(f"{file}.tmp").unlink(missing_ok=True)  # the profiler's own, left where it could not finish
+            Path(f"{file}.tmp").unlink(missing_ok=True)  # the profiler's file, in case it could not finish
         if not file.exists() or (file.is_file() and not _ends(file)):
             raise OSError("the profiler has not written all of the trace; is the disk full?")
 
 
 def _ends(trace: Path) -> bool:
-    """Whether a trace has its end: the profiler says nothing where a disk is full."""
+    """Whether a trace is complete: the profiler reports no error when a disk is full."""
     if trace.suffix == ".gz":
-        return True  # compressed by Python, which does say so
+        return True  # compressed by Python, which reports errors
     with trace.open("rb") as file:
         file.seek(max(0, trace.stat().st_size - 16))
         return file.read().rstrip().endswith(b"}")
 
 
 def current_stage() -> str:
-    """The stage that runs now, "other" between stages; "" where no :class:`StageTimer` is running."""
+    """The stage that runs now, "other" between stages; "" if no :class:`StageTimer` is running."""
     return "" if _active is None else _active.stage
 
 
 class DeviceClock:
     """Marks moments of a device's work: with CUDA events on the stream that is current now, or in wall time on a CPU.
 
-    What runs on a side stream is not seen, only what this one spends in waiting for it.
+    Work on a side stream is not measured; the time that this stream waits for it is.
     """
 
     def __init__(self, device: torch.device):
@@ -68,7 +68,7 @@ class DeviceClock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks that the device has reached."""
+        """Seconds between two marks that the device has reached."""
         return end - begin if self._stream is None else begin.elapsed_time(end) / 1e3
 
 
@@ -82,7 +82,7 @@ class StageTimer:
         self.clock = DeviceClock(device)
         self._device = device
         self._stack = ["other"]
-        self._marks: list[tuple[str, Any]] = []  # a stage, and where it begins
+        self._marks: list[tuple[str, Any]] = []  # a stage and the mark at which it begins
 
     @property
     def stage(self) -> str:
@@ -103,7 +103,7 @@ class StageTimer:
 
     def __exit__(self, *_: object) -> None:
         global _active
-        self._stack.append("")  # what follows, up to the next entry, is nobody's
+        self._stack.append("")  # the time up to the next entry belongs to no stage
         self._mark()
         self._stack.pop()
         set_observer(None)
@@ -123,7 +123,7 @@ class StageTimer:
         self._marks.append((self._stack[-1], self.clock.mark()))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds in every stage, and in "other" what lay between; "emulation" is there where a rank was emulated."""
+        """Seconds in every stage; "other" is the time between stages, "emulation" is there if a rank was emulated."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         total = dict.fromkeys((*STAGES, "other"), 0.0)
@@ -139,5 +139,5 @@ def mean_stages(several: list[dict[str, float]]) -> dict[str, float]:
 
 
 def milliseconds(stages: dict[str, float]) -> dict[str, float]:
-    """The seconds in each stage, as reports have them."""
+    """Milliseconds in each stage, as reports have them."""
     return {name: s * 1e3 for name, s in stages.items()}

@@ -11,6 +11,7 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.measure.across_ranks import agree_on_prompts
 from dsa_engine.measure.emulation.overlap_model import Pass, watched
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -18,12 +19,12 @@ class TimedGeneration:
     """A batch of requests and the times of its steps, counted from when the requests arrive.
 
     Attributes:
-        requests: in the order of their prompts.
-        step_end_times: seconds, of the steps that brought tokens; of every step, if steps are watched.
-        passes: of every step, if steps are watched.
-        first_token_steps: of every request, the step of its first token; empty where caches are filled.
-        decode_steps: those in which the whole batch decodes; empty where there are none.
-        decoded_tokens: that a request got in these, on average.
+        requests: the requests, in the order of their prompts.
+        step_end_times: seconds, for the steps that gave tokens; for every step, if steps are watched.
+        passes: the passes of every step, if steps are watched.
+        first_token_steps: step of the first token of every request; empty if caches are filled.
+        decode_steps: steps in which the whole batch decodes; may be empty.
+        decoded_tokens: tokens that a request got in these steps, on average.
     """
 
     def __init__(self, engine: Engine, watch: bool):
@@ -44,22 +45,22 @@ class TimedGeneration:
                 self.engine.step()
             self.passes.append(one)
         elif not self.engine.step():
-            return  # no token: a part of a prompt, or a step that is read by the next call
+            return  # no token: a part of a prompt, or a step that the next call reads
         self.step_end_times.append(time.perf_counter() - self._arrival)
 
     @cached_property
     def ttft(self) -> list[float]:
-        """Seconds to the first token, of every request."""
+        """Seconds to the first token of every request."""
         return [self.step_end_times[step] for step in self.first_token_steps]
 
     @cached_property
     def itl(self) -> list[float]:
-        """Seconds of every step in which the whole batch decodes."""
+        """Seconds of each step in which the whole batch decodes."""
         return [self.step_end_times[i] - self.step_end_times[i - 1] for i in self.decode_steps]
 
 
 def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
-    """Brings requests to the state in which they decode, by computing their prompts: each has its first token."""
+    """Computes the prompts of requests: afterwards each has its first token."""
     for prompt in prompts:
         generation.requests.append(generation.engine.add(prompt, params))
     first: dict[int, int] = {}
@@ -74,10 +75,11 @@ def _prefill(generation: TimedGeneration, prompts: list[list[int]], params: Samp
 
 
 def _fill(generation: TimedGeneration, prompts: list[list[int]], params: SamplingParams) -> None:
-    """Brings requests to the state in which they decode without computing their prompts: their caches are random. One
-    step is run, in which graphs are captured; there is no first token whose time could be taken."""
+    """Fills the caches of requests at random instead of computing their prompts, so that they can decode.
+
+    One step is run, in which graphs are captured; no first token is timed."""
     for prompt in prompts:
-        generation.requests.append(generation.engine.add_filled(len(prompt), params))
+        generation.requests.append(add_filled(generation.engine, len(prompt), params))
     while not generation.step_end_times:
         generation.step()
 
@@ -90,15 +92,15 @@ def generate_batch(
     watch: bool = False,
     fill_cache: bool = False,
 ) -> TimedGeneration:
-    """Generates ``output_len`` tokens with the whole batch; a request that is ready first may get more meanwhile.
+    """Generates ``output_len`` tokens with the whole batch; a request whose prompt is computed first may get more.
 
-    With ``fill_cache`` the prompts are not computed: caches are filled with random rows. ``watch`` keeps what each step
-    shows (:func:`dsa_engine.measure.emulation.overlap_model.watched`).
+    With ``fill_cache`` the prompts are not computed: caches are filled with random rows. ``watch`` records each
+    step (:func:`dsa_engine.measure.emulation.overlap_model.watched`).
 
-    Nothing is left in the engine afterwards, whatever happens.
+    No request remains in the engine afterwards, also after an error.
     """
-    most = most_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
-    params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+    max_tokens = max_output_tokens(engine, len(prompts[0]), output_len, len(prompts), fill_cache)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     agree_on_prompts(engine, prompts)
     generation = TimedGeneration(engine, watch)
     try:
@@ -118,10 +120,10 @@ def generate_batch(
     return generation
 
 
-def most_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> int:
-    """Tokens that a request of a batch may get, while all together decode ``output_len`` of them.
+def max_output_tokens(engine: Engine, input_len: int, output_len: int, batch_size: int, fill_cache: bool) -> int:
+    """Maximum number of tokens that a request may get while the whole batch decodes ``output_len`` tokens.
 
-    While the last one is prefilled the others decode, at most ``1 / max_prefill_share`` steps for one of prefill.
+    While the last request is prefilled the others decode, at most ``1 / max_prefill_share`` steps for one of prefill.
     With filled caches there is one step that is not counted.
     """
     if fill_cache:

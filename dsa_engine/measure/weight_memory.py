@@ -1,23 +1,19 @@
-"""What the weights of a rank take, counted by making its model on no device: every format, cut and copy as in a run."""
+"""Memory of a rank's weights, counted by building its model on the meta device: formats, cuts and copies as in a
+run."""
 
 from __future__ import annotations
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.model import Model
-from dsa_engine.model.quantization_config import PLAIN_IN_RELEASED, QuantizationConfig, WeightScheme
 from dsa_engine.model.runtime import Runtime
-from dsa_engine.quantization import weight_format, word_for
+from dsa_engine.quantization import quantization_name, weight_format
 
 _META = torch.device("meta")
-
-# The released FP8 format, for a checkpoint that is not in it yet.
-RELEASED_FP8 = QuantizationConfig(
-    "fp8", ((("Linear",), WeightScheme("float", 8, "block", block=(128, 128), activation_bits=8)),), PLAIN_IN_RELEASED
-)
 
 
 def rank_weight_bytes(
@@ -28,15 +24,15 @@ def rank_weight_bytes(
     tp_size: int = 1,
     modules: int = 0,
 ) -> int:
-    """Bytes of the weights on the rank that holds most.
+    """Bytes of the weights on the rank with the most routed experts.
 
     Args:
         config: the model.
-        stored: the format in which they are kept; None: all in ``dtype``.
-        dtype: of activations, and of what is not quantised.
-        ranks: over which the experts are divided.
-        tp_size: neighbours that share embedding, output projections and LM head.
-        modules: MTP modules that draft; their copies of embedding and head are not kept.
+        stored: their format in memory; None: all in ``dtype``.
+        dtype: dtype of activations and of weights that are not quantised.
+        ranks: number of ranks over which the experts are divided.
+        tp_size: number of neighbouring ranks over which embedding, output projections and LM head are cut.
+        modules: number of MTP modules that draft; their copies of embedding and head are not loaded.
 
     Raises:
         ValueError: sizes that do not divide, or a format that has no class.
@@ -54,10 +50,10 @@ def rank_model(
     tp_size: int = 1,
     mtp_modules: int = 0,
 ) -> Model:
-    """The model of the rank that holds most, on no device; see :func:`rank_weight_bytes`."""
+    """The model of the rank with the most routed experts, on the meta device; see :func:`rank_weight_bytes`."""
     mesh = EmulatedMesh(EmulatedConfig(emulate_world=ranks, tp_size=tp_size), _META)
     with torch.inference_mode():
-        made = weight_format(stored, word_for(stored), dtype, _META)
+        made = weight_format(stored, quantization_name(stored), dtype, _META)
         model = Model(config, Runtime(mesh, dtype, made, workspace=0), mtp_modules)
         model.weights_loaded()
     return model

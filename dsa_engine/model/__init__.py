@@ -1,1 +1,1 @@
-"""What a layer computes, as in the papers: configuration, attention, indexer, experts, caches."""
+"""The model: what each layer computes, as in the papers, its caches, and one rank's batch of a step."""

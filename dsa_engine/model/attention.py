@@ -1,8 +1,16 @@
-"""Multi-head latent attention with DeepSeek Sparse Attention (DeepSeek-V2, section 2.1; V3.2-Exp).
+"""Multi-head latent attention with DeepSeek Sparse Attention.
 
-The cache holds one latent row a token for all heads. In absorbed form (MQA) W_UK goes into the query and W_UV is
-applied after the attention, so that no key or value is ever expanded. Long segments of queries that see few tokens, or
-belong to a model without an indexer, take the MHA form, which is cheaper for them; the batch says which rows do.
+DeepSeek-V3 report, section 2.1.1, equations 1 to 11, for a token t and head i::
+
+    c_t = RMSNorm(W_DKV h_t),  k^R_t = RoPE(W_KR h_t)        the latent row, one for all heads: all that is cached
+    q_t = W_UQ RMSNorm(W_DQ h_t),  its last columns rotated
+    o_t = Σ_s softmax_s(q_t · [W_UK c_s; k^R_s] · scale) W_UV c_s
+    u_t = W_O [o_t of all heads]
+
+In absorbed form (MQA), q · W_UK c = (W_UKᵀ q) · c: W_UK goes into the query and W_UV is applied after the attention, so
+that no key or value is expanded (DeepSeek-V2 report, section 2.1.2). The sum runs over the tokens that the indexer
+selects (DeepSeek-V3.2-Exp report, equation 2). Long segments of queries that see few tokens, or belong to a
+model without an indexer, take the MHA form, which is cheaper for them; the batch says which rows do.
 """
 
 from __future__ import annotations
@@ -11,18 +19,18 @@ from collections.abc import Callable
 
 import torch
 
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.dense_attention import dense_attention
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.gather_latent import gather_latent
-from dsa_engine.kernels.head_product import head_product
-from dsa_engine.kernels.paged import store_rows
-from dsa_engine.kernels.rms_norm import rms_norm
-from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
-from dsa_engine.kernels.store_latent import store_latent
-from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.kernels.attention.dense_attention import dense_attention
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import CacheFormat, LatentFormat
+from dsa_engine.kernels.linear.per_head_matmul import per_head_matmul
+from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_latent import store_latent
+from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer
 from dsa_engine.model.kv_cache import KVCache
@@ -31,11 +39,11 @@ from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_parallel_projection, shard
 
-_FEWEST_GATHERED = 256  # latent rows at a time, for products that are worth their launch
+_MIN_GATHERED = 256  # latent rows at a time, so that a product is worth its launch
 
 
 class Attention(Weighted):
-    """Attention of one layer. Projections are whole on every rank, o_proj is sharded by heads over the tp group."""
+    """Attention of one layer. Every rank holds whole projections, but o_proj is sharded by heads over the tp group."""
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
@@ -60,48 +68,48 @@ class Attention(Weighted):
 
     def weights_loaded(self) -> None:
         nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
-        # In the run's dtype, whatever they are stored in, as the released code has them in absorbed form: W_UK is
-        # multiplied from its other side there, and both take a small part of the time.
-        up = self.only_dequantized(self.kv_b).view(self.config.num_attention_heads, -1, rank)
+        # In the run's dtype, in any weight format, as in the absorbed form of the released code: W_UK is multiplied
+        # from its other side there, and both products take a small part of the time.
+        up = self.take_plain_weight(self.kv_b).view(self.config.num_attention_heads, -1, rank)
         del self.kv_b
         self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
 
     def forward(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attends and caches.
+        """Writes the step's cache rows and attends.
 
         Args:
             x: ``[T, hidden]``, normed.
-            batch: what the rows are.
-            cache: this step's latent rows and index keys are written to it first.
-            topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without.
+            batch: the rows of the step.
+            cache: receives this step's latent rows and index keys first.
+            topk_slots: slots ``[sparse rows, index_topk]`` of the last layer with an indexer, for layers without one.
 
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
         """
-        indexer, stored = self.indexer, cache.format
+        indexer, cache_format = self.indexer, cache.format
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 
         # The gather is started first, so that it overlaps with the computation of q.
-        gathering = self._gather_cache_rows(x, batch, stored) if batch.gathers else None
+        gathering = self._gather_cache_rows(x, batch, cache_format) if batch.gathers else None
         with stage("MLA prolog"):
             q_resid = rms_norm(self.q_a(x), self.q_a_norm, LATENT_NORM_EPS)
 
         def index() -> tuple[torch.Tensor, ...]:
-            """The indexer's prolog: what it caches, and its queries."""
+            """The indexer's prolog: stores its keys and returns its queries."""
             if indexer is None or key_pool is None:
                 return ()
             if gathering is None:
-                indexer.store_keys(x, batch, stored, key_pool, batch.slot_mapping)
-            return indexer.queries(x, q_resid, batch, stored) if batch.sparse_mqa.rows else ()
+                indexer.store_keys(x, batch, cache_format, key_pool, batch.slot_mapping)
+            return indexer.queries(x, q_resid, batch, cache_format) if batch.sparse_mqa.rows else ()
 
-        # Stages are timed on the main stream: of what runs beside it, they see the start and the wait.
+        # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
             indexed = self.streams.indexer.run(index, x, q_resid)
         with stage("MLA prolog"):
             if gathering is None:
-                self._store_latent(x, batch, stored, latent_pool, batch.slot_mapping)
+                self._store_latent(x, batch, cache_format, latent_pool, batch.slot_mapping)
             q_mha, q_mqa = self._queries(q_resid, batch)
         with stage("indexer prolog"):
             index_query = indexed()
@@ -109,27 +117,27 @@ class Attention(Weighted):
             with stage("communication"):
                 rows = gathering()
             with stage("MLA prolog"):
-                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping)
+                self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping, cache_format)
 
         if indexer and index_query and key_pool is not None:
-            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch)
+            topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, cache_format)
         with stage("sparse flash attention"):
-            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots)
+            out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots, cache_format.latent)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
-            self._mha(q_mha, latent_pool, batch, out)
+            self._mha(q_mha, latent_pool, batch, out, cache_format.latent)
         with stage("MLA epilog"):
-            head_product(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
+            per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
 
     def _store_latent(
         self,
         x: torch.Tensor,
         batch: ForwardBatch,
-        stored: CacheFormat,
+        cache_format: CacheFormat,
         into: torch.Tensor,
         slots: torch.Tensor | None = None,
     ) -> None:
-        """Latent rows of the local tokens: to their slots of a pool, or row by row."""
+        """Stores latent rows of the local tokens: to their slots of a pool, or row by row without ``slots``."""
         store_latent(
             self.kv_a(x),
             self.kv_a_norm,
@@ -138,38 +146,44 @@ class Attention(Weighted):
             batch.sin,
             into,
             slots,
+            row_format=cache_format.latent,
             interleaved=self.config.rope_interleaved,
-            power_of_two=stored.power_of_two,
+            power_of_two=cache_format.power_of_two,
         )
 
     def _gather_cache_rows(
-        self, x: torch.Tensor, batch: ForwardBatch, stored: CacheFormat
+        self, x: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
     ) -> Callable[[], torch.Tensor]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
-        side; the rows behind this rank's tokens hold anything, and their slots are −1."""
-        tokens, latent, index_key = x.shape[0], stored.latent.columns, stored.index_key
-        width = stored.packed_width(index_key=self.indexer is not None)
-        rows = x.new_empty(batch.cp_rows, width, dtype=stored.latent.pool_dtype)
+        side. The rows after this rank's tokens are undefined, and their slots are −1."""
+        tokens, latent, index_key = x.shape[0], cache_format.latent.columns, cache_format.index_key
+        width = cache_format.packed_width(index_key=self.indexer is not None)
+        rows = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, batch, stored, rows[:tokens, :latent])
+            self._store_latent(x, batch, cache_format, rows[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
-                self.indexer.store_keys(x, batch, stored, rows[:tokens, latent : latent + index_key.columns])
+                self.indexer.store_keys(x, batch, cache_format, rows[:tokens, latent : latent + index_key.columns])
         with stage("communication"):
             return self.runtime.mesh.cp.all_gather_async(rows)
 
     def _store_gathered(
-        self, rows: torch.Tensor, latent_pool: torch.Tensor, key_pool: torch.Tensor | None, slots: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        latent_pool: torch.Tensor,
+        key_pool: torch.Tensor | None,
+        slots: torch.Tensor,
+        cache_format: CacheFormat,
     ) -> None:
-        """Gathered rows straight to their causal slots."""
-        if key_pool is None:
+        """Writes gathered rows directly to their causal slots."""
+        if key_pool is None or cache_format.index_key is None:
             store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], slots)
         else:
-            store_cache_rows(latent_pool, key_pool, rows, slots)
+            store_cache_rows(latent_pool, key_pool, rows, slots, cache_format.index_key)
 
     def _queries(self, q_resid: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and of the others with W_UK absorbed,
-        ``[T - mha_rows, heads, latent_dim]``."""
+        """Queries of the rows in MHA form, ``[mha_rows, heads, qk_head_dim]``, and queries of the other rows with W_UK
+        absorbed, ``[T - mha_rows, heads, latent_dim]``."""
         config, border = self.config, batch.mha_rows
         nope, rank, interleaved = config.qk_nope_head_dim, config.kv_lora_rank, config.rope_interleaved
         q = self.q_b(q_resid).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
@@ -178,54 +192,61 @@ class Attention(Weighted):
             turned = mha[..., nope:]
             apply_rope(turned, batch.cos[:border], batch.sin[:border], interleaved=interleaved, out=turned)
         mqa = q.new_empty(others.shape[0], config.num_attention_heads, config.latent_dim)
-        head_product(others[..., :nope], self.w_uk, mqa[..., :rank])
+        per_head_matmul(others[..., :nope], self.w_uk, mqa[..., :rank])
         apply_rope(
             others[..., nope:], batch.cos[border:], batch.sin[border:], interleaved=interleaved, out=mqa[..., rank:]
         )
         return mha, mqa
 
     def _mqa(
-        self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, topk_slots: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        batch: ForwardBatch,
+        topk_slots: torch.Tensor | None,
+        row_format: LatentFormat,
     ) -> torch.Tensor:
-        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: the dense rows over all that they see, the
-        sparse ones behind them over what is selected."""
-        value_dim, scale, workspace = self.config.kv_lora_rank, self.config.softmax_scale, self.runtime.workspace
+        """``q [rows, heads, latent_dim] -> [rows, heads, kv_lora_rank]``: dense rows attend to all visible tokens, the
+        sparse rows after them to the selected ones."""
+        scale, workspace = self.config.softmax_scale, self.runtime.workspace
         border = batch.dense_mqa.rows
         parts = []
         if border:
             tables = batch.block_tables
             over_all = dense_mla(
-                q[:border], pool, tables, batch.dense_mqa, value_dim=value_dim, scale=scale, workspace=workspace
+                q[:border], pool, tables, batch.dense_mqa, row_format=row_format, scale=scale, workspace=workspace
             )
             parts.append(over_all[0])
         if q.shape[0] > border:
             assert topk_slots is not None, "sparse rows need a selection, and the first layer makes one"
             over_selected = sparse_attention(
-                q[border:], pool, topk_slots, value_dim=value_dim, scale=scale, workspace=workspace
+                q[border:], pool, topk_slots, row_format=row_format, scale=scale, workspace=workspace
             )
             parts.append(over_selected[0])
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], value_dim)
+        return torch.cat(parts) if parts else q.new_empty(0, q.shape[1], row_format.rank)
 
-    def _mha(self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def _mha(
+        self, q: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, out: torch.Tensor, row_format: LatentFormat
+    ) -> None:
         """Attention of the first rows, ``q [mha_rows, heads, qk_head_dim]``, into the same rows of ``out``.
 
-        Keys and values are expanded for as many segments, and of these as many heads, at a time as the workspace holds;
-        at least for one head of one segment.
+        Keys and values are expanded piece by piece: as many segments, and as many of their heads, as the workspace
+        holds, and at least one head of one segment.
         """
         if batch.mha is None:
             return
-        # Of the workspace, three eighths are for keys and values, one for gathered rows, half for scores and masks.
+        # Three eighths of the workspace are for keys and values, one for gathered rows, half for scores and masks.
         config, eighth = self.config, self.runtime.workspace // 8
-        # Of a token and head: its key and value, one of them as wide as the other, and a copy of either on its way.
+        # For each token and head: key and value, one of them padded to the other's width, and a copy of both.
         widths = config.qk_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
-        most = max(1, 3 * eighth // (widths * q.element_size()))
-        for rows, part in batch.mha.parts(most):
-            step = max(1, most // part.cu_seqlens_k.rows)
+        max_keys = max(1, 3 * eighth // (widths * q.element_size()))
+        for rows, part in batch.mha.parts(max_keys):
+            step = max(1, max_keys // part.cu_seqlens_k.rows)
             for first in range(0, config.num_attention_heads, step):
                 heads = slice(first, first + step)
-                k, v = self._expand(pool, part.key_slots, heads, eighth)
+                k, v = self._expand(pool, part.key_slots, heads, eighth, row_format)
                 dense_attention(
                     q[rows, heads],
                     k,
@@ -238,21 +259,21 @@ class Attention(Weighted):
                 )
 
     def _expand(
-        self, pool: torch.Tensor, slots: torch.Tensor, heads: slice, workspace: int
+        self, pool: torch.Tensor, slots: torch.Tensor, heads: slice, workspace: int, row_format: LatentFormat
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``, from
-        as many gathered latent rows at a time as the workspace holds."""
+        """Keys ``[n, heads, qk_head_dim]`` and values ``[n, heads, v_head_dim]`` of the tokens in ``slots [n]``. Latent
+        rows are gathered piece by piece, as many as the workspace holds."""
         config, dtype = self.config, self.runtime.dtype
         rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
         w_uk, w_uv = self.w_uk[heads], self.w_uv[heads]
         k = torch.empty(slots.shape[0], w_uk.shape[0], config.qk_head_dim, dtype=dtype, device=pool.device)
         v = k.new_empty(*k.shape[:2], config.v_head_dim)
-        block = max(_FEWEST_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
+        block = max(_MIN_GATHERED, workspace // ((rank + rope) * dtype.itemsize))
         for first in range(0, slots.shape[0], block):
             some = slice(first, first + block)
-            latent, k_rope = gather_latent(pool, slots[some], rank, rope, dtype)[:, None].split((rank, rope), dim=-1)
+            latent, k_rope = gather_latent(pool, slots[some], row_format, dtype)[:, None].split((rank, rope), dim=-1)
             for_heads = latent.expand(-1, k.shape[1], -1)
-            head_product(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
+            per_head_matmul(for_heads, w_uk.transpose(1, 2), k[some, :, :nope])
             k[some, :, nope:] = k_rope
-            head_product(for_heads, w_uv.transpose(1, 2), v[some])
+            per_head_matmul(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v

@@ -1,10 +1,9 @@
-"""The block tables of requests, kept on the device: a step copies what it needs of them there.
+"""The block tables of requests, kept on the device.
 
-A request of 128K tokens has 2,048 pages, and from one decode step to the next nearly all of them stay. So each list of
-pages that steps have named has a row in a table, which the device holds too, and only what is new travels: pages
-behind those that are known, and the lists that had no row. Then the rows of a step's requests are copied, on the
-device, to the step's own table. Nothing has to be said when a request ends: the rows that were not asked for longest
-are given to others.
+A request of 128K tokens has 2,048 pages, and nearly all of them stay the same from one decode step to the next. So each
+list of pages that a step uses has a row in a table on the host and in its copy on the device, and only changes travel:
+new pages of a list, and lists without a row. Then the rows of the step's requests are copied, on the device, to the
+step's table. A request that ends need not be reported: a new list takes the row that has been unused the longest.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.transfer import upload
 
-_FEWEST = 64  # rows, and pages of a row, at first
+_INITIAL_SIZE = 64  # rows, and pages of a row
 
 
 class BlockTables:
@@ -26,45 +25,44 @@ class BlockTables:
 
     Args:
         page_size: tokens of a page.
-        device: that the tables are kept on.
+        device: the device that holds the copy.
 
     Attributes:
-        host: int32 ``[rows, most pages]`` on the CPU; what lies behind the last page of a row means nothing, but is a
-            page.
-        uploaded: new page numbers that have been copied to the device so far.
+        host: int32 ``[rows, pages]`` on the CPU; the entries after the last page of a row are arbitrary valid pages.
+        uploaded: number of new page numbers that have been copied to the device so far.
     """
 
     def __init__(self, page_size: int, device: torch.device):
         self.page_size = page_size
-        self.host = torch.zeros(_FEWEST, _FEWEST, dtype=torch.int32)
+        self.host = torch.zeros(_INITIAL_SIZE, _INITIAL_SIZE, dtype=torch.int32)
         self.uploaded = 0
         self._device = device
         self._on_device = upload(self.host, device)  # on a CPU the same tensor
-        # Of every list of pages that has a row, by its id: the row, the list, so that nobody else gets its id, and how
-        # many of its pages are known. What was asked for last stands last.
+        # For every list of pages that has a row, by its id: the row, the list itself (its id is not reused while it is
+        # referenced), and the number of its pages in the row. The last used list is the last entry.
         self._known: dict[int, tuple[int, list[int], int]] = {}
         self._clock = itertools.count(1)
-        self._stamps: dict[int, int] = {}  # of each row, when it was last written to
-        # Of every tensor that was given to gather, by its id: what it holds.
+        self._stamps: dict[int, int] = {}  # for each row, the time of its last change
+        # For every tensor that was given to gather, by its id: the rows that it holds, and their stamps.
         self._gathered: dict[int, tuple[weakref.ref[torch.Tensor], list[tuple[int, int]]]] = {}
 
     def rows(self, requests: Sequence[list[int]]) -> list[int]:
         """The row of each request's pages, up to date on the device for work that is launched from now on.
 
         Args:
-            requests: the page numbers of each, in order of position; the same list every time, which only grows.
+            requests: the page numbers of each, in order of position; always the same list object, which only grows.
         """
         try:
             return self._updated_rows(requests)
-        except BaseException:  # an interrupt, too: what the device holds is not known any more
+        except BaseException:  # an interrupt, too: the contents of the device's copy are unknown now
             self._known.clear()
             self._gathered.clear()
             raise
 
     def _updated_rows(self, requests: Sequence[list[int]]) -> list[int]:
-        # Twice as many as one step needs: requests that take turns keep their rows.
+        # Twice as many rows as one step needs: requests that take turns keep their rows.
         self._make_room(2 * len(requests), max(map(len, requests), default=0))
-        for pages in requests:  # none of them gives way to another one
+        for pages in requests:  # so that none of them loses its row to another one
             if (known := self._known.pop(id(pages), None)) is not None:
                 self._known[id(pages)] = known
         rows, cells, numbers = [], [], []
@@ -87,14 +85,15 @@ class BlockTables:
     def gather(self, rows: Sequence[int], width: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """The tables of a step on the device: int32 ``[len(rows), width]``, in the order of ``rows``.
 
-        ``out``: where to write them; nothing else may write there, and where it holds them already nothing is done.
+        Args:
+            out: the tensor to write, which nothing else may write; nothing is done if it already holds these rows.
         """
         self._make_room(0, width)
         self._copied_whole()
         held = [(row, self._stamps.get(row, 0)) for row in rows]
         if out is not None:
-            who, what = self._gathered.get(id(out), (None, None))
-            if who is not None and who() is out and what == held:
+            written, contents = self._gathered.get(id(out), (None, None))
+            if written is not None and written() is out and contents == held:
                 return out
             self._gathered.pop(id(out), None)
         numbers = upload(torch.tensor(rows, dtype=torch.int64), self._device)
@@ -104,8 +103,8 @@ class BlockTables:
         return tables
 
     def _row(self, pages: list[int]) -> tuple[int, int]:
-        """The row of a list, and how many of its pages that holds. Once all rows are taken, a new list gets the row of
-        the one that was not asked for longest."""
+        """The row of a list, and the number of its pages in it. If no row is free, a new list takes the one that has
+        been unused the longest."""
         if id(pages) in self._known:
             row, _, known = self._known[id(pages)]
             return row, known
@@ -114,14 +113,14 @@ class BlockTables:
         return self._known.pop(next(iter(self._known)))[0], 0
 
     def _copied_whole(self) -> bool:
-        """Whether the host's table has grown, and so was copied to the device as a whole."""
+        """Copies the host's table to the device if it has grown; returns whether it has."""
         grown = self._on_device.shape != self.host.shape
         if grown:
             self._on_device = upload(self.host, self._device)
         return grown
 
     def _make_room(self, rows: int, pages: int) -> None:
-        """Room for at least so many in the host's table."""
+        """Grows the host's table to at least this many rows and pages."""
         old = self.host
         if rows <= old.shape[0] and pages <= old.shape[1]:
             return

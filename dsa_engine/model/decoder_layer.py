@@ -1,12 +1,13 @@
-"""A decoder layer: attention, then the feed-forward part, each added to the residual."""
+"""A decoder layer: attention, then the feed-forward part, each added to the residual (DeepSeek-V3 report, figure 2)."""
 
 from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.rms_norm import add_rms_norm, rms_norm
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.attention import Attention
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import MLP, Weighted
@@ -16,8 +17,11 @@ from dsa_engine.model.runtime import Runtime, Streams
 
 
 class DecoderLayer(Weighted):
-    """Pre-norm layer. The residual addition is fused into the next norm, so what a layer adds is passed beside it: one
-    or two summands."""
+    """Pre-norm layer.
+
+    The next norm also adds to the residual, so a layer passes on its residual and, separately, one or two tensors that
+    are to be added to it.
+    """
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
@@ -41,11 +45,16 @@ class DecoderLayer(Weighted):
         cache: KVCache,
         topk_slots: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-        """``delta``, one or two of ``[T, hidden]``, is what the layer before adds to ``residual [T, hidden]``. Before
-        the first there is no residual, and one delta. It is emptied: its memory is free while the layer runs.
+        """Runs the layer.
+
+        Args:
+            delta: one or two tensors ``[T, hidden]`` that the layer before adds to ``residual``. The list is emptied,
+                so that their memory is free while this layer runs.
+            residual: ``[T, hidden]``; None before the first layer, whose one delta is the embedding.
+            topk_slots: the selection of the last layer with an indexer.
 
         Returns:
-            what this layer adds, the residual that it is to be added to, and the selection that it used.
+            this layer's delta, the residual to which it is to be added, and the selection that the layer used.
         """
         with stage("MLA prolog"):
             if residual is None:
@@ -66,7 +75,7 @@ class DecoderLayer(Weighted):
 def add_delta(
     delta: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer adds, added to the residual: the norm of the sum, and the sum. Empties ``delta``."""
+    """The norm of ``residual`` plus ``delta``, and the sum itself. Empties ``delta``."""
     first, *second = delta
     delta.clear()
     return add_rms_norm(first, residual, weight, eps, *second)

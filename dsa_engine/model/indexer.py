@@ -1,18 +1,27 @@
-"""The lightning indexer's projections (DeepSeek-V3.2-Exp, section 2.1): what is scored, and how heads are weighed."""
+"""The lightning indexer: which cached tokens a query attends to (DeepSeek-V3.2-Exp report, equation 1).
+
+The score of token s for the query at t, and the tokens that are selected::
+
+    I_{t,s} = Σ_j w_{t,j} · ReLU(q_{t,j} · k_s)              j: heads of the indexer; one key for all heads
+    selected: the index_topk tokens with the largest I_{t,s}
+
+Projections, norm and RoPE are those of the released ``inference/model.py`` (V3.2-Exp, class ``Indexer``); its Hadamard
+transform of queries and keys changes no exact product, so only FP8 keys and queries have it.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.lightning_indexer import lightning_indexer
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.quantize_index_queries import quantize_index_queries
-from dsa_engine.kernels.rope import apply_rope
-from dsa_engine.kernels.store_index_keys import store_index_keys
-from dsa_engine.model.config import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
+from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
+from dsa_engine.kernels.rows.rope import apply_rope
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.rows.store_index_keys import store_index_keys
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import Float32Linear, Weighted
+from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
 
@@ -28,17 +37,19 @@ class Indexer(Weighted):
         self.wk = self.linear(f"{prefix}.wk.weight", dim, config.hidden_size)
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
-        self.weights_proj = Float32Linear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
+        self.weights_proj = Float32OutputLinear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
 
     def store_keys(
         self,
         x: torch.Tensor,
         batch: ForwardBatch,
-        stored: CacheFormat,
+        cache_format: CacheFormat,
         into: torch.Tensor,
         slots: torch.Tensor | None = None,
     ) -> None:
-        """Index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row."""
+        """Stores index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row without
+        ``slots``."""
+        assert cache_format.index_key is not None
         store_index_keys(
             self.wk(x),
             self.k_norm_weight,
@@ -48,32 +59,41 @@ class Indexer(Weighted):
             batch.sin,
             into,
             slots,
+            key_format=cache_format.index_key,
             interleaved=self.config.index_rope_interleaved,
-            power_of_two=stored.power_of_two,
+            power_of_two=cache_format.power_of_two,
         )
 
     def queries(
-        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, stored: CacheFormat
+        self, x: torch.Tensor, q_resid: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index queries ``[sparse rows, heads, dim]``, in FP8 where the keys are, and head weights ``[sparse rows,
-        heads]`` of the rows in sparse MQA form.
+        """Index queries ``[sparse rows, heads, dim]`` and head weights ``[sparse rows, heads]``, for the rows in sparse
+        MQA form.
 
-        ``q_resid [T, q_lora_rank]`` is the *normed* output of q_a. The weights hold the scales of the FP8 queries. The
-        paper's ``heads^-0.5 · dim^-0.5`` is left out: all scores have this factor, so it changes no choice.
+        With an FP8 cache the queries are FP8, and the head weights contain their scales. The released code's factor
+        ``heads^-0.5 · dim^-0.5`` is left out: all scores have it, so it changes no choice.
+
+        Args:
+            q_resid: ``[T, q_lora_rank]``, the *normed* output of q_a.
         """
         config, first = self.config, batch.first_sparse
         q = self.wq_b(q_resid[first:]).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         weights = self.weights_proj(x[first:])
         cos, sin, interleaved = batch.cos[first:], batch.sin[first:], config.index_rope_interleaved
-        if stored.fp8:
-            q, scales = quantize_index_queries(q, cos, sin, interleaved=interleaved, power_of_two=stored.power_of_two)
+        if cache_format.fp8:
+            q, scales = quantize_index_queries(
+                q, cos, sin, interleaved=interleaved, power_of_two=cache_format.power_of_two
+            )
             return q, weights * scales
         turned = q[..., : config.qk_rope_head_dim]  # RoPE on the first dimensions only, in place
         apply_rope(turned, cos, sin, interleaved=interleaved, out=turned)
         return q, weights
 
-    def select(self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Slots ``[sparse rows, index_topk]`` int32 of the tokens that the sparse rows attend to."""
+    def select(
+        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
+    ) -> torch.Tensor:
+        """int32 slots ``[sparse rows, index_topk]`` of the tokens that the sparse rows attend to."""
+        assert cache_format.index_key is not None
         with stage("lightning indexer"):
             topk_indices = lightning_indexer(
                 q,
@@ -82,6 +102,7 @@ class Indexer(Weighted):
                 batch.block_tables,
                 batch.sparse_mqa,
                 self.config.index_topk,
+                key_format=cache_format.index_key,
                 workspace=self.runtime.workspace,
             )
             return slots_of(topk_indices, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])

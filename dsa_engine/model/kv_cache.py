@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from dsa_engine.kernels.cache_format import FP8, CacheFormat
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """What an engine that computes in ``dtype`` stores in its caches, by the option's name; float8_e4m3fn means FP8.
+    """dtype of the caches of an engine that computes in ``dtype``, by the option's value; float8_e4m3fn means FP8.
 
     Raises:
         ValueError: bfloat16 caches for an engine of another dtype.
@@ -30,8 +30,10 @@ def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
-    """How the model's caches are stored in ``dtype``; float8_e4m3fn means FP8: 656 bytes for a latent row of 512 + 64
-    numbers, 132 for an index key of 128. Its scales are powers of two where the model's own are.
+    """The format of the model's caches in ``dtype``.
+
+    float8_e4m3fn means FP8: 656 bytes for a latent row of 512 + 64 numbers, 132 for an index key of 128. Its scales are
+    powers of two if the checkpoint's scales are.
 
     Raises:
         ValueError: the model's sizes have no FP8 format.
@@ -49,17 +51,17 @@ def cache_format(config: ModelConfig, dtype: torch.dtype) -> CacheFormat:
 
 
 def cache_bytes_per_token(config: ModelConfig, format: CacheFormat) -> int:
-    """Bytes that one token takes in the caches of all layers: a latent row each, an index key where a layer selects."""
+    """Bytes of one token in the caches of all layers: a latent row in each, an index key in each with an indexer."""
     index_key = format.index_key.row_bytes if format.index_key else 0
     return len(config.indexer_types) * format.latent.row_bytes + config.indexer_types.count("full") * index_key
 
 
 class KVCache:
-    """The pools of one rank; with a configuration that has MTP modules (``ModelConfig.with_mtp``), theirs too.
+    """The pools of one rank, those of MTP modules included if the configuration has them (``ModelConfig.with_mtp``).
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
-    key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer
-    of its own. ``block_tables`` are those of the requests whose pages steps have named.
+    key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
+    ``block_tables`` has the pages of requests that steps have run.
     """
 
     def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
@@ -76,11 +78,11 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """What all pools of this rank take."""
+        """Bytes of all pools of this rank."""
         return sum(pool.nbytes for pool in (*self.latent, *self.index_keys) if pool is not None)
 
     def fill_random(self, pages: list[int], seed: int) -> None:
-        """Standard normal rows in ``pages``, for measuring: they cost what computed rows cost."""
+        """Writes standard normal rows to ``pages``, for measuring: they cost as much as computed rows."""
         device = self.latent[0].device
         numbers = torch.tensor(pages, dtype=torch.int64, device=device)
         generator = torch.Generator(device).manual_seed(seed)

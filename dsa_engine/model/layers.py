@@ -1,4 +1,4 @@
-"""What the layers are made of: weights that know where they come from, and the feed-forward layer."""
+"""Parts of layers: modules that know the sources of their weights, and the feed-forward layer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.kernels.linear import linear
-from dsa_engine.kernels.silu_mul import silu_mul
+from dsa_engine.kernels.linear.linear import linear
+from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, Weights
 
 
 class Weighted(nn.Module):
-    """A module that says, where each weight is born, what it is called in the checkpoint and which part a rank
-    keeps."""
+    """A module that declares, for each of its weights, the name in the checkpoint and the part that this rank keeps."""
 
     def __init__(self, runtime: Runtime):
         super().__init__()
@@ -34,14 +33,14 @@ class Weighted(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
         """A weight of ``shape`` in the checkpoint, of which this rank keeps ``rows`` and ``columns`` (default: all)."""
-        kept = [(0, size) for size in shape]
+        bounds = [(0, size) for size in shape]
         if rows is not None:
-            kept[0] = rows
+            bounds[0] = rows
         if columns is not None:
-            kept[1] = columns
-        part = [last - first for first, last in kept]
+            bounds[1] = columns
+        part = [last - first for first, last in bounds]
         values = torch.empty(part, dtype=dtype or self.runtime.dtype, device=self.runtime.device)
-        self.sources.append(Source(name, values, shape, tuple(first for first, _ in kept)))
+        self.sources.append(Source(name, values, shape, tuple(first for first, _ in bounds)))
         return nn.Parameter(values, requires_grad=False)
 
     def linear(self, name: str, out: int, into: int, columns: tuple[int, int] | None = None) -> Linear:
@@ -49,7 +48,7 @@ class Weighted(nn.Module):
         return self.stacked_linear(Matrix(name, out, into, kept_columns=columns))
 
     def stacked_linear(self, *parts: Matrix) -> Linear:
-        """One linear layer of several matrices of the checkpoint: the rows of one behind those of the other."""
+        """One linear layer of several matrices of the checkpoint, whose rows follow one another."""
         linear = self.runtime.weights.linear(*parts)
         self._own(linear)
         return linear
@@ -65,34 +64,37 @@ class Weighted(nn.Module):
         self.sources += weights.sources
         self.stored.extend(nn.Parameter(tensor, requires_grad=False) for tensor in weights.tensors)
 
-    def only_dequantized(self, linear: Linear) -> torch.Tensor:
-        """The plain weight of a layer that is only ever multiplied in a way of its own: what is stored is let go.
+    def take_plain_weight(self, linear: Linear) -> torch.Tensor:
+        """The plain weight of a linear layer; the stored codes and scales are freed.
 
-        To be asked for once, in :meth:`weights_loaded`; the layer cannot be called afterwards.
+        Called once, in :meth:`weights_loaded`, for a weight that is multiplied in another way than ``linear`` does. The
+        layer cannot be called afterwards.
         """
         weight = linear.dequantized()
         if not any(weight is tensor for tensor in linear.tensors):
             self._weights.remove(linear)
-            kept = [tensor for weights in self._weights for tensor in weights.tensors]
-            self.stored = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in [*kept, weight])
+            others = [tensor for weights in self._weights for tensor in weights.tensors]
+            self.stored = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in [*others, weight])
             names = {source.name for source in linear.sources}
             self.sources = [source for source in self.sources if source.name not in names]
         return weight
 
     def arrange_weights(self) -> None:
-        """Called once, when the weights have been loaded, before :meth:`weights_loaded`."""
+        """Arranges the weights as their products want them; called once after loading, before
+        :meth:`weights_loaded`."""
         for weights in self._weights:
             weights.loaded()
 
     def weights_loaded(self) -> None:
-        """Called once, when the weights have been loaded: the time to derive others from them."""
+        """Derives weights from the loaded ones; called once."""
 
 
-class Float32Linear(Weighted):
-    """``x [T, in] -> [T, out]`` in float32, for the few products whose rounding would choose other tokens or experts.
+class Float32OutputLinear(Weighted):
+    """``x [T, in] -> [T, out]`` with a float32 result, for the few products whose rounding would choose other tokens
+    or experts. The weight is never quantised.
 
-    Where the checkpoint holds the weight in bfloat16, products of it and bfloat16 activations are exact in float32, in
-    which the tensor cores sum them: on CUDA such a weight stays in bfloat16 and nothing is cast.
+    If the checkpoint holds the weight in bfloat16, its products with bfloat16 activations are exact in float32, in
+    which tensor cores sum them: on CUDA such a weight stays in bfloat16 and nothing is cast.
     """
 
     def __init__(self, name: str, out: int, into: int, runtime: Runtime):
@@ -104,7 +106,7 @@ class Float32Linear(Weighted):
             narrow = self.matrix.to(torch.bfloat16)
             if not bool((narrow.float() != self.matrix).any()):
                 self.matrix = nn.Parameter(narrow, requires_grad=False)
-                self.sources.clear()  # they hold the wide one
+                self.sources.clear()  # they hold the float32 weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.matrix.dtype == torch.float32:

@@ -1,5 +1,7 @@
-"""The decoder: embedding, layers, LM head. One forward pass serves prefill and decode; they differ in the batch
-only."""
+"""The decoder: embedding, layers, LM head (DeepSeek-V3 report, section 2 and figure 2).
+
+One forward pass serves prefill and decode; they differ only in the batch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -22,10 +24,10 @@ from dsa_engine.parallel.tensor_parallel import shard, vocab_parallel_embedding,
 
 
 class Model(Weighted):
-    """A decoder of any of the supported model types; the weights are empty until they are loaded.
+    """A decoder of any supported model type; the weights are empty until they are loaded.
 
     Args:
-        mtp_modules: how many of its MTP modules it has.
+        mtp_modules: the number of MTP modules to build.
     """
 
     def __init__(self, config: ModelConfig, runtime: Runtime, mtp_modules: int = 0):
@@ -44,13 +46,13 @@ class Model(Weighted):
         self.mtp = nn.ModuleList(MTPModule(layers + i, extended, runtime, streams) for i in range(mtp_modules))
 
     def weight_sources(self) -> Iterator[Source]:
-        """Every tensor, or part of one, that this rank loads."""
+        """All tensors, and parts of tensors, that this rank loads."""
         for module in self.modules():
             if isinstance(module, Weighted):
                 yield from module.sources
 
     def weights_loaded(self) -> None:
-        """To be called once, when all of :meth:`weight_sources` have been loaded."""
+        """Prepares the weights; called once, when all of :meth:`weight_sources` have been loaded."""
         modules = [module for module in self.modules() if isinstance(module, Weighted) and module is not self]
         for module in modules:
             module.arrange_weights()
@@ -58,9 +60,10 @@ class Model(Weighted):
             module.weights_loaded()
 
     def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
-        """Runs the step's T local tokens, writing their cache rows; returns hidden states ``[T, hidden]``, normed.
+        """Runs the step's T local tokens and writes their cache rows; returns normed hidden states ``[T, hidden]``.
 
-        ``layers``: to run these only, of which the first selects for itself; for trying what they run.
+        Args:
+            layers: the layers to run, for trying out their kernels; the first must have an indexer. Default: all.
         """
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
@@ -82,16 +85,23 @@ class Model(Weighted):
         assert isinstance(module, MTPModule)
         return module
 
-    def logits(self, hidden: torch.Tensor, module: int | None = None) -> torch.Tensor:
-        """float32 ``[n, vocab]`` of ``hidden [n, hidden]``, rows which all ranks of the tensor-parallel group hold;
-        ``module``: of the states of this MTP module."""
-        own = None if module is None else self._module(module).head
-        with stage("LM head"):
-            return vocab_parallel_logits(hidden, self.lm_head if own is None else own, self.runtime.mesh.tp)
+    def mtp_head(self, module: int) -> torch.Tensor:
+        """The LM head of an MTP module, ``[vocab of this rank, hidden]``: its own one or the model's."""
+        own = self._module(module).head
+        return self.lm_head if own is None else own
 
-    def own_logits(self, hidden: torch.Tensor, most: int, module: int | None = None) -> torch.Tensor:
-        """float32 ``[n, vocab]`` of this rank's rows ``hidden [n, hidden]``; ``most`` is the largest n of a rank of the
-        tensor-parallel group, which takes part as a whole. ``module``: of the states of this MTP module."""
-        tp, count = self.runtime.mesh.tp, hidden.shape[0]
-        everybodys = tp.all_gather(F.pad(hidden, (0, 0, 0, most - count)))
-        return self.logits(everybodys, module)[tp.index * most : tp.index * most + count]
+    def logits(
+        self, hidden: torch.Tensor, padded_rows: int | None = None, head: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float32 logits ``[n, vocab]`` of ``hidden [n, hidden]``; all ranks of the tensor-parallel group call it.
+
+        Args:
+            padded_rows: the largest n of a rank of the group; None: all of its ranks hold the same rows.
+            head: ``[vocab of this rank, hidden]``; default: the model's.
+        """
+        tp, count, first = self.runtime.mesh.tp, hidden.shape[0], 0
+        if padded_rows is not None:
+            hidden, first = tp.all_gather(F.pad(hidden, (0, 0, 0, padded_rows - count))), tp.index * padded_rows
+        with stage("LM head"):
+            logits = vocab_parallel_logits(hidden, self.lm_head if head is None else head, tp)
+        return logits[first : first + count]

@@ -1,4 +1,11 @@
-"""Mixture of experts with a shared expert (DeepSeek-V3, section 2.1.2), the routed ones divided over ranks."""
+"""Mixture of experts with a shared expert; the routed experts are divided over ranks.
+
+DeepSeek-V3 report, section 2.1.2, equations 12 to 16, for the normed input u_t of a token::
+
+    s_i = sigmoid(u_t · e_i)                                  e_i: a row of the gate
+    g_i = s_i / Σ s_j  of the k experts with the largest s_i + b_i, 0 of others
+    out = Σ FFN_shared(u_t) + Σ g_i FFN_i(u_t)
+"""
 
 from __future__ import annotations
 
@@ -6,36 +13,36 @@ import sys
 
 import torch
 
-from dsa_engine.kernels.expert_mlp import UNCOUNTED_BYTES
-from dsa_engine.kernels.router import route
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
+from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch
-from dsa_engine.model.layers import MLP, Float32Linear, Weighted
+from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.dispatch import Dispatch
+from dsa_engine.parallel.experts.dispatch import Dispatch
 
 
 class MoE(Weighted):
-    """A rank holds its part of the routed experts (`parallel/placement.py`); router and shared expert are whole."""
+    """A rank holds a part of the routed experts (`parallel/experts/`); router and shared expert are whole."""
 
     def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
         self.config = config
         self.streams = streams
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.gate = Float32Linear(f"{prefix}.gate.weight", experts, hidden, runtime)
+        self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
         self.expert_parallel = runtime.mesh.expert_parallel(experts)
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = runtime.mesh.config.moe_chunk_size
-        self.most_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
+        self.max_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [T, hidden]``: the routed experts' sums and the shared expert's, ``[T, hidden]`` each, to be added. The
-        shared expert runs beside gate and dispatch."""
+        """``x [T, hidden]`` -> the routed experts' sums and the shared expert's output, ``[T, hidden]`` each, which are
+        to be added. The shared expert runs beside gate and dispatch."""
         config = self.config
         with stage("MoE shared"):
             shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
@@ -53,28 +60,24 @@ class MoE(Weighted):
         with stage("MoE dispatch"):
             parallel = self.runtime.mesh.config
             method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
-            # In a padded step, which may be captured in a CUDA graph, nothing may be counted; it has few rows.
-            most_pairs = self.most_pairs if batch.live is None else sys.maxsize
-            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, most_pairs)
+            # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
+            max_pairs = self.max_pairs if batch.live is None else sys.maxsize
+            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, max_pairs)
         for number in range(dispatch.rounds):
             self._serve(dispatch, number, counts=batch.live is None)
         with stage("MoE combine"):
             return dispatch.combine(), shared()
 
     def _serve(self, dispatch: Dispatch, number: int, counts: bool) -> None:
-        """One round. ``counts``: whether the host may ask the device how many choices are served here; not in a padded
-        step, which may be captured in a CUDA graph."""
+        """Runs one round.
+
+        Args:
+            counts: whether the host may ask the device how many choices are served here; not in a padded step.
+        """
         with stage("MoE dispatch"):
-            here = dispatch.arrive(number)
+            received = dispatch.receive(number)
         with stage("MoE experts"):
-            sums = self.experts(
-                here.tokens,
-                here.experts,
-                here.weights,
-                served_fraction=here.served_fraction,
-                served=here.served,
-                uncounted_bytes=UNCOUNTED_BYTES if counts else sys.maxsize,
-            )
-        del here  # room for what comes back
+            sums = self.experts(received, UNCOUNTED_BYTES if counts else sys.maxsize)
+        del received  # room for what comes back
         with stage("MoE combine"):
-            dispatch.give_back(number, sums)
+            dispatch.send_back(number, sums)

@@ -1,12 +1,12 @@
-"""The Multi-Token Prediction module: drafts the token behind the next one (DeepSeek-V3 report, section 2.2).
+"""The Multi-Token Prediction module: drafts the token after the next one (DeepSeek-V3 report, section 2.2).
 
 Equations 21 to 23, for the row at position i of module k::
 
-    h'_i = M [RMSNorm(Emb(t_{i+k})); RMSNorm(h_i)]     h_i: of the main model, or of module k-1
+    h'_i = M [RMSNorm(Emb(t_{i+k})); RMSNorm(h_i)]     h_i: state of the main model, or of module k-1
     h_i  = the decoder layer of the module, over h'_0 … h'_i
-    p    = OutHead(h_i): of the token at position i + k + 1
+    p    = OutHead(h_i): probabilities of the token at position i + k + 1
 
-What the report leaves open, and where it is answered:
+Open questions of the report, and the sources that answer them:
 
 * ``eh_proj`` takes the embedding's half first: vLLM ``deepseek_mtp.py``, SGLang ``deepseek_nextn.py``.
 * ``hnorm`` sees the main model's state *after* its final norm, and embedding and head are the main model's. In the
@@ -16,7 +16,7 @@ What the report leaves open, and where it is answered:
   three drafts).
 * ``eh_proj`` is not quantised in FP8 checkpoints: bfloat16, without scales.
 * A row has the position of its hidden state, for RoPE and the causal mask; its cache rows lie in the slots of that
-  position, one layer behind the main model's.
+  position, in the layer after the main model's last.
 
 So every state that enters or leaves a module is a normed one.
 """
@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsa_engine.kernels.rms_norm import rms_norm
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -38,15 +38,15 @@ from dsa_engine.model.runtime import Runtime, Streams
 
 
 class MTPModule(Weighted):
-    """One module. Its embedding and head are the main model's, unless the checkpoint holds others for it
+    """One module. It uses the main model's embedding and head, unless the checkpoint holds separate ones
     (``engine/startup/weights.py``).
 
     Attributes:
-        embed, head: its own, ``[vocab of this rank, hidden]``; None: the main model's.
+        embed, head: separate tables ``[vocab of this rank, hidden]``; None: the main model's.
 
     Args:
-        layer: its number in the checkpoint and in the caches, from ``num_hidden_layers`` on.
-        config: of the model *with* its modules (``ModelConfig.with_mtp``).
+        layer: the module's number in the checkpoint and in the caches, from ``num_hidden_layers`` on.
+        config: configuration of the model *with* its modules (``ModelConfig.with_mtp``).
     """
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
@@ -63,21 +63,21 @@ class MTPModule(Weighted):
         self.norm = self.weight(f"{prefix}.shared_head.norm.weight", hidden)
 
     def set_own(self, name: str, table: torch.Tensor) -> None:
-        """Takes a table of its own, by its name in the checkpoint: "embed_tokens" or "shared_head.head"."""
+        """Sets a separate table, by its name in the checkpoint: "embed_tokens" or "shared_head.head"."""
         setattr(self, "embed" if name == "embed_tokens" else "head", nn.Parameter(table, requires_grad=False))
 
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, batch: ForwardBatch, cache: KVCache
     ) -> torch.Tensor:
-        """Runs the module over a step's rows, writing its cache rows.
+        """Runs the module over a step's rows and writes its cache rows.
 
         Args:
-            hidden: ``[T, hidden]``, normed: of the main model, or what this or another module returned for the row.
-            embedded: ``[T, hidden]``, embeddings of later tokens: for module k of that k positions behind the row.
+            hidden: ``[T, hidden]``, normed states of the main model, or the result of this or another module.
+            embedded: ``[T, hidden]``, embeddings of later tokens: for module k, those k positions after the row.
             batch: the rows; its ``input_ids`` are those of ``embedded``.
 
         Returns:
-            ``[T, hidden]``, normed: the head's input, and what is passed on.
+            ``[T, hidden]``, normed: the input of the head and of a further pass.
         """
         with stage("MLA prolog"):
             joined = (rms_norm(embedded, self.embedding_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps))

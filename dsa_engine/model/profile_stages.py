@@ -1,4 +1,4 @@
-"""The named stages of a forward pass: ranges in PyTorch's profiler, and events for whoever observes the pass."""
+"""The named stages of a forward pass: ranges in PyTorch's profiler, and events for an observer of the pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-# The rows of every breakdown, in the order in which the data meets them.
+# The rows of every breakdown, in the order of computation.
 STAGES = (
     "embedding",
     "MLA prolog",
@@ -28,7 +28,7 @@ STAGES = (
 
 
 class StageObserver(Protocol):
-    """Is told where stages begin and end, such as :class:`dsa_engine.measure.stage_timer.StageTimer`."""
+    """Gets a call where a stage begins and ends, such as :class:`dsa_engine.measure.stage_timer.StageTimer`."""
 
     def enter(self, name: str) -> None: ...
 
@@ -40,11 +40,11 @@ _observer: StageObserver | None = None
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Marks what runs inside as ``name``, one of :data:`STAGES`; a stage inside another takes its time out of it."""
+    """Marks the work inside as ``name``, one of :data:`STAGES`; a stage inside another takes its time out of it."""
     observer = _observer
     if observer is not None:
         observer.enter(name)
-    # A range costs 18 µs of the host, in a step that is bound by it: only for a profiler that is running.
+    # A range costs 18 µs of host time, which bounds a decode step: only for a profiler that is running.
     profiled = torch.autograd.profiler._is_profiler_enabled
     try:
         with torch.profiler.record_function(name) if profiled else nullcontext():
@@ -55,10 +55,10 @@ def stage(name: str) -> Iterator[None]:
 
 
 def set_observer(observer: StageObserver | None) -> None:
-    """Makes ``observer`` the one that is told; None: nobody.
+    """Makes ``observer`` the observer of all stages; None removes it.
 
     Raises:
-        RuntimeError: somebody else observes already.
+        RuntimeError: there is another observer.
     """
     global _observer
     if observer is not None and _observer is not None:
@@ -67,5 +67,5 @@ def set_observer(observer: StageObserver | None) -> None:
 
 
 def observed() -> bool:
-    """Whether somebody observes the stages: a step is then run kernel by kernel, and read at once."""
+    """Whether the stages have an observer: a step is then run kernel by kernel, and read at once."""
     return _observer is not None

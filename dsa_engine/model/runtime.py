@@ -1,4 +1,4 @@
-"""Where and how a model runs: its ranks, dtype, stored weights, workspace, and what may run beside the main stream."""
+"""Where and how a model runs: mesh, dtype, weight format, workspace, side streams."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from dsa_engine.quantization import WeightFormat
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where the model runs, in which dtype, what its weights are stored as, and what it may use beside them and its
-    caches."""
+    """The surroundings of a model's layers."""
 
     mesh: Mesh
-    dtype: torch.dtype  # of activations, and of the weights that are never quantised
+    dtype: torch.dtype  # dtype of activations and of the weights that are never quantised
     weights: WeightFormat
     workspace: int  # bytes for scores, gathered rows and the like
-    max_tokens: int = 8192  # most tokens of this rank in a forward pass
+    max_tokens: int = 8192  # bound on this rank's tokens in a forward pass
     overlap_shared_expert: bool = True  # on CUDA: see Streams
     overlap_indexer: bool = True
 
@@ -31,10 +30,10 @@ class Runtime:
 
 
 class Streams(NamedTuple):
-    """What may run beside the main stream; on a CPU all of it runs in order."""
+    """Side streams for work beside the main stream; on a CPU all work runs in order."""
 
-    shared_expert: SideStream  # under gate and dispatch
-    indexer: SideStream  # its prolog, beside MLA's
+    shared_expert: SideStream  # the shared expert, beside gate and dispatch
+    indexer: SideStream  # the indexer's prolog, beside MLA's
 
     @classmethod
     def of(cls, runtime: Runtime) -> Streams:

@@ -1,13 +1,22 @@
-"""What weights are stored as: a class for every format, in a file of its own.
+"""Formats of weights: a class for each, in a separate file.
 
-A layer asks its ``WeightFormat`` for the linear layers and experts that it needs and calls them; it never learns what
-their weights look like. :func:`weight_format` chooses, by the checkpoint's ``quantization_config``. Norms, the router,
-the indexer's head weights, the embedding and the LM head are no format's matter: they are plain parameters of their
+A layer asks its ``WeightFormat`` for the linear layers and experts that it needs and calls them; it does not know how
+their weights are stored. :func:`weight_format` chooses the format by the checkpoint's ``quantization_config``. Norms,
+the router, the indexer's head weights, the embedding and the LM head have no format: they are plain parameters of their
 layers.
 """
 
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat, Weights
-from dsa_engine.quantization.choose import weight_format, word_for
+from dsa_engine.quantization.choose import quantization_name, weight_format
 from dsa_engine.quantization.unquantized import Unquantized
 
-__all__ = ["GroupedExperts", "Linear", "Matrix", "Unquantized", "WeightFormat", "Weights", "weight_format", "word_for"]
+__all__ = [
+    "GroupedExperts",
+    "Linear",
+    "Matrix",
+    "Unquantized",
+    "WeightFormat",
+    "Weights",
+    "weight_format",
+    "quantization_name",
+]

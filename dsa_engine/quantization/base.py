@@ -1,20 +1,22 @@
-"""What a format of weights offers to the layers."""
+"""The interface between layers and the formats of their weights."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.config.quantization import WeightScheme
+from dsa_engine.parallel.experts.dispatch import Received
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight ``[rows, columns]`` of the checkpoint, of which this rank keeps some (default: all)."""
+    """A weight ``[rows, columns]`` of the checkpoint, of which this rank keeps a part (default: all of it)."""
 
     name: str
     rows: int
@@ -24,12 +26,12 @@ class Matrix:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Row and column at which the kept part begins."""
+        """First row and first column of the kept part."""
         return (self.kept_rows or (0,))[0], (self.kept_columns or (0,))[0]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the kept part."""
+        """Rows and columns of the kept part."""
         first_row, last_row = self.kept_rows or (0, self.rows)
         first_column, last_column = self.kept_columns or (0, self.columns)
         return last_row - first_row, last_column - first_column
@@ -39,16 +41,25 @@ class Matrix:
         return Source(self.name, into, (self.rows, self.columns), self.start)
 
 
-class Weights(ABC):
-    """Memory for some weights, reserved when it is made. Not an ``nn.Module``: calls of those take longer than a small
-    product; the layer that it belongs to lists its tensors among its parameters."""
+# Lists what fills the tensors of one matrix: a weight, or codes and scales.
+SourcesOf = Callable[..., list[Source]]
 
-    tensors: tuple[torch.Tensor, ...]  # what takes memory
-    sources: list[Source]  # what fills it
+
+class Weights(ABC):
+    """Memory for some weights, reserved when it is made.
+
+    It is no ``nn.Module``: a call of one takes longer than a small product. The layer that it belongs to lists its
+    tensors among its parameters.
+    """
+
+    tensors: tuple[torch.Tensor, ...]  # all memory that the weights take
+    sources: list[Source]  # the parts of the checkpoint that fill it
 
     def loaded(self) -> None:  # noqa: B027 - most have nothing to do
-        """Called once, when ``sources`` have been loaded and before anything is multiplied or dequantised: the time to
-        arrange what is stored as the products want it."""
+        """Arranges the weights as the products want them.
+
+        Called once, when ``sources`` have been loaded and before anything is multiplied or dequantised.
+        """
 
 
 class Linear(Weights):
@@ -61,47 +72,80 @@ class Linear(Weights):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in] -> [..., out]``, in x's dtype."""
 
-    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """The same where ``scales_whole_rows`` and ``x`` has only a part of the columns of its rows, whose largest
-        magnitudes are ``largest``, float32 ``[...]``."""
+    def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
+        """The same for ``scales_whole_rows`` and an ``x`` that has only a part of the columns of its rows.
+
+        Args:
+            row_absmax: float32 ``[...]``, the largest magnitude of each whole row.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def dequantized(self) -> torch.Tensor:
-        """The weight as plain numbers of the run's dtype, ``[out, in]``, for whoever multiplies in a way of its own.
-        To be asked for once, when the weights have been loaded (:meth:`.layers.Weighted.only_dequantized`). Where it is
-        stored so, no copy is made."""
+        """The weight in plain numbers of the run's dtype, ``[out, in]``; no copy if it is stored so.
+
+        Called once, after loading, for a layer that multiplies it in another way
+        (:meth:`.layers.Weighted.take_plain_weight`).
+        """
+
+    def _stack(self, parts: Sequence[Matrix], tensors: tuple[torch.Tensor, ...], sources_of: SourcesOf) -> None:
+        """Lists ``tensors``, whose rows are those of ``parts`` one after the other, and their sources."""
+        rows = [part.shape[0] for part in parts]
+        self.tensors, self.sources = tensors, []
+        for part, *pieces in zip(parts, *(tensor.split(rows) for tensor in tensors), strict=True):
+            self.sources += sources_of(part, *pieces)
 
 
 class GroupedExperts(Weights):
-    """The routed experts of one rank, SwiGLU each: ``down · silu_mul(gate_up · x)``."""
+    """The routed experts of one rank, SwiGLU each: ``down · silu_mul(gate_up · x)``.
+
+    Args:
+        prefixes: the names of each expert's three matrices in the checkpoint begin with its prefix.
+        gate_up: ``[count, 2 n, …]`` each, gate before up: weights, or codes and scales.
+        down: ``[count, …]`` each.
+        sources_of: lists what fills the tensors of one matrix.
+    """
 
     count: int
 
-    @abstractmethod
-    def __call__(
+    def __init__(
         self,
-        tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        served_fraction: float,
-        served: int | None,
-        uncounted_bytes: int,
-    ) -> torch.Tensor:
+        prefixes: Sequence[str],
+        hidden: int,
+        intermediate: int,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        sources_of: SourcesOf,
+    ):
+        self.count = len(prefixes)
+        self.tensors = (*gate_up, *down)
+        self.sources = []
+        for number, prefix in enumerate(prefixes):
+            gate, up = zip(*(tensor[number].chunk(2) for tensor in gate_up), strict=True)
+            for name, pieces in (("gate", gate), ("up", up)):
+                self.sources += sources_of(Matrix(f"{prefix}.{name}_proj.weight", intermediate, hidden), *pieces)
+            matrix = Matrix(f"{prefix}.down_proj.weight", hidden, intermediate)
+            self.sources += sources_of(matrix, *(tensor[number] for tensor in down))
+
+    def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 
         Args:
-            tokens: ``[T, hidden]``.
-            experts: ``[T, k]`` int32, numbers below ``count``, −1 for choices that other ranks serve.
-            weights: ``[T, k]`` float32.
-            served_fraction: the part of the choices that is expected to be served here.
-            served: how many are, where the host knows it.
-            uncounted_bytes: most bytes of rows for which the host does not ask how many are served.
+            received: tokens ``[R, hidden]`` and their choices, counted within these experts.
+            uncounted_bytes: the largest size of the rows between the products for which the host does not ask the
+                device how many choices are served.
 
         Returns:
-            ``[T, hidden]`` in the tokens' dtype.
+            ``[R, hidden]`` in the tokens' dtype.
         """
+        tokens, experts, weights, fraction, served = received
+        return self._mlp(
+            tokens, experts, weights, served_fraction=fraction, served=served, uncounted_bytes=uncounted_bytes
+        )
+
+    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+        """The format's kernel, with its weights."""
+        raise NotImplementedError
 
 
 class WeightFormat(ABC):
@@ -109,23 +153,23 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def linear(self, *parts: Matrix) -> Linear:
-        """A linear layer; several matrices of as many columns are stacked, one's rows behind the other's."""
+        """A linear layer; several matrices of as many columns are stacked, one's rows after the other's."""
 
     @abstractmethod
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
-        """One expert for each of ``prefixes``, which the names of its three matrices in the checkpoint begin with."""
+        """One expert for each of ``prefixes``; see :class:`GroupedExperts`."""
 
 
 class StoredFormat(WeightFormat):
     """Codes and scales, kept in as many bits as a checkpoint holds them.
 
     Args:
-        scheme: how they are stored.
-        dtype: of activations.
-        device: where they are kept.
+        scheme: how the checkpoint stores them.
+        dtype: dtype of activations.
+        device: the device that keeps them.
 
     Raises:
-        ValueError: a scheme, or a device, that the class is not made for; the text names it and says what is possible.
+        ValueError: the class does not support the scheme or the device; the text names it and says what is possible.
     """
 
     @abstractmethod
@@ -134,4 +178,4 @@ class StoredFormat(WeightFormat):
     @staticmethod
     @abstractmethod
     def is_default_on(device: torch.device) -> bool:
-        """Whether a checkpoint in this format is computed in it unless something else was asked for."""
+        """Whether a checkpoint in this format is computed in it by default."""

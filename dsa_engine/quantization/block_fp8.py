@@ -1,33 +1,35 @@
 """Weights as the released FP8 checkpoints hold them: e4m3 in blocks of 128 × 128, each with a float32 scale.
 
-They stay so in memory and are multiplied so; activations are quantised 1 × 128 on their way in. A rank that keeps a
-part of a weight must cut between blocks: activations then have the same blocks, and scales, on any number of ranks.
+They keep this format in memory and in the products; activations are quantised 1 × 128 before each product. A rank that
+keeps a part of a weight must cut between blocks: then activations have the same blocks, and scales, on any number of
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.kernels.block_scaled_experts import block_scaled_experts
-from dsa_engine.kernels.block_scaled_libraries import library_product
-from dsa_engine.kernels.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
-from dsa_engine.kernels.fp8 import dequantize_blocks
-from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.config.quantization import WeightScheme
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks
+from dsa_engine.kernels.formats.quantize import FP8
+from dsa_engine.kernels.linear.block_scaled_libraries import library_product
+from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
+from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
-
-FP8 = torch.float8_e4m3fn
 
 
 def blocks_of(size: int) -> int:
-    """How many blocks ``size`` rows or columns take; the last may be partial."""
-    return -(-size // BLOCK)
+    """Number of blocks of ``size`` rows or columns; the last may be partial."""
+    return cdiv(size, BLOCK)
 
 
 def _sources(part: Matrix, codes: torch.Tensor, scales: torch.Tensor) -> list[Source]:
-    """What fills the codes and scales of the kept part of a matrix."""
+    """The sources of the kept part's codes and scales."""
     return [
         part.source(codes),
         Source(
@@ -41,14 +43,14 @@ def _sources(part: Matrix, codes: torch.Tensor, scales: torch.Tensor) -> list[So
 
 
 def _check_cut(part: Matrix) -> None:
-    """``ValueError`` where a kept part begins or ends inside a block."""
-    for what, start, kept, size in zip(
+    """Raises ``ValueError`` if the kept part begins or ends inside a block."""
+    for what, start, length, size in zip(
         ("row", "column"), part.start, part.shape, (part.rows, part.columns), strict=True
     ):
-        for place in (start, start + kept):
-            if place % BLOCK and place != size:
+        for cut in (start, start + length):
+            if cut % BLOCK and cut != size:
                 raise ValueError(
-                    f"{part.name!r} {[part.rows, part.columns]} would be cut at {what} {place}, inside a block of "
+                    f"{part.name!r} {[part.rows, part.columns]} would be cut at {what} {cut}, inside a block of "
                     f"{BLOCK}; choose a tp_size that cuts between blocks, or quantization='dequantize'"
                 )
 
@@ -76,8 +78,8 @@ class BlockFP8Linear(Linear):
 
 
 class SideBySide(Linear):
-    """Linear layers over the same input whose outputs stand side by side, for matrices that share a block where they
-    would be stacked."""
+    """Linear layers over the same input, with their outputs side by side: for matrices that would share a block if they
+    were stacked."""
 
     def __init__(self, layers: Sequence[Linear]):
         self._layers = layers
@@ -97,44 +99,23 @@ class SideBySide(Linear):
 
 class BlockFP8Experts(GroupedExperts):
     """``gate_up [count, 2, intermediate, hidden]`` and ``down [count, hidden, intermediate]`` in codes, and the scales
-    of both, shaped alike with a block in place of 128 rows or columns."""
+    of both, with one element for each block of 128 rows or columns."""
 
     def __init__(
         self, prefixes: Sequence[str], hidden: int, intermediate: int, power_of_two: bool, device: torch.device
     ):
         self._power_of_two = power_of_two
-        self.count = len(prefixes)
-        self.gate_up = torch.empty(self.count, 2, intermediate, hidden, dtype=FP8, device=device)
-        self.gate_up_scale = torch.empty(self.count, 2, blocks_of(intermediate), blocks_of(hidden), device=device)
-        self.down = torch.empty(self.count, hidden, intermediate, dtype=FP8, device=device)
-        self.down_scale = torch.empty(self.count, blocks_of(hidden), blocks_of(intermediate), device=device)
-        self.tensors = (self.gate_up, self.gate_up_scale, self.down, self.down_scale)
-        self.sources = []
-        for prefix, gate_up, gate_up_scale, down, down_scale in zip(prefixes, *self.tensors, strict=True):
-            for name, codes, scales in zip(("gate", "up"), gate_up, gate_up_scale, strict=True):
-                self.sources += _sources(Matrix(f"{prefix}.{name}_proj.weight", intermediate, hidden), codes, scales)
-            self.sources += _sources(Matrix(f"{prefix}.down_proj.weight", hidden, intermediate), down, down_scale)
+        count, blocks = len(prefixes), (blocks_of(intermediate), blocks_of(hidden))
+        gate_up = torch.empty(count, 2, intermediate, hidden, dtype=FP8, device=device)
+        gate_up_scale = torch.empty(count, 2, *blocks, device=device)
+        down = torch.empty(count, hidden, intermediate, dtype=FP8, device=device)
+        down_scale = torch.empty(count, *blocks[::-1], device=device)
+        stacked = gate_up.flatten(1, 2), gate_up_scale.flatten(1, 2)
+        super().__init__(prefixes, hidden, intermediate, stacked, (down, down_scale), _sources)
+        self.tensors = (gate_up, gate_up_scale, down, down_scale)
 
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        served_fraction: float,
-        served: int | None,
-        uncounted_bytes: int,
-    ) -> torch.Tensor:
-        return block_scaled_experts(
-            tokens,
-            experts,
-            weights,
-            *self.tensors,
-            power_of_two=self._power_of_two,
-            served_fraction=served_fraction,
-            served=served,
-            uncounted_bytes=uncounted_bytes,
-        )
+    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+        return block_scaled_experts(tokens, experts, weights, *self.tensors, power_of_two=self._power_of_two, **counts)
 
 
 class BlockFP8(StoredFormat):

@@ -1,4 +1,4 @@
-"""Which class a weight is born with: by what the checkpoint says of it, what was asked for, and what the device can."""
+"""The choice of a weight's format: by the checkpoint, the ``quantization`` option, and the device."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_engine.model.quantization_config import QuantizationConfig, WeightScheme
+from dsa_engine.config.quantization import QuantizationConfig, WeightScheme
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat, WeightFormat
 from dsa_engine.quantization.block_fp8 import BlockFP8
 from dsa_engine.quantization.int4 import Int4
 from dsa_engine.quantization.int8 import Int8
 from dsa_engine.quantization.unquantized import Unquantized
 
-# What the ``quantization`` option calls a scheme, by the type and bits of its codes. A checkpoint with several schemes
-# is called by the last of them in this order.
-WORDS = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4-experts"}
+# Values of the ``quantization`` option, by the type and bits of a scheme's codes. A checkpoint with several schemes has
+# the name of the last of them in this order.
+NAMES = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4-experts"}
 
-# The class of each.
+# The class of each format.
 FORMATS: dict[str, type[StoredFormat]] = {"fp8": BlockFP8, "int8": Int8, "int4-experts": Int4}
 
 
@@ -27,20 +27,20 @@ def weight_format(
     """The format in which all linear layers and experts of a model are made.
 
     Args:
-        config: of the checkpoint; None where its weights are plain numbers.
-        quantization: the engine's option: one of ``WORDS``, "dequantize", or None.
-        dtype: of activations, and of weights in plain numbers.
-        device: of this rank.
+        config: the checkpoint's; None if its weights are plain numbers.
+        quantization: the engine's option: one of ``NAMES``, "dequantize", or None.
+        dtype: dtype of activations, and of weights in plain numbers.
+        device: device of this rank.
 
     Raises:
-        ValueError: the checkpoint is of another kind than was asked for, the device cannot compute in it, or there is
-            no class for one of its schemes; the text says what is possible.
+        ValueError: the checkpoint is stored in another format than the option says, the device cannot compute in its
+            format, or there is no class for one of its schemes; the text says what is possible.
     """
-    word = word_for(config)
-    if quantization not in (None, "dequantize", word):
+    name = quantization_name(config)
+    if quantization not in (None, "dequantize", name):
         raise ValueError(
             f"quantization={quantization!r} needs a checkpoint that is stored so; this one is "
-            f"{'in plain numbers' if word is None else repr(word)}: leave the option out, or convert the checkpoint "
+            f"{'in plain numbers' if name is None else repr(name)}: leave the option out, or convert the checkpoint "
             "with scripts/convert_checkpoint.py"
         )
     plain = Unquantized(dtype, device)
@@ -51,26 +51,26 @@ def weight_format(
         if quantization == "dequantize" or (quantization is None and not (made and made.is_default_on(device))):
             return plain
     elif quantization == "dequantize":
-        raise ValueError(f"quantization='dequantize' expands released FP8 blocks only; this checkpoint is {word!r}")
+        raise ValueError(f"quantization='dequantize' expands released FP8 blocks only; this checkpoint is {name!r}")
     return ByName(config, {scheme: _format_of(scheme)(scheme, dtype, device) for scheme in config.schemes}, plain)
 
 
-def word_for(config: QuantizationConfig | None) -> str | None:
-    """What the ``quantization`` option calls a checkpoint; None: in plain numbers, or it has no word for it."""
+def quantization_name(config: QuantizationConfig | None) -> str | None:
+    """The value of the ``quantization`` option for a checkpoint; None: plain numbers, or no such value."""
     kinds = {(scheme.type, scheme.bits) for scheme in config.schemes} if config else set()
-    words = [word for kind, word in WORDS.items() if kind in kinds]
-    return words[-1] if words else None
+    names = [name for kind, name in NAMES.items() if kind in kinds]
+    return names[-1] if names else None
 
 
 def _format_of(scheme: WeightScheme) -> type[StoredFormat]:
-    made = FORMATS.get(WORDS.get((scheme.type, scheme.bits), ""))
+    made = FORMATS.get(NAMES.get((scheme.type, scheme.bits), ""))
     if made is None:
         raise ValueError(f"weights in {scheme.name} are not supported; supported are {', '.join(FORMATS)}")
     return made
 
 
 class ByName(WeightFormat):
-    """Each weight in the format of the scheme that the checkpoint has for its name."""
+    """Each weight in the format that the checkpoint has for its name."""
 
     def __init__(self, config: QuantizationConfig, formats: dict[WeightScheme, WeightFormat], plain: WeightFormat):
         self._config, self._formats, self._plain = config, formats, plain
@@ -84,7 +84,7 @@ class ByName(WeightFormat):
         return self._of(names).experts(prefixes, hidden, intermediate)
 
     def _of(self, names: Sequence[str]) -> WeightFormat:
-        """The format of weights that are multiplied together."""
+        """The common format of weights that are multiplied together."""
         schemes = {self._config.scheme_of(name): name for name in names}
         if len(schemes) > 1:
             (one, first), (other, second) = list(schemes.items())[:2]

@@ -1,24 +1,27 @@
-"""INT4: weights packed eight to an int32, with a scale for each group of a row; inputs stay as they are (W4A16) or are
-quantised to INT8 by the row (W4A8). In a checkpoint: ``compressed-tensors``, ``NAME.weight_packed`` and
-``NAME.weight_scale``, beside ``NAME.weight_shape``, which says nothing that the configuration does not. In memory the
-words' columns are arranged for the products (:mod:`~dsa_engine.kernels.int4`)."""
+"""INT4: weights packed eight to an int32, with a scale for each group of a row.
+
+Inputs stay as they are (W4A16) or are quantised to INT8 by the row (W4A8). In a checkpoint (``compressed-tensors``):
+``NAME.weight_packed``, ``NAME.weight_scale`` and ``NAME.weight_shape``, which only repeats the configuration. In memory
+the words' columns are arranged for the products (:mod:`~dsa_engine.kernels.formats.int4`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dsa_engine.checkpoint import Source
-from dsa_engine.kernels.expert_mlp_int4 import expert_mlp_int4
-from dsa_engine.kernels.int4 import GROUP_SIZES, arrange_int4_, check_groups, dequantize_int4, planes_for
-from dsa_engine.kernels.linear_int4 import linear_int4
-from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.config.quantization import WeightScheme
+from dsa_engine.kernels.formats.int4 import GROUP_SIZES, arrange_int4_, check_groups, dequantize_int4, planes_for
+from dsa_engine.kernels.linear.linear_int4 import linear_int4
+from dsa_engine.kernels.moe.expert_mlp_int4 import expert_mlp_int4
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
 
 
-class _Packed:
-    """Where packed matrices and their scales are kept; scales in the dtype of activations."""
+class _Packing:
+    """Makes tensors for packed matrices and their scales, which have the dtype of activations."""
 
     def __init__(self, scheme: WeightScheme, dtype: torch.dtype, device: torch.device):
         assert scheme.group_size is not None
@@ -33,7 +36,7 @@ class _Packed:
         return packed, torch.empty(*rows, columns // self.group, dtype=self.dtype, device=self.device)
 
     def sources(self, part: Matrix, packed: torch.Tensor, scale: torch.Tensor) -> list[Source]:
-        """What fills a matrix.
+        """The sources of a matrix.
 
         Raises:
             ValueError: the group size does not divide its columns, or a rank's part of them.
@@ -43,8 +46,8 @@ class _Packed:
             for columns in (part.columns, column, part.shape[1]):
                 check_groups(columns, self.group)
         except ValueError as error:
-            kept = "" if part.kept_columns is None else f", of which this rank keeps {list(part.kept_columns)}"
-            raise ValueError(f"{part.name!r}{kept}: {error}") from error
+            columns_here = "" if part.kept_columns is None else f", of which this rank keeps {list(part.kept_columns)}"
+            raise ValueError(f"{part.name!r}{columns_here}: {error}") from error
         name, (rows, columns) = part.name, (part.rows, part.columns)
         groups = (rows, columns // self.group)
         return [
@@ -56,69 +59,41 @@ class _Packed:
 class Int4Linear(Linear):
     """``packed [out, in / 8]`` int32 and ``scale [out, in / group]``."""
 
-    def __init__(self, parts: Sequence[Matrix], stored: _Packed):
-        rows = [part.shape[0] for part in parts]
-        self._stored = stored
-        self.packed, self.scale = self.tensors = stored.empty(sum(rows), parts[0].shape[1])
-        self.sources = []
-        for part, packed, scale in zip(parts, self.packed.split(rows), self.scale.split(rows), strict=True):
-            self.sources += stored.sources(part, packed, scale)
-        self.scales_whole_rows = stored.int8_activations
+    def __init__(self, parts: Sequence[Matrix], packing: _Packing):
+        self._packing = packing
+        self.packed, self.scale = packing.empty(sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self._stack(parts, (self.packed, self.scale), packing.sources)
+        self.scales_whole_rows = packing.int8_activations
 
     def loaded(self) -> None:
-        arrange_int4_(self.packed, self._stored.planes)
+        arrange_int4_(self.packed, self._packing.planes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_int4(x, self.packed, self.scale, int8_activations=self._stored.int8_activations)
+        return linear_int4(x, self.packed, self.scale, int8_activations=self._packing.int8_activations)
 
-    def of_parts(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        return linear_int4(x, self.packed, self.scale, int8_activations=True, largest=largest)
+    def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
+        return linear_int4(x, self.packed, self.scale, int8_activations=True, largest=row_absmax)
 
     def dequantized(self) -> torch.Tensor:
-        return dequantize_int4(self.packed, self.scale, self._stored.dtype, self._stored.planes)
+        return dequantize_int4(self.packed, self.scale, self._packing.dtype, self._packing.planes)
 
 
 class Int4Experts(GroupedExperts):
     """``gate_up [count, 2 · intermediate, hidden]`` and ``down [count, hidden, intermediate]``, packed, and scales."""
 
-    def __init__(self, prefixes: Sequence[str], hidden: int, intermediate: int, stored: _Packed):
-        self.count = len(prefixes)
-        self._stored = stored
-        self.gate_up = stored.empty(self.count, 2 * intermediate, hidden)
-        self.down = stored.empty(self.count, hidden, intermediate)
-        self.tensors = (*self.gate_up, *self.down)
-        self.sources = []
-        for prefix, *tensors in zip(prefixes, *self.tensors, strict=True):
-            gate, up = zip(*(tensor.split(intermediate) for tensor in tensors[:2]), strict=True)
-            self.sources += stored.sources(Matrix(f"{prefix}.gate_proj.weight", intermediate, hidden), *gate)
-            self.sources += stored.sources(Matrix(f"{prefix}.up_proj.weight", intermediate, hidden), *up)
-            self.sources += stored.sources(Matrix(f"{prefix}.down_proj.weight", hidden, intermediate), *tensors[2:])
+    def __init__(self, prefixes: Sequence[str], hidden: int, intermediate: int, packing: _Packing):
+        self._packing = packing
+        self.gate_up = packing.empty(len(prefixes), 2 * intermediate, hidden)
+        self.down = packing.empty(len(prefixes), hidden, intermediate)
+        super().__init__(prefixes, hidden, intermediate, self.gate_up, self.down, packing.sources)
 
     def loaded(self) -> None:
         for packed, _ in (self.gate_up, self.down):
-            arrange_int4_(packed, self._stored.planes)
+            arrange_int4_(packed, self._packing.planes)
 
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        served_fraction: float,
-        served: int | None,
-        uncounted_bytes: int,
-    ) -> torch.Tensor:
-        return expert_mlp_int4(
-            tokens,
-            experts,
-            weights,
-            self.gate_up,
-            self.down,
-            int8_activations=self._stored.int8_activations,
-            served_fraction=served_fraction,
-            served=served,
-            uncounted_bytes=uncounted_bytes,
-        )
+    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+        int8 = self._packing.int8_activations
+        return expert_mlp_int4(tokens, experts, weights, self.gate_up, self.down, int8_activations=int8, **counts)
 
 
 class Int4(StoredFormat):
@@ -134,13 +109,13 @@ class Int4(StoredFormat):
                 f"weights in {scheme.name} are not supported; of int4 supported are symmetric weights in groups of "
                 f"{', '.join(map(str, GROUP_SIZES))} with plain or 8-bit activations, pack-quantized (W4A16, W4A8)"
             )
-        self._stored = _Packed(scheme, dtype, device)
+        self._packing = _Packing(scheme, dtype, device)
 
     def linear(self, *parts: Matrix) -> Int4Linear:
-        return Int4Linear(parts, self._stored)
+        return Int4Linear(parts, self._packing)
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> Int4Experts:
-        return Int4Experts(prefixes, hidden, intermediate, self._stored)
+        return Int4Experts(prefixes, hidden, intermediate, self._packing)
 
     @staticmethod
     def is_default_on(device: torch.device) -> bool:

@@ -1,24 +1,29 @@
-"""Weights as plain numbers in the run's dtype. The reader expands what a checkpoint holds in FP8."""
+"""Weights in plain numbers of the run's dtype. The reader expands what a checkpoint holds in FP8."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from dsa_engine.kernels.expert_mlp import expert_mlp
-from dsa_engine.kernels.linear import linear
+from dsa_engine.checkpoint import Source
+from dsa_engine.kernels.linear.linear import linear
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, WeightFormat
+
+
+def _sources(part: Matrix, weight: torch.Tensor) -> list[Source]:
+    return [part.source(weight)]
 
 
 class UnquantizedLinear(Linear):
     """``weight [out, in]``."""
 
     def __init__(self, parts: Sequence[Matrix], dtype: torch.dtype, device: torch.device):
-        rows = [part.shape[0] for part in parts]
-        self.weight = torch.empty(sum(rows), parts[0].shape[1], dtype=dtype, device=device)
-        self.tensors = (self.weight,)
-        self.sources = [part.source(piece) for part, piece in zip(parts, self.weight.split(rows), strict=True)]
+        rows = sum(part.shape[0] for part in parts)
+        self.weight = torch.empty(rows, parts[0].shape[1], dtype=dtype, device=device)
+        self._stack(parts, (self.weight,), _sources)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight)
@@ -33,39 +38,13 @@ class UnquantizedExperts(GroupedExperts):
     def __init__(
         self, prefixes: Sequence[str], hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
     ):
-        self.count = len(prefixes)
-        self.gate_up = torch.empty(self.count, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(self.count, hidden, intermediate, dtype=dtype, device=device)
-        self.tensors = (self.gate_up, self.down)
-        self.sources = []
-        for prefix, gate_up, down in zip(prefixes, self.gate_up, self.down, strict=True):
-            gate, up = gate_up.split(intermediate)
-            self.sources += [
-                Matrix(f"{prefix}.gate_proj.weight", intermediate, hidden).source(gate),
-                Matrix(f"{prefix}.up_proj.weight", intermediate, hidden).source(up),
-                Matrix(f"{prefix}.down_proj.weight", hidden, intermediate).source(down),
-            ]
+        count = len(prefixes)
+        self.gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=dtype, device=device)
+        self.down = torch.empty(count, hidden, intermediate, dtype=dtype, device=device)
+        super().__init__(prefixes, hidden, intermediate, (self.gate_up,), (self.down,), _sources)
 
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        served_fraction: float,
-        served: int | None,
-        uncounted_bytes: int,
-    ) -> torch.Tensor:
-        return expert_mlp(
-            tokens,
-            experts,
-            weights,
-            self.gate_up,
-            self.down,
-            served_fraction=served_fraction,
-            served=served,
-            uncounted_bytes=uncounted_bytes,
-        )
+    def _mlp(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **counts: Any) -> torch.Tensor:
+        return expert_mlp(tokens, experts, weights, self.gate_up, self.down, **counts)
 
 
 class Unquantized(WeightFormat):

@@ -1,4 +1,4 @@
-// The experts of a rank in float32, for few rows each: kernels/expert_mlp.py, whose reference defines it.
+// The experts of a rank in float32, for few rows each: kernels/moe/expert_mlp.py, whose reference defines it.
 //
 // A tile is one expert, whose weights are read once for all of its rows; lanes are columns of the weights. Every pair of
 // token and choice has a row of results, and these are added in the order of a token's choices.

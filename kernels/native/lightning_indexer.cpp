@@ -1,4 +1,4 @@
-// The lightning indexer in float32: kernels/lightning_indexer.py, whose references define it.
+// The lightning indexer in float32: kernels/indexer/lightning_indexer.py, whose references define it.
 //
 // A tile is some queries of one segment. Keys are taken a panel at a time, transposed, so that lanes are keys; the
 // products of a few heads stay in registers until they are weighed and summed, and a score is compared with the worst of
@@ -260,7 +260,7 @@ extern "C" int64_t dsa_lightning_indexer_scratch(int64_t queries, int64_t heads,
     return queries * 2 * capacity_for(k) + (dim * PANEL > transposed ? dim * PANEL : transposed);
 }
 
-// tiles: [tile_count, 2] first row and rows, `largest` at most; sequences, visible: of each row. See kernels/segment.py.
+// tiles: [tile_count, 2] first row and rows, `largest` at most; sequences, visible: of each row (kernels/rows/segment.py).
 // Returns 1, and does nothing, where a visible token's page lies outside of the pool; else 0.
 extern "C" int64_t dsa_lightning_indexer(
     const float* q, const float* weights, const float* pool, const int32_t* tables, const int32_t* tiles,

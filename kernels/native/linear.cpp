@@ -1,4 +1,4 @@
-// Products of few rows in float32: kernels/linear.py and kernels/head_product.py, whose references define them.
+// Products of few rows in float32: kernels/linear/linear.py and per_head_matmul.py, whose references define them.
 
 #include "products.h"
 
@@ -48,7 +48,7 @@ extern "C" void dsa_linear(
 
 // x [tokens, heads, inner], weight [heads, inner, outer], out [tokens, heads, outer], with strides; of the weight's last
 // two one is 1.
-extern "C" void dsa_head_product(
+extern "C" void dsa_per_head_matmul(
     const float* x, const float* weight, float* out, int64_t tokens, int64_t heads, int64_t inner, int64_t outer,
     int64_t x_token, int64_t x_head, int64_t weight_head, int64_t weight_inner, int64_t weight_outer,
     int64_t out_token, int64_t out_head, int64_t threads) {

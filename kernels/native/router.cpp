@@ -1,4 +1,4 @@
-// The router of the mixture of experts: kernels/router.py, whose reference defines it.
+// The router of the mixture of experts: kernels/moe/router.py, whose reference defines it.
 
 #include <climits>
 

@@ -1,4 +1,4 @@
-// What is done to the rows of a step, in float32: kernels/rms_norm.py, rope.py, silu_mul.py, store_latent.py,
+// What is done to the rows of a step, in float32: kernels/rows/rms_norm.py, rope.py, silu_mul.py, store_latent.py,
 // store_index_keys.py and paged.py, whose references define it.
 //
 // A tile is some rows. Each is read once, and written once to where it is to go.

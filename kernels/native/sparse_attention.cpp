@@ -1,4 +1,4 @@
-// Sparse attention in float32: kernels/sparse_attention.py, whose reference defines it.
+// Sparse attention in float32: kernels/attention/sparse_attention.py, whose reference defines it.
 //
 // A tile is one token. Its rows are gathered once. For the scores lanes are heads, so that the softmax is lane by lane;
 // for the values lanes are columns of the rows.

@@ -13,7 +13,7 @@ from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
 from dsa_engine.checkpoint import dummy as dummy_module
 from dsa_engine.checkpoint import reader as reader_module
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.fp8 import dequantize_blocks, quantize_blocks
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
 
 BLOCK = (16, 8)
 

@@ -75,7 +75,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == writer.written.tensor_bytes
     files = sorted(p.name for p in folder.glob("*.safetensors"))
     assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    # 15 + 24, 14, 36 and 96 bytes: the last is larger than a shard may be, and gets one of its own.
+    # 15 + 24, 14, 36 and 96 bytes: the last is larger than a shard may be, and gets its own.
     groups = [{"odd", "scales"}, {"half"}, {"brain"}, {"strided"}, {"empty"}]
     assert writer.written.shards == len(files) == len(groups)
     for file, names in zip(files, groups, strict=True):
@@ -124,7 +124,7 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A small file system of its own, filled so that there is room for ever more of the checkpoint."""
+    """A small file system, filled so that more and more of the checkpoint fits."""
     room = tmp_path / "room"
     room.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(room)], capture_output=True).returncode:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsa_engine import LLM, CapacityError, ParallelConfig, SamplingParams
-from dsa_engine.measure.prefill_benchmark import measure_prefill
+from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 
 HOW, FOLDER = sys.argv[1:]
 RANK = int(os.environ["RANK"])

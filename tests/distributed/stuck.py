@@ -14,19 +14,20 @@ from pathlib import Path
 import torch
 
 from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
-from dsa_engine.output_files import whole_file
-from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, peers
+from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.failure import peers, reporter, watch
+from dsa_engine.system.output_files import whole_file
 
 FOLDER = Path(sys.argv[1])
-failure_watch._POLL_S = 0.05
-failure_watch._OTHERS_S = 1.0
+watch._POLL_S = 0.05
+watch._OTHERS_S = 1.0
 
-failure.report_failures()
+reporter.report_failures()
 mesh = Mesh.create(ParallelConfig(timeout=600.0), "cpu")
 waits = ctypes.PyDLL(None) if mesh.rank == 1 else ctypes.CDLL(None)
 if mesh.rank == 2:
     peers_machine = peers.machine()
-    peers.machine = failure.machine = lambda: f"not-{peers_machine}"
+    peers.machine = reporter.machine = lambda: f"not-{peers_machine}"
 
 waits.usleep(mesh.rank * 500_000)  # slow but healthy: longer than any wait of a failed run
 mesh.world.all_gather(torch.ones(1))

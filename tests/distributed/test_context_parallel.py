@@ -1,5 +1,5 @@
-"""The forms of context parallelism on true ranks, by ``scripts/compare_context_parallel.py``: results of a single
-process (compared with the papers by ``tests/measure/test_context_parallel.py``), and bytes and work as in the formulas.
+"""The forms of context parallelism on true ranks, by ``compare_context_parallel.py``: results of a single
+process (compared with the papers by ``tests/scripts/test_context_parallel.py``), and bytes and work as in the formulas.
 Two ranks are started by DeepSpeed's launcher."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_context_parallel.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "studies" / "compare_context_parallel.py"
 
 
 def check(report: Path, ranks: int, lengths: list[int], forms: tuple[str, ...]) -> None:

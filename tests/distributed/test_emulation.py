@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.prefill_benchmark import measure_prefill
 from dsa_engine.measure.random_prompt import random_prompt
 
 WORLD = 4

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import write_random_checkpoint
 from dsa_engine.demo import demo_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 # Divides by 2, 3, 4, 6: heads (o_proj), vocabulary (embedding, LM head), experts.
 SIZES = {"num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 204}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import quantize_checkpoint
+from dsa_engine.convert import quantize_checkpoint
 
 SIZES = {
     "hidden_size": 256,

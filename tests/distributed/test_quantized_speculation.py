@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import quantize_checkpoint, write_random_checkpoint
+from dsa_engine.convert import quantize_checkpoint
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 # Sizes that FP8 caches hold, and several blocks of 128.
 SIZES: dict[str, Any] = {

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsa_engine.checkpoint import write_random_checkpoint
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 SIZES: dict[str, Any] = {
     "vocab_size": 204,

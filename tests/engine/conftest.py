@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup.start import start
-from dsa_engine.measure.fake_cuda import FakeConfig, FakeDevice
 from dsa_engine.options import EngineOptions
+from fake_cuda import FakeConfig, FakeDevice
 
 LAYERS = {"num_hidden_layers": 3, "first_k_dense_replace": 1}  # one dense layer, two with experts
 

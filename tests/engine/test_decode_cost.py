@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels import indexer_scores, launch
+from dsa_engine.kernels.indexer import indexer_scores
+from dsa_engine.kernels.runtime import launch
 from dsa_engine.measure.emulation.overlap_model import watched
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.stage_timer import current_stage
 
 CONTEXTS = (2048, 4096, 8192, 32768)
@@ -56,7 +58,7 @@ def references() -> Iterator[None]:
 
 def decode_step(llm: LLM, context: int) -> Work:
     """The work of one token that sees ``context`` others."""
-    request = llm.engine.add_filled(context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    request = add_filled(llm.engine, context, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     llm.engine.step()  # makes tensors that are made once
     with watched(llm.engine), Work() as work:
         llm.engine.step()
@@ -109,15 +111,15 @@ def test_index_keys_are_read_once_for_all_drafts(
     read: list[int] = []
     original = indexer_scores.read_index_keys
 
-    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def counted(pool: torch.Tensor, table: torch.Tensor, start: int, stop: int, *more: Any) -> torch.Tensor:
         read.append(stop - start)
-        return original(pool, table, start, stop)
+        return original(pool, table, start, stop, *more)
 
     monkeypatch.setattr(indexer_scores, "read_index_keys", counted)
     layers, rows = llm.engine.config.num_hidden_layers, {}
     for count in (0, drafts):
         llm.engine.draft(count)
-        request = llm.engine.add_filled(3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        request = add_filled(llm.engine, 3000, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
         llm.engine.step()
         visible = len(request) + count
         assert len(request.drafts) == count

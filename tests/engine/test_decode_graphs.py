@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.runner import ModelRunner
@@ -21,10 +22,9 @@ from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.kernels.launch import INTERPRETED
-from dsa_engine.measure.fake_cuda import FakeDevice
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.sampling_params import SamplingParams
+from fake_cuda import FakeDevice
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),
@@ -77,7 +78,7 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         seen = Held(len(device.launches), 0, 0, added / 2**30)
 
         for _ in range(min(2 * world, 64)):
-            engine.add_filled(100_000, GREEDY)
+            add_filled(engine, 100_000, GREEDY)
         with device.watched():
             engine.step()  # warms up and captures; a wait within is an error
         seen = replace(seen, decode=len(device.captures[-1].launches))
@@ -143,7 +144,7 @@ def test_a_step_with_drafts(fake_engine: Callable[..., Any], world: int, how: st
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", world, speculative_config=drafts)
         for _ in range(2 * world):
-            engine.add_filled(100_000, replace(params, max_tokens=200))
+            add_filled(engine, 100_000, replace(params, max_tokens=200))
         with device.watched():
             engine.step()  # warms up and captures; a wait within is an error
         captured = len(device.captures[-1].launches)

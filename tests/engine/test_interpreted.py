@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import write_random_checkpoint
 from dsa_engine.demo import demo_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 # Prefill in chunks, then decode of a ragged batch in which one sequence selects and one is shorter than index_topk.
 ENGINE = """
 import json, sys, torch
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 assert INTERPRETED
 folder, out, options = sys.argv[1:]
 llm = LLM(folder, device="cpu", max_model_len=512, max_num_batched_tokens=96, page_size=16, cache_memory="4MiB",

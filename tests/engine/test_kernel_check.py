@@ -18,16 +18,17 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import kernel_check, kernel_findings
 from dsa_engine.engine.startup.kernel_findings import KernelFindings
-from dsa_engine.kernels import operation
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime import operation
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
-from dsa_engine.parallel.peers import name_of
+from dsa_engine.parallel.failure.peers import name_of
 
 ENGINES = """
 import json, sys
 from pathlib import Path
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.kernels import operation, silu_mul
+from dsa_engine.kernels.rows import silu_mul
+from dsa_engine.kernels.runtime import operation
 from dsa_engine.engine.startup import kernel_check
 
 class Broken:

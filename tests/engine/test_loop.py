@@ -22,7 +22,7 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 THREADS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

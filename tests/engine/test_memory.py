@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup import memory
 from dsa_engine.engine.startup.memory import default_cache_memory, enough_memory
 from dsa_engine.errors import CapacityError
 from dsa_engine.measure.peak_memory import peak_bytes
-from dsa_engine.model.config import ModelConfig
 
 
 def test_caches_take_half_of_what_is_free_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_caches_of_a_gpu_take_what_the_utilization_leaves(monkeypatch: pytest.Mo
 
 
 def _any_released() -> dict[str, object]:
-    from dsa_engine.checkpoint import RELEASED_CONFIGS
+    from dsa_engine.config.released import RELEASED_CONFIGS
 
     return released_config(sorted(RELEASED_CONFIGS)[0])
 

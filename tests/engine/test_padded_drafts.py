@@ -16,7 +16,7 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DRAFTS, COUNT = 2, 7

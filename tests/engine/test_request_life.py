@@ -16,8 +16,8 @@ import torch
 import dsa_engine
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.sampling.result import StepResult
-from dsa_engine.interrupts import uninterrupted
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.system.interrupts import uninterrupted
+from dsa_engine.text.tokenizer import Tokenizer
 
 TEXTS = ["first request", "the second", "a third one of them"]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -8,6 +8,7 @@ from dsa_engine.engine.requests.pages import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
+from dsa_engine.measure.filled_requests import check_batch
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -122,9 +123,9 @@ def test_a_request_that_can_never_run() -> None:
 def test_a_batch_that_fits(ranks: int, cp: int, requests: int, filled: bool, pages: int) -> None:
     """It just fits without preemption; with a page less it does not, and the check says so."""
     scheduler = make(pages=pages, page_size=4, world=ranks, cp=cp)
-    scheduler.capacity.check_batch(requests, 8, 4, filled)
+    check_batch(scheduler.capacity, requests, 8, 4, filled)
     with pytest.raises(CapacityError, match=rf"{requests} such requests at once on {ranks} rank"):
-        make(pages=pages - 1, page_size=4, world=ranks, cp=cp).capacity.check_batch(requests, 8, 4, filled)
+        check_batch(make(pages=pages - 1, page_size=4, world=ranks, cp=cp).capacity, requests, 8, 4, filled)
     them = [make_request(n, 8, output=4) for n in range(requests)]
     for request in them:
         scheduler.adopt(request) if filled else scheduler.add(request)

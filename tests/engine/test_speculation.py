@@ -63,13 +63,13 @@ def test_drafts_are_those_of_the_equations(
     for module in engine.model.mtp:  # copies take no memory
         assert (module.embed is not None) == (module.head is not None) == own_tables
     rows: list[torch.Tensor] = []
-    original = engine.model.own_logits
+    original = engine.model.logits
 
-    def kept(hidden: torch.Tensor, most: int, module: int | None = None) -> torch.Tensor:
-        rows.append(original(hidden, most, module))
+    def kept(hidden: torch.Tensor, padded_rows: int, head: torch.Tensor | None = None) -> torch.Tensor:
+        rows.append(original(hidden, padded_rows, head))
         return rows[-1]
 
-    engine.model.own_logits = kept  # type: ignore[method-assign]
+    engine.model.logits = kept  # type: ignore[method-assign]
     request = engine.add(prompt, replace(GREEDY, max_tokens=12))
     while not request.output:
         engine.step()

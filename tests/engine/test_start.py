@@ -14,10 +14,11 @@ from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.steps.plan import Bucket
 from dsa_engine.errors import CapacityError
-from dsa_engine.kernels.launch import INTERPRETED
-from dsa_engine.measure.fake_cuda import FakeDevice
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
+from fake_cuda import FakeDevice
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="the interpreter needs values"),
@@ -53,7 +54,7 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
                 engine.step()
             engine.finish(request, "abort")
             for _ in range(128):
-                engine.add_filled(2000, params)
+                add_filled(engine, 2000, params)
             for _ in range(3):
                 engine.step()
             used = device.reserved + device.outside
@@ -73,7 +74,7 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
         engine = fake_engine(device, "deepseek_v32", 1, **sizes, enforce_eager=True)
         before = device.live
         for params in (penalised, replace(penalised, logit_bias={7: 1.0}, logprobs=1)):
-            requests = [engine.add_filled(2000, params) for _ in range(8)]
+            requests = [add_filled(engine, 2000, params) for _ in range(8)]
             with device.watched():
                 engine.step()
                 engine.step()
@@ -100,7 +101,7 @@ def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
             assert engine.step_bytes is None and not engine.scheduler.has_work
         # One request: up to 4,096, 8,192 and 9,024 tokens; up to 4,096: also 2, 4, 8. Then 1 and 4 requests each.
         assert [len(captures) for captures in seen] == [6, 6, 0]
-        engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
+        add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         assert len(device.captures) == 13, "when it first occurs"
         for captures in seen[:2]:
@@ -127,7 +128,7 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
         assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 9024), (1, 8192), (1, 4096)]
         greedy = {GraphKey(Bucket(1, 3, context), None, False, None) for context in (4096, 8192, 9024)}
         assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
-        engine.add_filled(100, SamplingParams(temperature=0.0, max_tokens=8))
+        add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         assert len(device.captures) == 3
 
@@ -138,7 +139,7 @@ def test_the_last_tokens_of_the_longest_context_need_no_larger_bucket(fake_engin
         sizes = SMALL | {"max_model_len": 8192, "speculative_config": {"num_speculative_tokens": 3}}
         engine = fake_engine(device, "deepseek_v32", 1, **sizes, cudagraph_capture_sizes=[1])
         assert likely_buckets(engine.mesh, engine.options, 8192, 3) == [(1, 8256), (1, 4096)]
-        request = engine.add_filled(8185, SamplingParams(temperature=0.0, max_tokens=7))
+        request = add_filled(engine, 8185, SamplingParams(temperature=0.0, max_tokens=7))
         contexts = set()
         engine.runner.observers.append(lambda plan: plan.decodes and contexts.add(plan.bucket.context))
         while request.finish_reason is None:

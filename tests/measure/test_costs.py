@@ -1,4 +1,4 @@
-"""What a step is counted to do is what a watched step does: its operations, stage by stage, and the bytes it reads."""
+"""Counted work equals that of a watched step: its operations, stage by stage, and the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import released_config
-from dsa_engine.kernels.launch import references
+from dsa_engine.commands.bench.generation_benchmark import measure_latency
+from dsa_engine.commands.bench.peak_fractions import PeakFractions, total
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+from dsa_engine.kernels.runtime.launch import references
 from dsa_engine.measure.ceilings import Ceilings
-from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans
-from dsa_engine.measure.costs.shares import Shares, total
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, formats_of, prefill_plans, prefill_plans_of
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Served, Shape
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.overlap_model import watched
-from dsa_engine.measure.generation_benchmark import measure_latency
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.measure.stage_timer import current_stage
 from dsa_engine.measure.weight_memory import rank_model, rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.kv_cache import cache_format
 
 PICKS = ("aten::index", "aten::index_select", "aten::embedding")
 
 
 class Touched(TorchDispatchMode):
-    """Of an engine's step: operations of matrix products by stage, and which bytes of weights and caches are read."""
+    """Records an engine's step: operations of matrix products by stage, and the bytes of weights and caches read."""
 
     def __init__(self, llm: LLM):
         super().__init__()
@@ -47,7 +48,7 @@ class Touched(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # linear, for instance: its product is an operation of its own
+        with self:  # for example linear: its product is another operation
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -87,17 +88,17 @@ def _expert_tensors(llm: LLM) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("requests, context", [(1, 958), (3, 958), (2, 126)])
 def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
-    """Above and below the 256 tokens that are selected; whole pages are seen, which the references read."""
+    """Above and below the 256 selected tokens; the references read whole pages."""
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    running = [llm.engine.add_filled(context, params) for _ in range(requests)]
-    llm.engine.step()  # what is made once
-    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
+    running = [add_filled(llm.engine, context, params) for _ in range(requests)]
+    llm.engine.step()  # everything that is created once
+    with references(), watched(llm.engine), Touched(llm) as touched:  # PyTorch sees the operations of references
         llm.engine.step()
     visible = len(running[0]) - 1
     assert visible % llm.engine.cache.page_size == 0
     costs = ModelCosts.of(llm.engine)
-    # Each expert that is hit is read in two parts; how many are is the router's, and the model's own test below.
+    # Each chosen expert is read in two parts; the router decides how many, and a test below counts them.
     hit = len(touched.experts_hit) / 2
     layers = sum(layer.moe is not None for layer in llm.engine.model.layers)
     costs.served = lambda tokens: Served(tokens * llm.engine.config.num_experts_per_tok, hit / layers)  # type: ignore[method-assign]
@@ -111,10 +112,10 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
 def test_a_prefill(demo_cache: Path) -> None:
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_batched_tokens=300, progress=False)
     prompt = [(7 * i) % 300 for i in range(640)]
-    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
+    with references(), watched(llm.engine), Touched(llm) as touched:  # PyTorch sees the operations of references
         llm.engine.prefill(prompt)
     costs = ModelCosts.of(llm.engine)
-    plans = llm.engine.prefill_plans(len(prompt))
+    plans = prefill_plans_of(llm.engine, len(prompt))
     again = prefill_plans(costs.config, len(prompt), 1, 300)
     assert [Shape.of(p.ranks[0]) for p in plans] == [Shape.of(p.ranks[0]) for p in again]
     stages = costs.prefill(plans, 0)
@@ -131,7 +132,7 @@ def test_a_prefill(demo_cache: Path) -> None:
 
 
 def test_experts_that_are_hit() -> None:
-    """The mean of independent choices; dealt out in turn no two meet until all experts have one."""
+    """The mean of independent choices; assigned in turn, no two are equal until all experts have one."""
     generator = torch.Generator().manual_seed(0)
     drawn = [
         len(torch.rand(20, 64, generator=generator).topk(4).indices.unique()) for _ in range(400)
@@ -168,28 +169,30 @@ def test_the_sizes_of_deepseek_v32() -> None:
 @pytest.mark.parametrize("stored", ["fp8", None])
 def test_all_weights_are_in_some_stage(stored: str | None) -> None:
     config = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 5})
-    kept = config.quantization if stored else None
-    weights = WeightBytes.of(rank_model(config, kept, torch.bfloat16, ranks=16, tp_size=4))
+    quantization = config.quantization if stored else None
+    weights = WeightBytes.of(rank_model(config, quantization, torch.bfloat16, ranks=16, tp_size=4))
     held = weights.embedding + weights.head
     for kind in zip(config.mlp_layer_types, config.indexer_types, strict=True):
         for name, size in weights.layers[kind].items():
             held += size * (weights.held if name == "MoE experts" else name != "index keys")
     in_float32 = 2 * 2 * 256 * 7168 + 5 * 2 * 64 * 7168  # gates and head weights, on no device twice as wide
-    assert held + in_float32 == rank_weight_bytes(config, kept, torch.bfloat16, 16, 4)
+    assert held + in_float32 == rank_weight_bytes(config, quantization, torch.bfloat16, 16, 4)
 
 
 def test_shares_of_the_ceilings(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e10))
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
-    shares = Shares(llm.engine)
-    flops = sum(work.flops for work in ModelCosts.of(llm.engine).prefill(llm.engine.prefill_plans(700), 0).values())
-    found = shares.prefill(700, seconds=0.5, batch_size=2)["prefill_work"]
-    assert found["flops"] == 2 * flops and found["share_of_matmul"] == pytest.approx(2 * flops / 0.5 / 1e12)
+    fractions = PeakFractions(llm.engine)
+    flops = sum(work.flops for work in ModelCosts.of(llm.engine).prefill(prefill_plans_of(llm.engine, 700), 0).values())
+    work = fractions.prefill(700, seconds=0.5, batch_size=2)["prefill_work"]
+    assert work["flops"] == 2 * flops and work["share_of_matmul"] == pytest.approx(2 * flops / 0.5 / 1e12)
     two = LLM("demo-random", parallel=EmulatedConfig(emulate_world=2, cp_size=1), device="cpu", progress=False)
-    pairs = [Shares(two.engine).prefill(64, 1.0, n)["prefill_work"]["stages"]["MoE experts"]["flops"] for n in (1, 2)]
+    pairs = [
+        PeakFractions(two.engine).prefill(64, 1.0, n)["prefill_work"]["stages"]["MoE experts"]["flops"] for n in (1, 2)
+    ]
     assert pairs[1] == 2 * pairs[0], "each rank's experts serve the prompts of both groups"
     result = measure_latency(llm, 300, 3, batch_size=2, warmup=0, repeat=1, fill_cache=True)
     assert result.itl is not None
-    step = shares.of(result)["decode_step"]
+    step = fractions.of(result)["decode_step"]
     assert step["share_of_copy"] == pytest.approx(sum(step["bytes_read"].values()) / result.itl.median / 1e10)
-    assert "prefill_work" not in shares.of(result), "caches were filled"
+    assert "prefill_work" not in fractions.of(result), "caches were filled"

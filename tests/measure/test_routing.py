@@ -1,4 +1,4 @@
-"""Assigned expert choices: distinct for a token, as often as the rule says, the same on every rank."""
+"""Assigned expert choices: distinct per token, as frequent as required, the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -20,9 +21,8 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.routing import balanced_choices, check_loads, weighted_choices
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -47,8 +47,8 @@ def test_balanced(sizes: tuple[int, int, int, int], tokens: int) -> None:
     experts, top_k, groups, top_groups = sizes
     chosen = balanced_choices(tokens, top_k, experts, groups, top_groups, CPU)
     assert chosen.shape == (tokens, top_k) and chosen.dtype == torch.int32
-    found = counts(chosen, experts)
-    assert len(found) == experts and max(found) - min(found) <= 1
+    counted = counts(chosen, experts)
+    assert len(counted) == experts and max(counted) - min(counted) <= 1
     assert_distinct(chosen)
     if tokens and top_k % top_groups == 0:
         of_groups = [len(set((row // (experts // groups)).tolist())) for row in chosen]
@@ -65,14 +65,14 @@ def test_balanced_choices_spread_over_ranks() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 1000), min_size=8, max_size=40), st.integers(1, 4), st.integers(0, 300))
 def test_weighted(loads: list[int], top_k: int, tokens: int) -> None:
-    loads = [1 + min(load, sum(loads) // 8) for load in loads]  # none above its possible share
+    loads = [1 + min(load, sum(loads) // 8) for load in loads]  # none above its maximum
     if max(loads) * top_k > sum(loads):
         loads = [1] * len(loads)
     chosen = weighted_choices(tokens, top_k, len(loads), loads, CPU)
     assert chosen.shape == (tokens, top_k)
     assert_distinct(chosen)
-    for found, load in zip(counts(chosen, len(loads)), loads, strict=True):
-        assert abs(found - load / sum(loads) * tokens * top_k) < 1 + 1e-6
+    for counted, load in zip(counts(chosen, len(loads)), loads, strict=True):
+        assert abs(counted - load / sum(loads) * tokens * top_k) < 1 + 1e-6
 
 
 def test_weighted_choices_of_neighbours_differ() -> None:
@@ -87,7 +87,7 @@ def test_weighted_choices_of_neighbours_differ() -> None:
     ("loads", "message"),
     [
         ([1.0] * 7, "there are 7 expert loads, the model has 8 routed experts; give one for each"),
-        ([9.0] + [1.0] * 7, "expert 0 has 56.2% of the load; a token chooses 2 different experts, so that one gets at"),
+        ([9.0] + [1.0] * 7, "expert 0 has 56.2% of the load; a token chooses 2 different experts, so one gets at"),
     ],
 )
 def test_loads_that_no_router_can_give(loads: list[float], message: str) -> None:
@@ -99,10 +99,10 @@ def test_loads_that_no_router_can_give(loads: list[float], message: str) -> None
 
 
 def assigned(ranks: int, rank: int, experts: int, tokens: Any = None, loads: Any = None) -> AssignedExperts:
-    found = AssignedExperts(ExpertPlacement.contiguous(experts, ranks, CPU), rank, loads)
+    assigned = AssignedExperts(ExpertPlacement.contiguous(experts, ranks, CPU), rank, loads)
     if tokens is not None:
-        found.begin_step(tokens)
-    return found
+        assigned.begin_step(tokens)
+    return assigned
 
 
 def test_every_rank_assigns_the_same() -> None:
@@ -135,13 +135,13 @@ def test_padding_of_a_step_has_no_experts() -> None:
     group = EmulatedGroup((0, 1, 2), 1, None)
     parallel = EmulatedExpertParallel(group, step.placement, one)
     wrong = torch.zeros(8, 2, dtype=torch.int32)
-    here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8).arrive(0)
+    here = parallel.dispatch(torch.randn(8, 5), wrong, torch.rand(8, 2), "all_gather", 8).receive(0)
     assert int((here.experts >= 0).sum()) == sum(counts(step.physical, 9)[3:6])
 
 
 def test_rows_between_which_there_is_padding() -> None:
-    """A padded step in which requests have unequal numbers of rows, as drafts leave them: what is a token has experts,
-    what is padding has none, in the dispatch too; and so in the draft passes behind it."""
+    """A padded step in which requests have unequal numbers of rows, as drafts leave them: tokens have experts,
+    padding has none, also in the dispatch and in the draft passes after it."""
     requests = [Request(i, list(range(9)), SamplingParams(), pages=[2 * i, 2 * i + 1]) for i in range(4)]
     parts = [(5, 1, range(1)), (4, 3, range(1)), (7, 2, range(1, 2)), (3, 1, range(1, 2))]
     chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
@@ -155,11 +155,11 @@ def test_rows_between_which_there_is_padding() -> None:
         mesh.begin_step(step)
         several_modules = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5], []]  # with one row before each request's own
         for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []]), (8, several_modules)):
-            given = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
+            given = torch.zeros(count, 2, dtype=torch.int32)  # a router's choices
             own = mesh.assigned[0].own(count, 2, CPU)
             assert (own >= 0).all(dim=1).nonzero()[:, 0].tolist() == wanted[rank]
             dispatch = parallel.dispatch(torch.randn(count, 5), given, torch.rand(count, 2), "all_gather", count)
-            here = dispatch.arrive(0)
+            here = dispatch.receive(0)
             served = (here.experts >= 0).any(dim=1).nonzero()[:, 0].tolist()
             assert set(served) <= {first * count + row for first, of in enumerate(wanted) for row in of}
             mine = mesh.assigned[0].choices(count, 2, CPU).placement.local(own, rank)
@@ -170,8 +170,9 @@ def test_rows_between_which_there_is_padding() -> None:
 
 
 @pytest.mark.parametrize("loads", [None, tuple(float(1 + e % 3) for e in range(9))])
-def test_what_a_graph_reads_is_updated_in_place(loads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of steps padded to 2 and 4 rows: before each step what they read is that step's, padding included."""
+def test_tensors_of_a_graph_are_updated_and_not_replaced(loads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of steps padded to 2 and 4 rows: before each step their inputs are those of that step, padding
+    included."""
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -207,23 +208,25 @@ def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, expe
     methods: tuple[MoeDispatch, ...] = ("all_to_all", "all_gather")
     for rank, count in enumerate(tokens):
         rows, weights = torch.randn(count, 6), torch.rand(count, 2)
-        wrong = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
+        wrong = torch.zeros(count, 2, dtype=torch.int32)  # a router's choices
         for method in methods:
             group = EmulatedGroup((0, 1, 2, 3), rank, None)
             parallel = EmulatedExpertParallel(group, step.placement, assigned(4, rank, experts, tokens, loads))
-            for most_pairs in (sys.maxsize, 5):
-                dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), most_pairs)
+            for max_pairs in (sys.maxsize, 5):
+                dispatch = parallel.dispatch(rows, wrong, weights, method, max(tokens), max_pairs)
                 arrived = 0
-                found = []
+                chosen = []
                 for number in range(dispatch.rounds):
-                    here = dispatch.arrive(number)
+                    here = dispatch.receive(number)
                     arrived += len(here.tokens)
                     assert len(here.tokens) == len(here.experts) == len(here.weights)
-                    found += here.experts[here.experts >= 0].tolist()
+                    chosen += here.experts[here.experts >= 0].tolist()
                     assert math.isfinite(float(here.weights.sum()))
-                    dispatch.give_back(number, torch.randn(len(here.tokens), 6))
+                    dispatch.send_back(number, torch.randn(len(here.tokens), 6))
                 assert dispatch.combine().shape == (count, 6)
                 if method == "all_gather":
                     assert arrived == 4 * max(tokens)
                 held = firsts[rank + 1] - firsts[rank]
-                assert counts(torch.tensor(found, dtype=torch.int32), held) == expected[firsts[rank] : firsts[rank + 1]]
+                assert (
+                    counts(torch.tensor(chosen, dtype=torch.int32), held) == expected[firsts[rank] : firsts[rank + 1]]
+                )

@@ -1,4 +1,4 @@
-"""What is reported of drafts, and acceptance that is assumed where tokens mean nothing."""
+"""Reports of drafts, and assumed acceptance for runs whose tokens mean nothing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from dsa_engine import SpeculationMetrics
+from dsa_engine.commands.bench.generation_benchmark import measure_latency
 from dsa_engine.engine.sampling.draw import seed_key
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-from dsa_engine.measure.generation_benchmark import measure_latency
 
 
 def test_counts_of_drafts() -> None:
-    found = SpeculationMetrics.of([(3, 3), (3, 0), (3, 1), (1, 1), (0, 0)])
-    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (4, 10, 5)
-    assert found.num_draft_tokens_per_pos == (4, 3, 3) and found.num_accepted_tokens_per_pos == (3, 1, 1)
-    assert found.acceptance_rates == [3 / 4, 1 / 3, 1 / 3] and found.mean_acceptance_length == 1 + 5 / 4
+    metrics = SpeculationMetrics.of([(3, 3), (3, 0), (3, 1), (1, 1), (0, 0)])
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (4, 10, 5)
+    assert metrics.num_draft_tokens_per_pos == (4, 3, 3) and metrics.num_accepted_tokens_per_pos == (3, 1, 1)
+    assert metrics.acceptance_rates == [3 / 4, 1 / 3, 1 / 3] and metrics.mean_acceptance_length == 1 + 5 / 4
     assert math.isnan(SpeculationMetrics.of([(0, 0)]).mean_acceptance_length)
 
 
@@ -32,8 +32,8 @@ def test_assumed_rates_are_kept() -> None:
     keys = torch.tensor([seed_key(i % 40) for i in range(count)])
     positions = torch.arange(count) // 40
     accepted = assume(keys, positions, 4)
-    found = [float((accepted > i).float().mean()) for i in range(4)]
-    assert found == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.03)
+    rates = [float((accepted > i).float().mean()) for i in range(4)]
+    assert rates == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.03)
     assert torch.equal(accepted, assume(keys, positions, 4)), "the same on every rank"
     assert torch.equal(assume(keys, positions, 0), torch.zeros_like(keys))
     assert torch.equal(assume(keys, positions, 1), accepted.clamp(max=1))
@@ -54,11 +54,11 @@ def test_one_run_with_and_without_drafts(tiny_llm: Callable[..., Any]) -> None:
         result = measure_latency(
             llm, 40, 25, warmup=0, repeat=1, fill_cache=True, num_drafts=count, acceptance=acceptance
         )
-        found = result.to_json()
-        assert result.num_speculative_tokens == count and ("assumed_acceptance" in found) == (count > 0)
-        assert ("mean_acceptance_length" in found) == (count > 0)
-        steps.append(found.get("mean_acceptance_length", 1.0))
-        assert found["median_tpot_ms"] > 0
+        row = result.to_json()
+        assert result.num_speculative_tokens == count and ("assumed_acceptance" in row) == (count > 0)
+        assert ("mean_acceptance_length" in row) == (count > 0)
+        steps.append(row.get("mean_acceptance_length", 1.0))
+        assert row["median_tpot_ms"] > 0
     assert steps[0] == steps[3] == 1.0 and 3.5 < steps[1] <= 4 and steps[2] == 2.0
     with pytest.raises(ValueError, match="4 drafts a step are not possible: num_speculative_tokens allows 0 to 3"):
         llm.engine.draft(4)

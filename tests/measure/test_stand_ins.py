@@ -1,4 +1,4 @@
-"""What stands in for other ranks is written down in one run and timed alone, in the way in which the step ran it."""
+"""Work in place of other ranks is recorded in one run and timed separately, in the same way as in the step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup.start import start
-from dsa_engine.kernels.launch import INTERPRETED
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import watched
 from dsa_engine.measure.emulation.stand_ins import StandIns, stand_in
-from dsa_engine.measure.fake_cuda import FakeDevice
+from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
+from fake_cuda import FakeDevice
 
 CPU = torch.device("cpu")
 
@@ -37,7 +38,7 @@ def test_every_call_is_run_again_as_often_as_it_was_made() -> None:
     noted, first, second = StandIns(), Made(), Made()
     with noted.noting():
         assert [stand_in("layer", first), stand_in("layer", first), stand_in("head", second)] == [1, 2, 1]
-    stand_in("layer", first)  # nobody notes
+    stand_in("layer", first)  # not recorded
     before = (first.times, second.times)
     assert noted.seconds(CPU) > 0
     runs = second.times - before[1]
@@ -59,13 +60,14 @@ def test_passes_alike_have_the_same_work() -> None:
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
 @pytest.mark.parametrize("eager", [False, True])
 def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager: bool, monkeypatch: Any) -> None:
-    """A decode step of one rank of 64 on a fake device: when it is timed it is replayed, when it is watched it is not,
-    and what stood in for the other ranks is captured where the step is, and waits for nothing there."""
+    """A decode step of one rank of 64 on a fake device: it is replayed when timed, not when watched, and
+    the work in place of the other ranks is captured if the step is, and then waits for nothing."""
     (tmp_path / "config.json").write_text(json.dumps(released_config("deepseek_v32")))
     captured: list[set[Any]] = []
     capture = StandIns._captured
     monkeypatch.setattr(StandIns, "_captured", lambda self, on: captured.append(self._collectives) or capture(self, on))
-    monkeypatch.setattr(EmulatedMesh, "exchange", lambda mesh, value: [value] * mesh.world_size)  # no values there
+    # The fake device computes no values.
+    monkeypatch.setattr(EmulatedMesh, "all_gather_int", lambda mesh, value: [value] * mesh.world_size)
     layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     with FakeDevice() as device:
         parallel = EmulatedConfig(emulate_world=64)
@@ -84,7 +86,7 @@ def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager
         assert isinstance(engine.mesh, EmulatedMesh)
         follow_steps(engine)
         for _ in range(64):
-            engine.add_filled(4000, SamplingParams(temperature=0.0, max_tokens=8))
+            add_filled(engine, 4000, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
         with device.watched():
             engine.step()

@@ -1,4 +1,4 @@
-"""The bytes of a rank's weights that are counted are those that an engine holds."""
+"""Counted bytes of a rank's weights equal those of an engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.checkpoint import released_config
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.weight_memory import rank_weight_bytes
-from dsa_engine.model.config import ModelConfig
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "dequantize"])

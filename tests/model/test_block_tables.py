@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dsa_engine.kernels.launch import INTERPRETED
-from dsa_engine.measure.fake_cuda import FakeDevice
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.block_tables import BlockTables
+from fake_cuda import FakeDevice
 
 
 class _Table(BlockTables):
@@ -114,7 +114,7 @@ def test_nothing_is_lost_to_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tables.gather(tables.rows([a, b]), 4, out)[1].tolist() == b
 
 
-def test_nobody_has_pages() -> None:
+def test_requests_without_pages() -> None:
     tables = BlockTables(16, torch.device("cpu"))
     assert tables.rows([]) == [] and tables.gather([], 0).shape == (0, 0)
     assert tables.gather(tables.rows([[]]), 0).shape == (1, 0)

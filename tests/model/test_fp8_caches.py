@@ -15,7 +15,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import start
-from dsa_engine.kernels.cache_format import FP8
+from dsa_engine.kernels.formats.cache_format import FP8
 
 # Sizes that the format holds: a latent block and an index key of a power of two.
 SIZES = {"kv_lora_rank": 128, "index_head_dim": 64}

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_engine.checkpoint import released_config
 from dsa_engine.cli import main as dsa_engine_command
-from dsa_engine.kernels.cache_format import FP8, CacheFormat
-from dsa_engine.kernels.dense_mla import dense_mla
-from dsa_engine.kernels.hadamard import hadamard
-from dsa_engine.kernels.indexer_scores import indexer_scores
-from dsa_engine.kernels.quantize_index_queries import quantize_index_queries
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.sparse_attention import sparse_attention
-from dsa_engine.kernels.store_cache_rows import store_cache_rows
-from dsa_engine.kernels.store_index_keys import store_index_keys
-from dsa_engine.kernels.store_latent import store_latent
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+from dsa_engine.kernels.attention.dense_mla import dense_mla
+from dsa_engine.kernels.attention.sparse_attention import sparse_attention
+from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
+from dsa_engine.kernels.formats.hadamard import hadamard
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
+from dsa_engine.kernels.rows.store_index_keys import store_index_keys
+from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def make(rank: int, rope: int, dim: int, dtype: torch.dtype) -> KVCache:
 
 
 @pytest.mark.parametrize("rank, rope, dim", SIZES)
-def test_everybody_counts_the_same_bytes(
+def test_all_commands_count_the_same_bytes(
     rank: int, rope: int, dim: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The pools, the count that sizes them, the rows that kernels write, and ``dsa-engine info``."""
@@ -96,10 +96,22 @@ class Tokens:
         self.cos, self.sin = angle.cos(), angle.sin()
         self.slots = torch.randperm(PAGES * PAGE_SIZE, generator=g)[:count].int()
 
-    def store(self, latents: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None) -> None:
-        one, cos, sin = torch.ones(self.dim), self.cos, self.sin
-        store_latent(self.compressed, torch.ones(self.rank), EPS, cos, sin, latents, slots, interleaved=True)
-        store_index_keys(self.projected, one, 0 * one, EPS, cos, sin, keys, slots, interleaved=False)
+    def store(self, latents: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, stored: CacheFormat) -> None:
+        one, cos, sin, row_format, key_format = (
+            torch.ones(self.dim),
+            self.cos,
+            self.sin,
+            stored.latent,
+            stored.index_key,
+        )
+        assert key_format is not None
+        store_latent(
+            self.compressed, torch.ones(self.rank), EPS, cos, sin, latents, slots, row_format=row_format,
+            interleaved=True,
+        )  # fmt: skip
+        store_index_keys(
+            self.projected, one, 0 * one, EPS, cos, sin, keys, slots, key_format=key_format, interleaved=False
+        )
 
     def store_packed(self, cache: KVCache) -> None:
         """By way of the buffer that context parallelism gathers."""
@@ -107,8 +119,8 @@ class Tokens:
         assert stored.index_key is not None and key_pool is not None
         rows = torch.empty(self.count, stored.packed_width(), dtype=stored.latent.pool_dtype)
         border = stored.latent.columns
-        self.store(rows[:, :border], rows[:, border : border + stored.index_key.columns], None)
-        store_cache_rows(cache.latent[0], key_pool, rows, self.slots)
+        self.store(rows[:, :border], rows[:, border : border + stored.index_key.columns], None, stored)
+        store_cache_rows(cache.latent[0], key_pool, rows, self.slots, stored.index_key)
 
 
 def read(cache: KVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +136,7 @@ def test_rows_are_read_as_they_were_stored(rank: int, rope: int, dim: int, dtype
     """By both ways to a pool: at once, and by the gathered buffer."""
     tokens = Tokens(rank, rope, dim, 13)
     wanted = torch.empty(13, rank + rope), torch.empty(13, dim)
-    tokens.store(*wanted, None)
+    tokens.store(*wanted, None, CacheFormat.of(rank, rope, dim, torch.float32))
     for packed in (False, True):
         cache = make(rank, rope, dim, dtype)
         key_pool = cache.index_keys[0]
@@ -132,7 +144,7 @@ def test_rows_are_read_as_they_were_stored(rank: int, rope: int, dim: int, dtype
         if packed:
             tokens.store_packed(cache)
         else:
-            tokens.store(cache.latent[0], key_pool, tokens.slots)
+            tokens.store(cache.latent[0], key_pool, tokens.slots, cache.format)
         latents, keys = read(cache, tokens.slots)
         if dtype == FP8:
             assert float((latents - wanted[0]).norm() / wanted[0].norm()) < 0.04
@@ -156,19 +168,19 @@ def test_an_fp8_cache_is_attended_to() -> None:
     results = []
     for dtype in (torch.float32, FP8):
         cache = make(rank, rope, dim, dtype)
-        pool, key_pool = cache.latent[0], cache.index_keys[0]
-        assert key_pool is not None
+        pool, key_pool, stored = cache.latent[0], cache.index_keys[0], cache.format
+        assert key_pool is not None and stored.index_key is not None
         tokens.store_packed(cache)
-        out, _ = dense_mla(q, pool, tables, segments, value_dim=rank, scale=scale)
+        out, _ = dense_mla(q, pool, tables, segments, row_format=stored.latent, scale=scale)
         slots = torch.arange(count, dtype=torch.int32).expand(count, -1).contiguous()
-        selected, _ = sparse_attention(q, pool, slots, value_dim=rank, scale=scale, counts=segments.visible)
+        selected, _ = sparse_attention(q, pool, slots, row_format=stored.latent, scale=scale, counts=segments.visible)
         torch.testing.assert_close(selected, out, rtol=1e-4, atol=1e-4)
         if dtype == FP8:
             codes, scales = quantize_index_queries(index_q, tokens.cos, tokens.sin, interleaved=False)
-            scores = indexer_scores(codes, weights * scales, key_pool, tables, segments)
+            scores = indexer_scores(codes, weights * scales, key_pool, tables, segments, key_format=stored.index_key)
         else:
             turned = torch.cat((index_q[..., :0], _turned(index_q, tokens)), dim=-1)
-            scores = indexer_scores(turned, weights, key_pool, tables, segments)
+            scores = indexer_scores(turned, weights, key_pool, tables, segments, key_format=stored.index_key)
         results.append((out, scores.tril()))
     for plain, quantised in zip(*results, strict=True):
         assert float((plain - quantised).norm() / plain.norm()) < 0.06
@@ -190,9 +202,9 @@ def test_random_rows_go_to_their_pages_only(dtype: torch.dtype) -> None:
     cache.fill_random([3, 1], seed=5)
     for pool in pools:
         assert bool(pool[[1, 3]].any()) and not pool[[0, 2, 4]].any()
-    kept = [pool.clone() for pool in pools]
+    before = [pool.clone() for pool in pools]
     cache.fill_random([3, 1], seed=5)
-    assert all(torch.equal(a, b) for a, b in zip(kept, pools, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, pools, strict=True))
 
 
 def test_layers_without_index_keys() -> None:

@@ -11,29 +11,29 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.model.forward_batch import MHASegments
 
 CPU = torch.device("cpu")
 
 
 def test_parts_hold_whole_segments_and_all_of_them() -> None:
-    ends, lengths = [40, 3, 25, 25, 90, 10], [40, 1, 5, 25, 7, 2]
-    segments = [Segment(0, n, i, end - n) for i, (end, n) in enumerate(zip(ends, lengths, strict=True))]
+    seen, lengths = [40, 3, 25, 25, 90, 10], [40, 1, 5, 25, 7, 2]
+    segments = [Segment(0, n, i, end - n) for i, (end, n) in enumerate(zip(seen, lengths, strict=True))]
     tables = torch.arange(6 * 12, dtype=torch.int32).view(6, 12)
     whole = MHASegments.of(segments, tables, 8, CPU)
     assert whole is not None
-    for most, expected in ((1, [1] * 6), (50, [2, 2, 1, 1]), (68, [3, 1, 1, 1]), (100, [4, 2]), (1000, [6])):
-        parts = whole.parts(most)
-        assert whole.parts(most) is parts
+    for max_keys, expected in ((1, [1] * 6), (50, [2, 2, 1, 1]), (68, [3, 1, 1, 1]), (100, [4, 2]), (1000, [6])):
+        parts = whole.parts(max_keys)
+        assert whole.parts(max_keys) is parts
         assert [len(part.cu_seqlens_q) for _, part in parts] == expected
         rows = [row for chosen, _ in parts for row in range(chosen.start, chosen.stop)]
         assert rows == list(range(sum(lengths)))
         assert torch.equal(torch.cat([part.key_slots for _, part in parts]), whole.key_slots)
         for (chosen, part), first in zip(parts, [sum(expected[:i]) for i in range(len(parts))], strict=True):
             last = first + len(part.cu_seqlens_q)
-            for cu, of in ((part.cu_seqlens_q, lengths), (part.cu_seqlens_k, ends)):
-                assert [b - a for a, b in cu] == of[first:last] and cu.longest == max(of[first:last])
+            for cu, counts in ((part.cu_seqlens_q, lengths), (part.cu_seqlens_k, seen)):
+                assert [b - a for a, b in cu] == counts[first:last] and cu.longest == max(counts[first:last])
                 assert cu.on_device.tolist() == list(cu.offsets) and cu.on_device.dtype == torch.int32
             assert chosen.stop - chosen.start == part.cu_seqlens_q.rows
 

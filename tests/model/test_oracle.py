@@ -249,8 +249,8 @@ def test_greedy_generate_on_a_ragged_batch(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["v32", "v3"])
 def test_half_precision(name: str, dtype: str, case: Callable[..., Any]) -> None:
-    """As near to the float32 logits as ``transformers`` in the same dtype; where tokens are selected, rounding changes
-    the selection at many near ties in both, and luck decides who comes nearer."""
+    """As near to the float32 logits as ``transformers`` in the same dtype. If tokens are selected, rounding changes the
+    selection at many near ties in both, and chance decides which comes nearer."""
     oracle, folder, ids = case(name)
     exact = oracle.logits(ids)
     ours = load(folder, dtype=dtype, max_num_batched_tokens=222).prompt_logits(ids)

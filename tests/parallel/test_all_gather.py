@@ -10,23 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.parallel.all_gather import parts_of, tokens_counted_together
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.all_gather import parts_of, tokens_counted_together
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 @given(st.lists(st.integers(0, 24), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 8))
-def test_parts(served: list[int], most_pairs: int, together: int) -> None:
-    tokens = (len(served) - 1) * together + 1  # of the last number there may be fewer
-    parts = parts_of(served, together, tokens, most_pairs)
+def test_parts(served: list[int], max_pairs: int, together: int) -> None:
+    tokens = (len(served) - 1) * together + 1  # the last number may be of fewer tokens
+    parts = parts_of(served, together, tokens, max_pairs)
     assert parts[0].first == 0 and parts[-1].last == tokens
     assert all(one.last == other.first for one, other in zip(parts, parts[1:], strict=False))
     for first, last, here in parts:
         assert here == sum(served[first // together : -(-last // together)])
-        assert here <= max(most_pairs, *served)
-    assert len(parts) <= 1 + 2 * sum(served) // max(1, most_pairs)
-    if sum(served) <= most_pairs:
+        assert here <= max(max_pairs, *served)
+    assert len(parts) <= 1 + 2 * sum(served) // max(1, max_pairs)
+    if sum(served) <= max_pairs:
         assert len(parts) == 1
 
 
@@ -35,7 +35,7 @@ def test_parts_are_alike() -> None:
 
 
 @dataclass
-class Everybody(Group):
+class AllRanks(Group):
     """One rank of several that all have the same tokens, and whose experts give nothing back."""
 
     @property
@@ -49,27 +49,27 @@ class Everybody(Group):
         return rows.chunk(self.size)[self.index]
 
 
-@pytest.mark.parametrize("most_pairs", [1, 7, 40, 1000])
+@pytest.mark.parametrize("max_pairs", [1, 7, 40, 1000])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_every_token_is_served_once(rank: int, most_pairs: int) -> None:
+def test_every_token_is_served_once(rank: int, max_pairs: int) -> None:
     """3 ranks of 4 experts each; most tokens want those of rank 0. 11 tokens, and 2 rows of padding."""
     size, k, count, hidden = 3, 3, 11, 4
     generator = torch.Generator().manual_seed(0)
     tokens, weights = torch.randn(count, hidden, generator=generator), torch.rand(count, k, generator=generator)
     experts = torch.randint(0, 7, (count, k), generator=generator, dtype=torch.int32)
     placement = ExpertPlacement.contiguous(12, size, torch.device("cpu"))
-    parallel = ExpertParallel(Everybody(tuple(range(size)), rank, None), placement)
-    dispatch = parallel.dispatch(tokens, experts, weights, "all_gather", count + 2, most_pairs)
+    parallel = ExpertParallel(AllRanks(tuple(range(size)), rank, None), placement)
+    dispatch = parallel.dispatch(tokens, experts, weights, "all_gather", count + 2, max_pairs)
     served = []
     for number in range(dispatch.rounds):
-        here = dispatch.arrive(number)
+        here = dispatch.receive(number)
         mine = here.experts >= 0
         served.append(int(mine.sum()))
         assert here.served in (None, served[-1])
-        together = tokens_counted_together(most_pairs, k)
-        assert served[-1] <= max(most_pairs, together * k)
-        dispatch.give_back(number, here.tokens * (here.weights * mine).sum(dim=1, keepdim=True))
+        together = tokens_counted_together(max_pairs, k)
+        assert served[-1] <= max(max_pairs, together * k)
+        dispatch.send_back(number, here.tokens * (here.weights * mine).sum(dim=1, keepdim=True))
     mine = experts // 4 == rank
     assert sum(served) == size * int(mine.sum())
-    assert (dispatch.rounds == 1) == (sum(served) <= most_pairs)
+    assert (dispatch.rounds == 1) == (sum(served) <= max_pairs)
     torch.testing.assert_close(dispatch.combine(), tokens * (weights * mine).sum(dim=1, keepdim=True))

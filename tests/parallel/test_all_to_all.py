@@ -13,15 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.kernels.permute import combine
-from dsa_engine.parallel.all_to_all import Sendings, in_rounds, rounds_needed
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.parallel.experts.all_to_all import SendPlan, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 def choices(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tensor:
-    """Random experts of which each rank has one, a part of them all the same, and nobody now and then."""
+    """Random experts of which each rank has one, a part of them all the same, and now and then no expert."""
     generator = torch.Generator().manual_seed(seed)
     experts = torch.randint(-1, size, (tokens, k), generator=generator, dtype=torch.int32)
     return experts.masked_fill_(torch.rand(tokens, k, generator=generator) < hot, seed % size)
@@ -32,20 +32,20 @@ def choices(tokens: int, k: int, size: int, hot: float, seed: int) -> torch.Tens
     st.integers(0, 99),
 )  # fmt: skip
 def test_no_rank_serves_more_than_the_bound(
-    tokens: int, k: int, size: int, hot: float, most_pairs: int, seed: int
+    tokens: int, k: int, size: int, hot: float, max_pairs: int, seed: int
 ) -> None:
     """All ranks of a world, each with its own tokens."""
-    everybodys = [choices(tokens, k, size, hot, seed + rank) for rank in range(size)]
-    sendings = [Sendings.of(experts, torch.arange(size, dtype=torch.int32), size) for experts in everybodys]
-    served = sum(one.counts[:, 1] for one in sendings)
+    by_rank = [choices(tokens, k, size, hot, seed + rank) for rank in range(size)]
+    plans = [SendPlan.of(experts, torch.arange(size, dtype=torch.int32), size) for experts in by_rank]
+    served = sum(one.counts[:, 1] for one in plans)
     for rank in range(size):
-        assert served[rank] == sum(int((experts == rank).sum()) for experts in everybodys)
-    rounds = rounds_needed(int(served.max()), most_pairs, size, k)
-    assert rounds == 1 or int(served.max()) > most_pairs
+        assert served[rank] == sum(int((experts == rank).sum()) for experts in by_rank)
+    rounds = rounds_needed(int(served.max()), max_pairs, size, k)
+    assert rounds == 1 or int(served.max()) > max_pairs
     total = 0
-    for experts, one in zip(everybodys, sendings, strict=True):
+    for experts, one in zip(by_rank, plans, strict=True):
         rows = int(one.counts[:, 0].sum())
-        source, places, counts = in_rounds(one, rows, rounds)
+        source, choice_rows, counts = in_rounds(one, rows, rounds)
         assert torch.equal(counts.sum(dim=0), one.counts) and len(source) == rows
         total = total + counts[..., 1]
         first = 0
@@ -58,24 +58,24 @@ def test_no_rank_serves_more_than_the_bound(
         # A row says which token it is, so each token gets itself back as often as ranks serve it.
         own = torch.arange(1.0, tokens + 1)[source.long()][:, None]
         ranks = torch.tensor([len(set(row) - {-1}) for row in experts.tolist()], dtype=torch.float32)
-        assert torch.equal(combine(own, places)[:, 0], torch.arange(1.0, tokens + 1) * ranks)
-    assert int(total.max()) <= max(most_pairs, size * (k + 1))
+        assert torch.equal(combine(own, choice_rows)[:, 0], torch.arange(1.0, tokens + 1) * ranks)
+    assert int(total.max()) <= max(max_pairs, size * (k + 1))
 
 
 @pytest.mark.parametrize(
-    ("most", "most_pairs", "rounds"), [(0, 8, 1), (65536, 65536, 1), (65537, 65536, 2), (3 * 65536, 65536, 4)]
+    ("served", "max_pairs", "rounds"), [(0, 8, 1), (65536, 65536, 1), (65537, 65536, 2), (3 * 65536, 65536, 4)]
 )
-def test_rounds(most: int, most_pairs: int, rounds: int) -> None:
-    """Of 64 ranks and 8 experts a token: a round may have 8 choices of each rank more than its part."""
-    assert rounds_needed(most, most_pairs, 64, 8) == rounds
+def test_rounds(served: int, max_pairs: int, rounds: int) -> None:
+    """64 ranks and 8 experts a token: a round may have 8 more choices of each rank than its part."""
+    assert rounds_needed(served, max_pairs, 64, 8) == rounds
 
 
 @dataclass
 class Room:
-    """Where ranks that are threads lay what they send."""
+    """The exchange of ranks that are threads."""
 
     size: int
-    rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of every rank, to each
+    rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # rows of every rank to each rank
 
     def __post_init__(self) -> None:
         self.barrier = Barrier(self.size)
@@ -123,32 +123,32 @@ def test_sums_are_the_same_bits_in_any_number_of_rounds(dtype: torch.dtype) -> N
     ]
     weights = [torch.rand(n, k, generator=generator) for n in counts]
 
-    def run(most_pairs: int) -> tuple[list[torch.Tensor], set[int], int]:
+    def run(max_pairs: int) -> tuple[list[torch.Tensor], set[int], int]:
         room, rounds, largest = Room(size), set(), []
 
         def rank(index: int) -> torch.Tensor:
             parallel = ExpertParallel(ThreadGroup(tuple(range(size)), index, None, room=room), placement)
             dispatch = parallel.dispatch(
-                tokens[index], chosen[index], weights[index], "all_to_all", max(counts), most_pairs
+                tokens[index], chosen[index], weights[index], "all_to_all", max(counts), max_pairs
             )
             rounds.add(dispatch.rounds)
             for number in range(dispatch.rounds):
-                here = dispatch.arrive(number)
+                here = dispatch.receive(number)
                 largest.append(here.served)
                 assert here.served == int((here.experts >= 0).sum())
                 scale = (here.weights * (here.experts + 1)).where(here.experts >= 0, 0.0).sum(dim=1)
-                dispatch.give_back(number, (here.tokens.float() * scale[:, None]).to(dtype))
+                dispatch.send_back(number, (here.tokens.float() * scale[:, None]).to(dtype))
             return dispatch.combine()
 
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(rank, range(size))), rounds, max(largest)
 
-    once, rounds, most = run(sys.maxsize)
-    assert rounds == {1} and most > 50
+    once, rounds, whole = run(sys.maxsize)
+    assert rounds == {1} and whole > 50
     for one, own in zip(once, tokens, strict=True):
         assert one.shape == own.shape and one.dtype == dtype
-    for bound in (most, most - 1, 30, 1):
+    for bound in (whole, whole - 1, 30, 1):
         again, rounds, largest = run(bound)
-        assert len(rounds) == 1 and (rounds == {1}) == (bound == most)
+        assert len(rounds) == 1 and (rounds == {1}) == (bound == whole)
         assert largest <= max(bound, size * (k + 1))
         assert all(map(torch.equal, again, once)), bound

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsa_engine import SamplingParams
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.demo import demo_folder
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.context_parallel import split_sequence
 from dsa_engine.parallel.group import Group
 

@@ -16,14 +16,17 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dsa_engine.parallel import Mesh, ParallelConfig, failure, failure_watch, run_store
+from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel import mesh as mesh_module
 from dsa_engine.parallel.agreement import differences
+from dsa_engine.parallel.failure import reporter as failure
+from dsa_engine.parallel.failure import store as run_store
+from dsa_engine.parallel.failure import watch as failure_watch
+from dsa_engine.parallel.failure.peers import name_of, state_of, wake
 from dsa_engine.parallel.launch_environment import launched_rank, local_world_size, several_processes
-from dsa_engine.parallel.peers import name_of, state_of, wake
 
 
-def test_nobody_has_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     assert launched_rank() == (0, 1) and not several_processes()
@@ -151,7 +154,7 @@ def test_only_ranks_that_may_be_the_cause_are_named(
     (one, name_of_one), (three, name_of_three) = sleeper(), sleeper()
     store.set("process 1", name_of_one)
     store.set("process 3", name_of_three)
-    store.set("process 2", "elsewhere 2 1")  # of rank 5 nothing is known
+    store.set("process 2", "elsewhere 2 1")  # nothing is known of rank 5
     said = reporter._lost(reporter._states())
     assert said.startswith("no word from rank 2, 5: it hangs, or its process has ended without an error of its own")
     assert "1" not in said and "3" not in said, "they live, and wait for the others"
@@ -191,7 +194,7 @@ def test_the_watch_for_failures_ends_with_the_run(monkeypatch: pytest.MonkeyPatc
 
 
 class Relay:
-    """Stands between a store and those who ask it: accepts connections, but while ``silent`` no answer comes back."""
+    """Stands between a store and its clients: accepts connections, but passes no answer on while ``silent``."""
 
     def __init__(self, port: int):
         self.silent, self.accepted = True, 0
@@ -219,10 +222,10 @@ class Relay:
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                ends = [self._server.accept()[0], socket.create_connection(("127.0.0.1", self._store))]
-                self._ends += ends
+                pair = [self._server.accept()[0], socket.create_connection(("127.0.0.1", self._store))]
+                self._ends += pair
                 self.accepted += 1
-                for source, target, answers in ((*ends, False), (*reversed(ends), True)):
+                for source, target, answers in ((*pair, False), (*reversed(pair), True)):
                     passing = threading.Thread(target=self._pass_on, args=(source, target, answers), daemon=True)
                     self._threads.append(passing)
                     passing.start()
@@ -281,18 +284,18 @@ def test_the_watch_outlives_a_store_that_is_slow(
     assert record.levelname == "WARNING" and record.message.startswith("the store of the run is gone")
 
 
-def test_who_does_not_react_is_killed(
+def test_a_rank_that_does_not_react_is_killed(
     sleeper: Callable[[], tuple[subprocess.Popen[bytes], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failure_watch, "_OTHERS_S", 0.0)
     store = dist.HashStore()
-    (stuck, stuck_name), (fails, fails_name), (ends, ends_name) = sleeper(), sleeper(), sleeper()
-    for rank, name in ((1, stuck_name), (2, fails_name), (3, ends_name), (4, "elsewhere 1 1")):
+    (stuck, stuck_name), (fails, fails_name), (leaves, leaves_name) = sleeper(), sleeper(), sleeper()
+    for rank, name in ((1, stuck_name), (2, fails_name), (3, leaves_name), (4, "elsewhere 1 1")):
         store.set(f"process {rank}", name)
     store.set("2", "has an error of its own")
     store.set("ends 3", "")
     failure_watch.see_off(store, 0, 6)  # rank 5 has not begun
-    assert stuck.wait() == -signal.SIGKILL and fails.poll() is None and ends.poll() is None
+    assert stuck.wait() == -signal.SIGKILL and fails.poll() is None and leaves.poll() is None
     assert store.check(["ends 0"])
 
 

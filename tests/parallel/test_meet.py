@@ -48,7 +48,7 @@ def meshes(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> list[Rank]:
             self._mine()[who] = count
 
     monkeypatch.setattr(agreement, "_meetings_held", Times())
-    config = ParallelConfig(timeout=0.05)  # of collectives; nothing here is one
+    config = ParallelConfig(timeout=0.05)  # for collectives; there are none here
     return [Rank(config, rank, 3, torch.device("cpu")) for rank in range(3)]
 
 
@@ -58,7 +58,7 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
     def run(mesh: Rank) -> None:
         time.sleep(0.3 * mesh.rank)
         came.append(mesh.rank)
-        mesh.meet(30.0)
+        mesh.barrier(30.0)
         assert len(came) == 3
 
     with ThreadPoolExecutor(3) as pool:
@@ -67,7 +67,7 @@ def test_the_slowest_is_waited_for(meshes: list[Rank]) -> None:
 
 def test_who_does_not_come_is_named(meshes: list[Rank]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(mesh.meet, wait) for mesh, wait in zip(meshes[:2], (0.2, 1.0), strict=True))
+        first, second = (pool.submit(mesh.barrier, wait) for mesh, wait in zip(meshes[:2], (0.2, 1.0), strict=True))
         with pytest.raises(TimeoutError, match="rank 2 has not come to the start of the run for 0.2 seconds"):
             first.result()
         with pytest.raises(TimeoutError, match="rank 0 has not come"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig

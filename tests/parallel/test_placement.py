@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dsa_engine.parallel import Mesh, ParallelConfig
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_contiguous(experts: int, ranks: int, counts: list[int]) -> None:
 def test_every_expert_is_served_once(experts: int, ranks: int) -> None:
     placement = ExpertPlacement.contiguous(experts, ranks, CPU)
     choices = torch.arange(-1, experts, dtype=torch.int32)
-    rank_of = torch.cat((torch.tensor([-1]), placement.rank_of))  # nobody first
+    rank_of = torch.cat((torch.tensor([-1]), placement.rank_of))  # expert −1 first
     for rank in range(ranks):
         local = placement.local(choices, rank)
         assert local.dtype == torch.int32
@@ -63,9 +63,9 @@ def test_one_rank_in_any_order() -> None:
     assert parallel.held == (2, 0, 1)
     tokens, experts = torch.randn(2, 4), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
     dispatch = parallel.dispatch(tokens, experts, torch.rand(2, 2), "all_to_all", 2)
-    here = dispatch.arrive(0)
+    here = dispatch.receive(0)
     assert here.experts.tolist() == [[1, 0], [2, -1]] and here.served_fraction == 1.0
-    dispatch.give_back(0, tokens)
+    dispatch.send_back(0, tokens)
     assert dispatch.rounds == 1 and here.tokens is tokens and dispatch.combine() is tokens
 
 

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import CheckpointReader, Source, write_random_checkpoint
+from dsa_engine.checkpoint import CheckpointReader, Source
+from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.demo import demo_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 from dsa_engine.engine.startup.weights import load_weights
 from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels.fp8 import quantize_blocks
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.model.model import Model
-from dsa_engine.model.quantization_config import WeightScheme
+from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.quantization import GroupedExperts, Linear, Matrix, choose
 from dsa_engine.quantization.base import StoredFormat
 from dsa_engine.quantization.block_fp8 import BlockFP8, BlockFP8Experts, BlockFP8Linear, SideBySide
@@ -82,7 +84,8 @@ class NaiveExperts(GroupedExperts):
     def __init__(self, stored: BlockFP8Experts):
         self.stored, self.count, self.tensors, self.sources = stored, stored.count, stored.tensors, stored.sources
 
-    def __call__(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, **how: Any) -> torch.Tensor:
+    def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
+        tokens, experts, weights = received[:3]
         gate_up, down = expanded(*self.tensors[:2]), expanded(*self.tensors[2:])
         out, x = torch.zeros(tokens.shape, dtype=torch.float64), coded(tokens)
         for t, row in enumerate(experts.tolist()):
@@ -131,18 +134,20 @@ def test_weights_are_kept_as_they_are_stored(folder: Path) -> None:
                 reader.load(Source(name, codes, source.shape))
                 assert torch.equal(source.into.view(torch.uint8), codes.view(torch.uint8)), name
     quantized = [name for name in stored if name.endswith("_scale_inv")]
-    # Of 3 layers: q_a, q_b, kv_a, o, wq_b, wk; of one gate, up, down, of two those of a shared expert and of 12 others.
+    # 3 layers have q_a, q_b, kv_a, o, wq_b, wk; one has gate, up, down; two have those of 13 experts.
     assert len(quantized) == 3 * 6 + 3 + 2 * 3 * 13
 
 
-@pytest.mark.parametrize("quantization, share", [("fp8", 0.31), ("dequantize", 1.0)])
-def test_memory(folder: Path, quantization: str, share: float, peak_memory: Callable[[Callable[[], Any]], int]) -> None:
+@pytest.mark.parametrize("quantization, fraction", [("fp8", 0.31), ("dequantize", 1.0)])
+def test_memory(
+    folder: Path, quantization: str, fraction: float, peak_memory: Callable[[Callable[[], Any]], int]
+) -> None:
     """As stored, but for W_UK and W_UV; while loading at most the largest tensor more."""
     llm = LLM(folder, quantization=quantization, **OPTIONS)
     engine, model = llm.engine, llm.engine.model
     held = sum(p.nbytes for p in model.parameters())
     floats = sum(math.prod(s.shape) for s in LLM(folder, **OPTIONS).engine.model.weight_sources())
-    assert held / (4 * floats) == pytest.approx(share, abs=0.01)
+    assert held / (4 * floats) == pytest.approx(fraction, abs=0.01)
 
     def load() -> Model:
         again = Model(engine.config, model.runtime)
@@ -181,7 +186,7 @@ def made(*parts: Matrix) -> tuple[Linear, dict[str, torch.Tensor]]:
 def test_a_rank_keeps_whole_blocks() -> None:
     x = torch.randn(5, 300)
     whole, _ = made(Matrix("w", 400, 300))
-    columns = [made(Matrix("w", 400, 300, kept_columns=kept))[0] for kept in ((0, 128), (128, 256), (256, 300))]
+    columns = [made(Matrix("w", 400, 300, kept_columns=part))[0] for part in ((0, 128), (128, 256), (256, 300))]
     parts = x.split((128, 128, 44), dim=1)
     torch.testing.assert_close(
         sum(part(piece) for part, piece in zip(columns, parts, strict=True)), whole(x), rtol=1e-4, atol=1e-3
@@ -192,9 +197,9 @@ def test_a_rank_keeps_whole_blocks() -> None:
 
 
 def test_a_cut_inside_a_block_is_refused() -> None:
-    for kept in ({"kept_columns": (64, 128)}, {"kept_columns": (0, 200)}):
+    for part in ({"kept_columns": (64, 128)}, {"kept_columns": (0, 200)}):
         with pytest.raises(ValueError, match=r"'w' \[400, 300\] would be cut at column .*choose a tp_size that cuts"):
-            made(Matrix("w", 400, 300, **kept))
+            made(Matrix("w", 400, 300, **part))
     with pytest.raises(ValueError, match="cut at row 100, inside a block of 128"):
         made(Matrix("w", 400, 300, kept_rows=(0, 100)))
 

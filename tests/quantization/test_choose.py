@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.model.quantization_config import QuantizationConfig, WeightScheme
+from dsa_engine.config.quantization import QuantizationConfig, WeightScheme
 from dsa_engine.quantization import Matrix, Unquantized, choose, weight_format
 from dsa_engine.quantization.base import StoredFormat
 from dsa_engine.quantization.unquantized import UnquantizedExperts, UnquantizedLinear

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import quantize_checkpoint
+from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.quantization import Matrix, weight_format
 from dsa_engine.quantization.int4 import Int4Experts
@@ -65,14 +65,14 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def naive_experts(module: Any, weights: dict[str, torch.Tensor], prefix: str, through: Callable[..., Any]) -> Any:
-    def forward(self: Any, x: torch.Tensor, chosen: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
-            token, place = torch.where(chosen == expert)
+            token, choice = torch.where(chosen == expert)
             gate, up, down = (weights[f"{prefix}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
             rows = through(x[token])
             hidden = through(torch.nn.functional.silu(rows @ gate.t()) * (rows @ up.t()))
-            out.index_add_(0, token, hidden @ down.t() * share[token, place, None])
+            out.index_add_(0, token, hidden @ down.t() * factors[token, choice, None])
         return out
 
     return MethodType(forward, module)
@@ -132,7 +132,7 @@ def test_rows_see_no_neighbours(name: str, stored: Callable[[str], Path], random
     whole, chunked = (LLM(stored(name), max_num_batched_tokens=n, **OPTIONS) for n in (512, 32))
     logits = whole.prompt_logits(prompts[0][:64])  # before anything is selected
     error = (chunked.prompt_logits(prompts[0][:64]) - logits).norm(dim=1) / logits.norm(dim=1)
-    assert float(error.median()) < 1e-5  # of some rows a code lies beside a tie, as above
+    assert float(error.median()) < 1e-5  # a code of some rows lies beside a tie, as above
     together = [out.token_ids for out in whole.generate(prompts, params)]
     assert [chunked.generate(prompt, params)[0].token_ids for prompt in prompts] == together
     assert whole.engine.bytes_read == sum(
@@ -153,7 +153,7 @@ def test_parts_of_columns_are_scaled_as_whole_rows(stored: Callable[[str], Path]
         scales.into.copy_(scale[:, None])
     assert whole.scales_whole_rows
     largest = x.abs().amax(dim=1)
-    sums = parts[0].of_parts(x[:, :16], largest) + parts[1].of_parts(x[:, 16:], largest)
+    sums = parts[0].forward_sharded(x[:, :16], largest) + parts[1].forward_sharded(x[:, 16:], largest)
     torch.testing.assert_close(sums, whole(x), rtol=1e-5, atol=1e-5)
 
 
@@ -258,7 +258,7 @@ def test_dummy_weights(name: str, stored: Callable[[str], Path]) -> None:
     assert moe is not None
     made = moe.experts
     if isinstance(made, Int4Experts):
-        from dsa_engine.kernels.int4 import dequantize_int4, planes_for
+        from dsa_engine.kernels.formats.int4 import dequantize_int4, planes_for
 
         planes = planes_for(name == "w4a8")
         weight = dequantize_int4(made.gate_up[0][0], made.gate_up[1][0], torch.float32, planes)

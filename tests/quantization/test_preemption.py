@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.checkpoint import quantize_checkpoint
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.convert import quantize_checkpoint
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.outputs import RequestOutput
 
@@ -37,8 +37,8 @@ LENGTHS = (50, 33, 5, 48, 21)
 COUNT = 20  # tokens to generate: the longest requests come to select, 64 of 69
 PAGES, PAGE_SIZE = 45, 2
 
-# Rounding in float32, which does depend on how many rows are multiplied, now and then gives a value beside the middle
-# of two codes the other one: that moved a row's logits by up to 3% of their norm where it was seen, with FP8 weights.
+# float32 rounding depends on the number of rows that are multiplied. Now and then it gives a value near the middle of two
+# codes the other code: with FP8 weights, that has moved a row's logits by up to 3% of their norm.
 NEAR_TIE = 0.05  # nats
 
 
@@ -81,7 +81,7 @@ def test_tokens_do_not_depend_on_preemption(
 def gap_at_first_change(one: RequestOutput, other: RequestOutput) -> float:
     """How far apart, in nats, ``one`` had its best two tokens where ``other`` first took another: the second."""
     pairs = zip(one.token_ids, other.token_ids, strict=True)
-    at = next(i for i, (kept, taken) in enumerate(pairs) if kept != taken)
+    at = next(i for i, (own, others) in enumerate(pairs) if own != others)
     assert one.logprobs is not None
     best = one.logprobs[at]
     return best[one.token_ids[at]].logprob - best[other.token_ids[at]].logprob

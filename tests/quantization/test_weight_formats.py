@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.checkpoint import Source
+from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.quantization import Linear, Matrix, Unquantized, choose
 from dsa_engine.quantization.unquantized import UnquantizedExperts
 
@@ -65,7 +66,7 @@ def test_experts() -> None:
     fill(experts.sources, stored)
     x, weights = torch.randn(5, 8), torch.rand(5, 2)
     chosen = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0], [0, -1]], dtype=torch.int32)
-    out = experts(x, chosen, weights, served_fraction=1.0, served=None, uncounted_bytes=0)
+    out = experts(Received(x, chosen, weights, 1.0), 0)
     wanted = torch.zeros(5, 8)
     for t in range(5):
         for j in range(2):
@@ -100,11 +101,9 @@ class TransposedLinear(Linear):
 class CountedExperts(UnquantizedExperts):
     calls = 0
 
-    def __call__(
-        self, *what: torch.Tensor, served_fraction: float, served: int | None, uncounted_bytes: int
-    ) -> torch.Tensor:
+    def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         CountedExperts.calls += 1
-        return super().__call__(*what, served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes)
+        return super().__call__(received, uncounted_bytes)
 
 
 class Transposed(Unquantized):

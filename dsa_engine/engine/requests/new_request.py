@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.text.tokenizer import Tokenizer
 
 
 def new_requests(

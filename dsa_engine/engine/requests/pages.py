@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.runtime.integers import cdiv
 
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Number of pages that ``tokens`` tokens fill."""
-    return -(-tokens // page_size)
+    return cdiv(tokens, page_size)
 
 
 class PageAllocator:
@@ -123,25 +124,10 @@ class Capacity:
         Raises:
             CapacityError: it cannot; the message says how many pages it needs and how many there are.
         """
-        self._check("this request", self.max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
+        self.require("this request", self.max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
 
-    def check_batch(self, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
-        """Checks that so many requests of this size, divided evenly over the ranks, can run at once without preemption.
-
-        Args:
-            filled: the requests are adopted, not prefilled.
-
-        Raises:
-            CapacityError: they cannot; the message says how many pages a rank needs and how many it has.
-        """
-        each = -(-requests // self.world_size)
-        need = each * self.max_pages(prompt_len, max_tokens)
-        if requests > 1 and self.cp_size > 1 and not filled:
-            need += pages_for(prompt_len, self.page_size)  # for another rank's request during its prefill
-        what = f"{requests} such requests at once on {self.world_size} rank(s), {each} on each"
-        self._check(what, need, prompt_len, max_tokens)
-
-    def _check(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+    def require(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+        """Raises ``CapacityError`` if ``what``, requests of this size, need more pages than a rank has."""
         if need > self.pages:
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "

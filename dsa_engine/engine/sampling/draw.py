@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.outputs import Logprob, Logprobs
 from dsa_engine.sampling_params import SamplingParams
 

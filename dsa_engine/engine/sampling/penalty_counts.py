@@ -15,7 +15,7 @@ import torch
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.sampling.processors import PerRequestTable, of_prompt
 from dsa_engine.engine.sampling.result import Columns
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 
 
 class PenaltyCounts:

@@ -21,8 +21,8 @@ import torch
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.batch import known_ids
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.sampling_params import SamplingParams
 
 

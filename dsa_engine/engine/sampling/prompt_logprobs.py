@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import log_probabilities, ranked
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.model import Model
 from dsa_engine.outputs import Logprobs
 
@@ -49,7 +49,7 @@ def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[
     tables = []
     for first in range(0, padded_rows, block):
         part, count = slice(first, first + block), min(block, padded_rows - first)
-        logits = model.own_logits(hidden[indices[part]], count)
+        logits = model.logits(hidden[indices[part]], count)
         table = log_probabilities(logits, tokens[part], min(max(asked), vocab))
         tables.append(F.pad(table, (0, 0, 0, count - len(table))))
     gathered = mesh.world.all_gather(torch.cat(tables)).tolist()

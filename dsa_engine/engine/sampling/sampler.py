@@ -8,13 +8,13 @@ from hashlib import blake2b
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import log_probabilities, sample
 from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted, is_biased
 from dsa_engine.engine.sampling.result import NOT_FINITE, NOTHING_LEFT, StepResult
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
-from dsa_engine.kernels.transfer import download, upload
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.runtime.transfer import download, upload
 from dsa_engine.parallel import Mesh
 
 # Replaces chosen tokens by likely drafts: called with the rows' requests and positions, logits and chosen tokens.

@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.processors import Wanted
-from dsa_engine.kernels.transfer import upload
-from dsa_engine.speculative_config import SpeculativeConfig
-from dsa_engine.tokenizer import Tokenizer
+from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.text.tokenizer import Tokenizer
 
 # Says how many drafts are accepted, int64 [n], where tokens mean nothing and speed is measured: from the keys of the
 # requests' seeds and the positions of their last tokens, int64 [n] each, and the largest number of drafts.

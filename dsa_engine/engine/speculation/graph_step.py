@@ -32,7 +32,7 @@ from dsa_engine.engine.speculation.passes import Passes, verifies
 from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows, gathered_rows
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.transfer import download, upload
+from dsa_engine.kernels.runtime.transfer import download, upload
 
 
 class GraphKey(NamedTuple):
@@ -158,7 +158,7 @@ class GraphStep:
         columns = known._replace(first=before.position.where(follows, known.first), ids=ids)
         rows = StepRows.of(columns, buffers.rows, buffers.tables, model, self._cache.page_size)
         hidden = model(rows.batch, self._cache)
-        logits = model.own_logits(hidden, rows.batch.rows)
+        logits = model.logits(hidden, rows.batch.rows)
         finite = logits.sum(dim=-1).isfinite()
         if key.penalises:
             penalties = inputs.penalties.view(torch.float64).float().repeat_interleave(width, dim=1)

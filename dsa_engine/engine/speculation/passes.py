@@ -36,7 +36,7 @@ from dsa_engine.engine.speculation.rows import (
 )
 from dsa_engine.engine.steps.batch import known_ids
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
@@ -162,7 +162,7 @@ class Passes(ABC):
 
     def _best_tokens(self, states: torch.Tensor, module: int) -> torch.Tensor:
         """The most likely token for each of a module's states ``[requests, hidden]``, int64 ``[requests]``."""
-        return self.model.own_logits(states, len(states), module).argmax(dim=-1)
+        return self.model.logits(states, len(states), self.model.mtp_head(module)).argmax(dim=-1)
 
 
 class EagleChain(Passes):

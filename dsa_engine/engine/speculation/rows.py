@@ -15,8 +15,8 @@ import torch
 
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.steps.plan import Bucket, StepPlan
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import Segment, Segments
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.rows.slots_of import slots_of
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.model import Model
 

@@ -8,7 +8,7 @@ from typing import Any
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.startup.dummy_steps import GREEDY, decode_step
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
-from dsa_engine.kernels.integers import next_power_of_2
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 
@@ -24,7 +24,7 @@ def likely_buckets(mesh: Mesh, options: EngineOptions, max_model_len: int, num_d
     if sizes is not None:
         buckets = {(next_power_of_2(size), context) for size in sizes for context in contexts}
     else:
-        requests = next_power_of_2(-(-options.max_num_seqs // mesh.world_size))
+        requests = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size))
         buckets = {(1, context) for context in contexts}
         buckets |= {(1 << i, contexts[0]) for i in range(requests.bit_length())}
     return sorted(buckets, reverse=True)

@@ -19,18 +19,16 @@ from typing import Any
 import torch
 import triton
 
-from dsa_engine.demo import cache_folder
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.errors import CheckpointError
-from dsa_engine.kernels import cpu, launch, operation
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.error_line import first_line
-from dsa_engine.kernels.launch import INTERPRETED
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime import cpu, launch, operation
+from dsa_engine.kernels.runtime.error_line import first_line
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
@@ -54,7 +52,7 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
         return options.kernels == "reference"
     findings = KernelFindings(_file_of(model.config, stored, mesh.device, options))
     wrong = findings.wrong
-    if max(mesh.exchange(int(not findings.finished))):  # all ranks or none, as layers have collectives
+    if max(mesh.all_gather_int(int(not findings.finished))):  # all ranks or none, as layers have collectives
         wrong = _compare(model, stored, findings)
     operation.replace(wrong)
     for name, reason in operation.replaced().items():
@@ -65,7 +63,7 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
             name,
             reason,
         )
-    return bool(max(mesh.exchange(len(operation.replaced()))))
+    return bool(max(mesh.all_gather_int(len(operation.replaced()))))
 
 
 def _has_kernels(model: Model) -> bool:
@@ -73,7 +71,7 @@ def _has_kernels(model: Model) -> bool:
     mesh = model.runtime.mesh
     if mesh.device.type == "cuda" or INTERPRETED:
         return True
-    return bool(max(mesh.exchange(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
+    return bool(max(mesh.all_gather_int(int(cpu.serves(torch.empty(0, dtype=model.runtime.dtype))))))
 
 
 def trial_tokens(config: ModelConfig) -> int:
@@ -160,11 +158,11 @@ def _file_of(config: ModelConfig, stored: CacheFormat, device: torch.device, opt
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
     if device.type == "cpu" and not INTERPRETED and cpu.library() is not None:  # perhaps only another rank has one
         digest.update(cpu.digest().encode())
-    for source in sorted(Path(operation.__file__).parent.glob("*.py")):
+    for source in sorted(Path(operation.__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
     try:
-        folder = cache_folder() / "kernel_checks"
+        folder = cpu.user_cache() / "kernel_checks"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, CheckpointError):
+    except OSError:
         return None
     return folder / f"{digest.hexdigest()}.json"

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dsa_engine.output_files import write_text
-from dsa_engine.parallel.failure import before_end, blameless
-from dsa_engine.parallel.peers import machine, name_of, state_of
+from dsa_engine.parallel.failure.peers import machine, name_of, state_of
+from dsa_engine.parallel.failure.reporter import before_end, blameless
+from dsa_engine.system.output_files import write_text
 
 _LOCK_S = 2.0  # longest wait for another process that writes
 _ELSEWHERE_S = 300.0  # age at which the process of a mark, on another machine or in another container, has ended

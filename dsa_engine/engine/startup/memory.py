@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.errors import CapacityError
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.launch_environment import local_world_size
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 # Default limit of the caches on a CPU, whose memory other programs use too.
 _CPU_DEFAULT_CACHE = 4 << 30
@@ -75,7 +75,7 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     else:
         memory = parse_bytes(options.cache_memory, "cache_memory")
     useful = options.max_num_seqs * pages_for(max_model_len, page_size)
-    pages = min(mesh.exchange(min(memory // one, useful)))
+    pages = min(mesh.all_gather_int(min(memory // one, useful)))
     if pages == 0:
         beside = f" beside {format_bytes(for_steps)} for steps" if for_steps else ""
         smaller = ", or a smaller max_num_batched_tokens" if for_steps else ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.pages import Capacity
@@ -28,16 +29,15 @@ from dsa_engine.engine.startup.step_memory import step_bytes
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
-from dsa_engine.kernels.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
-from dsa_engine.model.config import DTYPES, ModelConfig
+from dsa_engine.kernels.attention.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.progress import progress_bar
-from dsa_engine.quantization import Unquantized, weight_format, word_for
-from dsa_engine.sizes import format_bytes, parse_bytes
+from dsa_engine.quantization import Unquantized, quantization_name, weight_format
+from dsa_engine.system.progress import progress_bar
+from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
             model = Model(config, runtime, modules)
         bytes_read = load_weights(model, folder, options, progress_of(mesh, options))
     load_seconds = time.perf_counter() - begun
-    mesh.meet(_LOADING_S)
+    mesh.barrier(_LOADING_S)
     by_reference = check_kernels(model, stored, options)
     captures = mesh.device.type == "cuda" and not options.enforce_eager and not by_reference
     for_steps = None
@@ -168,7 +168,7 @@ def log_start(engine: Engine, folder: Path) -> None:
 
 
 def _log_fallbacks(engine: Engine) -> None:
-    options, stored = engine.options, word_for(engine.config.quantization)
+    options, stored = engine.options, quantization_name(engine.config.quantization)
     if stored and isinstance(engine.model.runtime.weights, Unquantized):
         why = "" if options.quantization else f": {engine.mesh.device} does not multiply them"
         logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)

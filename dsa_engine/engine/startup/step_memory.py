@@ -2,7 +2,7 @@
 
 These steps have run every collective once, so NCCL has its buffers; cuBLAS has its workspaces and kernels are loaded.
 So memory that is free afterwards stays free. Routing is forced to be even, which fills a round of a dispatch to its
-limit (`parallel/all_to_all.py`, `all_gather.py`): other routing takes more rounds, not more memory. Two amounts are
+limit (`parallel/experts/`): other routing takes more rounds, not more memory. Two amounts are
 added: the results of earlier rounds, and rows that a given ``moe_chunk_size`` allows beyond even routing.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -18,13 +19,13 @@ from dsa_engine.engine.startup.dummy_steps import DRAWN, WITH_HOST, decode_step,
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.errors import CapacityError
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.all_to_all import rounds_needed
+from dsa_engine.parallel.experts.all_to_all import rounds_needed
 
 # Memory of a captured graph outside of PyTorch's allocator, and of its buffers. Assumed, not measured: a kernel in a
 # graph takes some KB, and a decode step of V3.2 has about 2,700 kernels.
@@ -100,7 +101,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     if mesh.config.moe_dispatch == "all_to_all":
         limit, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
     else:
-        limit, rounds, rows = max(chunk, k), -(-even // chunk), 2
+        limit, rounds, rows = max(chunk, k), cdiv(even, chunk), 2
     more = max(0, min(limit, size * even) - even // rounds)
     return more * (2 * config.moe_intermediate_size + rows * config.hidden_size) * dtype.itemsize
 

@@ -13,11 +13,11 @@ import torch
 from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
 from dsa_engine.checkpoint.index import locate_tensors
 from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS
-from dsa_engine.model.config import ModelConfig, read_config_json
+from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.model.model import Model
 from dsa_engine.model.mtp import MTPModule
 from dsa_engine.options import EngineOptions
-from dsa_engine.sizes import format_bytes
+from dsa_engine.system.sizes import format_bytes
 
 
 def refuse_extra_layers(folder: Path, config: ModelConfig, options: EngineOptions) -> None:

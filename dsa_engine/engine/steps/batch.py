@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
-from dsa_engine.kernels.segment import Segment, Segments
-from dsa_engine.kernels.transfer import upload
+from dsa_engine.kernels.rows.segment import Segment, Segments
+from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model.forward_batch import ForwardBatch, MHASegments
 from dsa_engine.parallel import Mesh
 

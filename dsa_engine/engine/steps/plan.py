@@ -13,13 +13,13 @@ from functools import cached_property
 
 import torch
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
-from dsa_engine.kernels.integers import next_power_of_2
-from dsa_engine.kernels.paged import slots_of
-from dsa_engine.kernels.segment import Segment
+from dsa_engine.kernels.rows.segment import Segment
+from dsa_engine.kernels.rows.slots_of import slots_of
+from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.parallel.context_parallel import split_sequence
 from dsa_engine.parallel.group import Group
 

@@ -1,7 +1,6 @@
-"""What a step has to do, counted: operations and bytes, from the configuration and the weights of a rank.
+"""Counted work of a step: operations and bytes, from the configuration and the weights of a rank.
 
 * `work.py`: operations and bytes of every stage of one layer, for the rows that a rank computes
 * `weights.py`: bytes of a rank's weights, by layer and stage
 * `model_costs.py`: a forward pass, a decode step with its drafts, a prefill
-* `shares.py`: the same beside a measured time and the device's ceilings
 """

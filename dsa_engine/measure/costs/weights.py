@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from dsa_engine.model.decoder_layer import DecoderLayer
-from dsa_engine.model.layers import Float32Linear
+from dsa_engine.model.layers import Float32OutputLinear
 from dsa_engine.model.model import Model
 from dsa_engine.model.mtp import MTPModule
 
-Kind = tuple[str, str]  # of a layer: its entries of mlp_layer_types and indexer_types
+Kind = tuple[str, str]  # a layer's entries of mlp_layer_types and indexer_types
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Of one rank.
+    """Bytes of one rank's weights.
 
     Attributes:
-        layers: for each kind of layer its bytes by stage; "MoE experts" are those of one expert, "index keys" the part
+        layers: bytes by stage for each kind of layer; "MoE experts" counts one expert, "index keys" the part
             of the indexer's prolog that makes index keys.
-        module: of an MTP module outside its layer (its projection and norms); 0 without one.
-        head: of the LM head and the norm before it.
-        embedding: of the table, which takes memory and is not read as a whole.
-        held: routed experts of the rank.
+        module: bytes of an MTP module outside its layer (its projection and norms); 0 without one.
+        head: bytes of the LM head and the norm before it.
+        embedding: bytes of the table, which takes memory and is not read as a whole.
+        held: number of routed experts of the rank.
     """
 
     layers: dict[Kind, dict[str, float]]
@@ -36,7 +36,7 @@ class WeightBytes:
 
     @classmethod
     def of(cls, model: Model) -> WeightBytes:
-        """Those of a model that has been loaded, or made on no device."""
+        """The bytes of a model that is loaded, or built on the meta device."""
         modules = [module for module in model.mtp if isinstance(module, MTPModule)]
         kinds: dict[Kind, dict[str, float]] = {}
         held = 0
@@ -77,7 +77,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
-def _float32_linear(linear: Float32Linear) -> float:
-    """On no device, as a GPU keeps what checkpoints hold in bfloat16."""
+def _float32_linear(linear: Float32OutputLinear) -> float:
+    """A float32 layer on the meta device, in the dtype in which a GPU keeps weights that checkpoints hold in
+    bfloat16."""
     matrix = linear.matrix
     return float(matrix.numel() * linear.runtime.dtype.itemsize if matrix.is_meta else matrix.nbytes)

@@ -1,9 +1,10 @@
 """Operations and bytes of one decoder layer, stage by stage, for the rows that one rank computes in a forward pass.
 
-Operations are those of matrix products, two for a multiply-add, and the two a head that weigh an index score. Bytes
-read are what a step cannot do without: each weight that is touched once, each index key once for all rows of its
+Operations are those of matrix products, two for a multiply-add, and two per head that weigh an index score. Bytes
+read are the minimum of a step: each weight that is used once, each index key once for all rows of its
 sequence, each latent row once for every row that selected it (in dense form once for all rows of its sequence).
-Activations, what products and kernels take and leave, are counted apart: small steps find them in the device's caches.
+Activations, the inputs and outputs of products and kernels, are counted separately: in small steps they stay in the
+device's caches.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import RankPlan
-from dsa_engine.kernels.cache_format import CacheFormat
-from dsa_engine.kernels.segment import Segment
-from dsa_engine.model.config import ModelConfig
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.rows.segment import Segment
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done in a stage, or in several."""
+    """Work of one stage, or of several."""
 
     flops: float = 0.0
-    narrow_flops: float = 0.0  # the part of them whose inputs are in 8 bits
+    narrow_flops: float = 0.0  # operations with 8-bit inputs, a part of flops
     weights: float = 0.0  # bytes read
     index_keys: float = 0.0  # bytes read
     latent_rows: float = 0.0  # bytes read
     activations: float = 0.0  # bytes read and written
-    passes: float = 0.0  # how often a stage is gone through: once a layer and forward pass
+    passes: float = 0.0  # how often the stage runs: once per layer and forward pass
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(float.__add__, self._figures(), other._figures()))
@@ -37,12 +38,12 @@ class Work:
         return Work(*(figure * times for figure in self._figures()))
 
     def _figures(self) -> tuple[float, ...]:
-        found = (self.flops, self.narrow_flops, self.weights, self.index_keys, self.latent_rows, self.activations)
-        return (*map(float, found), self.passes)
+        counted = (self.flops, self.narrow_flops, self.weights, self.index_keys, self.latent_rows, self.activations)
+        return (*map(float, counted), self.passes)
 
     @property
     def bytes_read(self) -> float:
-        """Weights and cache rows."""
+        """Bytes of weights and cache rows."""
         return self.weights + self.index_keys + self.latent_rows
 
     @property
@@ -87,12 +88,12 @@ class Shape:
     mha: Attended
     dense: Attended
     sparse: Attended
-    logits: int  # rows whose logits are wanted
+    logits: int  # rows whose logits are computed
     gathered: int = 0  # rows of the context-parallel group, whose cache rows are gathered and stored
 
     @classmethod
     def of(cls, plan: RankPlan, logits: int | None = None) -> Shape:
-        """Of a rank's plan; ``logits`` where they are those of other rows too."""
+        """The shape of a rank's plan; ``logits`` replaces the plan's number of rows with logits."""
         mha, dense, sparse = (Attended.of(form) for form in (plan.mha, plan.dense_mqa, plan.sparse_mqa))
         return cls(mha, dense, sparse, len(plan.logits_rows) if logits is None else logits)
 
@@ -107,21 +108,21 @@ class Shape:
 
 
 class Served(NamedTuple):
-    """What a rank's routed experts do in a layer."""
+    """Work of a rank's routed experts in a layer."""
 
     pairs: float  # token-expert pairs
-    experts: float  # experts with any
+    experts: float  # experts with at least one pair
 
     @classmethod
     def evenly(cls, tokens: float, top_k: int, held: int, experts: int, balanced: bool = False) -> Served:
-        """Where every expert is chosen as often: in the mean of independent choices, or ``balanced``, where choices
-        are dealt out in turn as to emulated ranks.
+        """Every expert chosen equally often: the mean of independent choices, or, if ``balanced``, choices assigned in
+        turn as in an emulated run.
 
         Args:
-            tokens: of all ranks together.
-            top_k: experts of a token.
-            held: experts of this rank.
-            experts: of all.
+            tokens: number of tokens of all ranks together.
+            top_k: experts per token.
+            held: number of experts of this rank.
+            experts: number of all experts.
         """
         pairs = tokens * top_k * held / experts
         if balanced:
@@ -130,10 +131,10 @@ class Served(NamedTuple):
 
 
 class Formats(NamedTuple):
-    """How numbers are stored, and which products take 8-bit inputs."""
+    """Formats of stored numbers, and the products with 8-bit inputs."""
 
     cache: CacheFormat
-    itemsize: int  # of activations
+    itemsize: int  # bytes of an activation
     narrow_linear: bool = False
     narrow_experts: bool = False
 
@@ -187,7 +188,7 @@ def _indexer_work(config: ModelConfig, shape: Shape, weights: dict[str, float], 
     assert key is not None
     linear = 2 * (rows * c.hidden_size * dim + sparse.rows * c.q_lora_rank * heads * dim)
     products = 2 * sparse.pairs * heads * dim
-    # Without sparse rows only the keys are made.
+    # Without sparse rows only the keys are computed.
     queries = bool(sparse.rows)
     return {
         "indexer prolog": Work(
@@ -213,7 +214,7 @@ def feed_forward_work(
 
     Args:
         kind: the layer's entry of ``config.mlp_layer_types``.
-        weights: bytes by stage; "MoE experts": of one expert.
+        weights: bytes by stage; "MoE experts": bytes of one expert.
     """
     c, a = config, formats.itemsize
 

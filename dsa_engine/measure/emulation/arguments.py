@@ -1,4 +1,4 @@
-"""Measuring one rank of many on one device: the options of the scripts, and what their reports say about it."""
+"""Options of the scripts for measuring one rank of many on one device, and the report of such a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.arguments import json_object, llm_from, parallel_from
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
-from dsa_engine.model.config import ModelConfig
 from dsa_engine.model_folder import resolve_model
 
 
@@ -36,10 +36,10 @@ def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
-    """The model that the options describe, and the links on which an emulated rank would communicate.
+    """The model that the options describe, and the links of an emulated rank.
 
     Raises:
-        ValueError, OSError: an option or a file is not possible; then nothing has been loaded.
+        ValueError, OSError: an option or a file is invalid; then nothing has been loaded.
     """
     if args.emulate_world is None:
         for option in ("emulate_rank", "expert_loads", "links"):
@@ -66,7 +66,7 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
     if not isinstance(loads, list):
         raise ValueError(f"{path} must hold a JSON list of numbers, one for each expert, not {loads!r:.80}")
     try:
-        EmulatedConfig(emulate_world=2, expert_loads=tuple(loads))  # that they are numbers
+        EmulatedConfig(emulate_world=2, expert_loads=tuple(loads))  # checks that they are numbers
         check_loads(loads, config.n_routed_experts, config.num_experts_per_tok)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -74,9 +74,9 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
 
 
 def heading(engine: Engine, links: Links) -> str:
-    """What stands above every table of an emulated run; "" elsewhere."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    """The line above every table of an emulated run; "" for other runs."""
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return ""
     loads = "given" if mesh.config.expert_loads else "balanced"
     return (
@@ -86,17 +86,17 @@ def heading(engine: Engine, links: Links) -> str:
 
 
 def title(engine: Engine) -> str:
-    """What stands above a plot; "" where nothing is emulated."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    """The part of a plot's title that describes the emulated run; "" for other runs."""
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return ""
     return f"emulated: rank {mesh.rank} of {mesh.world_size}; computation measured, communication modelled"
 
 
 def to_json(engine: Engine, links: Links) -> dict[str, Any]:
-    """The key "emulated" of a result; nothing where nothing is."""
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh):
+    """The key "emulated" of a result; empty for other runs."""
+    mesh = emulated(engine.mesh)
+    if mesh is None:
         return {}
     loads = mesh.config.expert_loads
     about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": list(loads) if loads else "balanced"}

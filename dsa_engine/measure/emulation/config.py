@@ -1,4 +1,4 @@
-"""Which rank of which world is emulated."""
+"""The options of an emulated rank."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from dsa_engine.config.checks import integer, is_integer, is_number
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
-from dsa_engine.parallel.mesh import choose_device
-from dsa_engine.parallel.value_checks import integer, is_integer, is_number
+from dsa_engine.parallel.device import choose_device
 
 
 @dataclass(frozen=True)
 class EmulatedConfig(ParallelConfig):
-    """Runs, in one process, the work of one rank of a world, to be measured: the other ranks are made up, experts are
-    assigned evenly, and the tokens that come out mean nothing. Give it to :class:`dsa_engine.LLM` as ``parallel``.
+    """Runs the work of one rank of a world in one process, to measure it. Give it to :class:`dsa_engine.LLM` as
+    ``parallel``. The other ranks are made up, experts are assigned, and the resulting tokens mean nothing.
 
     Attributes:
         emulate_world: number of ranks.
-        emulate_rank: which of them this process is.
-        expert_loads: the relative load of every routed expert; default: all alike.
-        machine_size: ranks of a machine, in order.
+        emulate_rank: the rank of this process.
+        expert_loads: relative load of every routed expert; default: equal loads.
+        machine_size: number of consecutive ranks on a machine.
     """
 
     emulate_world: int = 1
@@ -34,7 +34,7 @@ class EmulatedConfig(ParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("emulate_world", "machine_size"):
-            integer(least=1)(name, getattr(self, name))
+            integer(minimum=1)(name, getattr(self, name))
         rank, world, loads = self.emulate_rank, self.emulate_world, self.expert_loads
         if not is_integer(rank) or not 0 <= rank < world:
             raise ValueError(
@@ -50,7 +50,11 @@ class EmulatedConfig(ParallelConfig):
         object.__setattr__(self, "expert_loads", tuple(loads))
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> EmulatedMesh:
-        """The mesh of the emulated rank; ``ValueError`` in a world that is there, and as :meth:`Mesh.create`."""
+        """The mesh of the emulated rank.
+
+        Raises:
+            ValueError: the process is one of several, or see :meth:`Mesh.create`.
+        """
         if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(
                 f"emulate_world {self.emulate_world} runs one rank in one process; start it without torchrun"

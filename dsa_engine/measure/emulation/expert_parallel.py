@@ -1,4 +1,4 @@
-"""Expert parallelism whose choices are assigned, not routed."""
+"""Expert parallelism with assigned choices instead of routed ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.stand_ins import stand_in
-from dsa_engine.parallel.all_to_all import Arrivals
-from dsa_engine.parallel.config import MoeDispatch
-from dsa_engine.parallel.dispatch import Arrived, Dispatch
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.all_to_all import RecvPlan
+from dsa_engine.parallel.experts.dispatch import Dispatch, MoeDispatch, Received
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 
 class AssignedExpertParallel(ExpertParallel):
-    """Assigned experts take the place of the router's, with its weights. The group may be a real one."""
+    """Assigned experts replace the router's, with the router's weights. The group may be a real one."""
 
     def __init__(self, group: Group, placement: ExpertPlacement, assigned: AssignedExperts):
         super().__init__(group, placement)
@@ -29,7 +28,7 @@ class AssignedExpertParallel(ExpertParallel):
 
 
 class EmulatedExpertParallel(AssignedExpertParallel):
-    """Of an emulated rank: what other ranks would have sent, counts and choices, is assigned too."""
+    """Expert parallelism of an emulated rank: the counts and choices that other ranks would send are assigned too."""
 
     def dispatch(
         self,
@@ -37,42 +36,43 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         experts: torch.Tensor,
         weights: torch.Tensor,
         method: MoeDispatch,
-        most_tokens: int,
-        most_pairs: int = sys.maxsize,
+        max_tokens: int,
+        max_pairs: int = sys.maxsize,
     ) -> Dispatch:
-        dispatch = super().dispatch(tokens, experts, weights, method, most_tokens, most_pairs)
+        dispatch = super().dispatch(tokens, experts, weights, method, max_tokens, max_pairs)
         if method == "all_gather":
             return dispatch
         rounds, counted = dispatch.rounds, self.assigned.step.tokens
         return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
 
-    def gathered_choices(self, experts: torch.Tensor, count: int, most_tokens: int) -> torch.Tensor:
-        return self.assigned.gathered(count, most_tokens, experts.shape[1], experts.device)
+    def gather(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int) -> Received:
+        (count, k), received = experts.shape, super().gather(tokens, experts, weights, max_tokens)
+        return received._replace(experts=self.assigned.gathered(count, max_tokens, k, experts.device))
 
-    def exchange_counts(self, sent: torch.Tensor) -> tuple[Arrivals, int]:
+    def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         (made_up, _), step = super().exchange_counts(sent), self.assigned.step
 
-        def make() -> tuple[Arrivals, int]:
+        def make() -> tuple[RecvPlan, int]:
             choices, receive = step.arriving
-            return Arrivals(made_up.send, receive, int((choices >= 0).sum())), step.most_served
+            return RecvPlan(made_up.send, receive, int((choices >= 0).sum())), step.max_served
 
         return stand_in(("counts", step.tokens), make)
 
-    def exchange_rounds(self, sent: torch.Tensor) -> list[Arrivals]:
+    def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
         made_up = super().exchange_rounds(sent)
 
-        def make() -> list[Arrivals]:
+        def make() -> list[RecvPlan]:
             choices, receive = self._arriving(len(made_up))
             return [
-                Arrivals(one.send, counts, int((here >= 0).sum()))
+                RecvPlan(one.send, counts, int((here >= 0).sum()))
                 for one, here, counts in zip(made_up, choices, receive, strict=True)
             ]
 
         return stand_in(("counts of rounds", len(made_up), self.assigned.step.tokens), make)
 
     def _arriving(self, rounds: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """The choices ``[R, k]`` of the tokens that come in each round, and how many come from each rank: what comes
-        from a rank is cut evenly."""
+        """The choices ``[R, k]`` of the tokens that come in each round, and the number of tokens from each rank. The
+        tokens of a rank are cut evenly."""
         choices, receive = self.assigned.step.arriving
         if rounds == 1:
             return [choices], [receive]
@@ -82,17 +82,17 @@ class EmulatedExpertParallel(AssignedExpertParallel):
 
 
 class _Assigned(Dispatch):
-    """A dispatch whose arriving tokens have other choices, ``experts`` of each round."""
+    """A dispatch whose received tokens have other choices: ``experts`` of each round."""
 
     def __init__(self, dispatch: Dispatch, experts: list[torch.Tensor]):
         self.rounds = dispatch.rounds
         self._dispatch, self._experts = dispatch, experts
 
-    def arrive(self, number: int) -> Arrived:
-        return self._dispatch.arrive(number)._replace(experts=self._experts[number])
+    def receive(self, number: int) -> Received:
+        return self._dispatch.receive(number)._replace(experts=self._experts[number])
 
-    def give_back(self, number: int, sums: torch.Tensor) -> None:
-        self._dispatch.give_back(number, sums)
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        self._dispatch.send_back(number, sums)
 
     def combine(self) -> torch.Tensor:
         return self._dispatch.combine()

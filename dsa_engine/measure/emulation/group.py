@@ -1,9 +1,9 @@
 """One rank of many, in one process: groups of the right size whose other ranks are made up.
 
-A rank's work depends on its own tokens, on how many tokens the others have and on the shapes that collectives return;
+A rank's work depends on its own tokens, on the number of the others' tokens and on the shapes that collectives return;
 not on the values. So one device can run exactly the work of one rank of a run that needs many: it loads that rank's
-weights, computes that rank's tokens, and gets from each collective a tensor of the right shape. Bytes are counted by
-the same code as in a real group (`group.py`). What the rank generates means nothing.
+weights, computes that rank's tokens, and gets a tensor of the right shape from each collective. Bytes are counted by
+the same code as in a real group (`parallel/group.py`). The generated tokens mean nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from dsa_engine.measure.emulation.stand_ins import stand_in
 from dsa_engine.parallel.group import Group
 
-# Types whose copies can be told apart by a factor.
+# dtypes whose copies can be made different by a factor.
 _SCALED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
 class EmulatedGroup(Group):
-    """A group of which only ``ranks[index]`` exists. Its collectives return this rank's rows for everybody's.
+    """A group of which only ``ranks[index]`` exists. Its collectives return this rank's rows for all ranks.
 
-    The work of making them up is a stage of its own: it is no part of what the rank computes.
+    Making them up is a separate stage: it is not a part of the rank's work.
 
     Attributes:
-        scale_at: of gathered FP8 cache rows, the byte at which the scale of the index key begins.
+        scale_at: the byte of a gathered FP8 cache row at which the scale of the index key begins.
     """
 
     scale_at: int | None = None
@@ -53,11 +53,11 @@ class EmulatedGroup(Group):
             scales = gathered[:, self.scale_at : self.scale_at + 4].view(torch.float32)
             scales.view(self.size, -1).mul_(self._factors_for(scales)[:, None])
         if rows.dtype == torch.int64:
-            gathered.clamp_(min=0)  # below 0 are codes of errors; what is made up here is none, and no token id
+            gathered.clamp_(min=0)  # negative numbers are error codes or invalid token ids
         return gathered
 
     def _factors_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[size]``, 1 for this rank. Equal rows would make equal scores, and to select among ties is other work."""
+        """``[size]``, 1 for this rank. Equal rows would have equal scores, and a selection among ties is other work."""
         key = (rows.dtype, rows.device)
         if key not in self._factors:
             away = (torch.arange(self.size, device=rows.device) - self.index) % self.size
@@ -66,7 +66,7 @@ class EmulatedGroup(Group):
 
     def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
         part = rows.chunk(self.size)[self.index]
-        # A row of zeros is one to which only other ranks add (an embedding); to work on zeros would be cheaper.
+        # Only other ranks add to a row of zeros (of an embedding); work on zeros would be cheaper.
         return self._stand_in(
             "reduce_scatter", rows, lambda: torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
         )
@@ -85,10 +85,10 @@ class EmulatedGroup(Group):
         pass
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
-        pass  # what is there may stay
+        pass  # ``into`` keeps its values
 
 
 def _made_up(like: torch.Tensor) -> torch.Tensor:
-    """Rows of the shape of ``like [R, n]``, all different, of the size of embeddings, in no memory of their own."""
+    """Different rows in the shape of ``like [R, n]``, as large as embeddings; they overlap in memory."""
     numbers = torch.arange(like.shape[0] + like.shape[1], device=like.device)
     return ((numbers * numbers * 0.618).sin() * 0.02).to(like.dtype).unfold(0, like.shape[1], 1)[: like.shape[0]]

@@ -1,8 +1,8 @@
-"""How long a collective takes, from a stated model of the links: bytes over bandwidth, and latency.
+"""Modelled time of a collective: bytes over bandwidth, plus latency.
 
-Nothing here is measured. The model is there to add communication to the measured computation of an emulated rank, and
-every report says so. Which rank stands in which machine is the mesh's to say. For a group of n ranks in m machines, at
-least k of them in each, and parts of b bytes (what one rank contributes):
+Nothing here is measured. The model adds communication to the measured computation of an emulated rank, and every
+report says so. The mesh knows the machine of each rank. For a group of n ranks in m machines, at
+least k of them in each, and parts of b bytes (one rank's contribution):
 
 * all_gather, reduce_scatter: a ring, n − 1 steps. A part passes m − 1 links between machines and n − m inside, so
   ``start + (n−m)·latency_in + (m−1)·latency_out + (n−1)·b / bandwidth``. The bandwidth is the slowest link's; between
@@ -10,11 +10,11 @@ least k of them in each, and parts of b bytes (what one rank contributes):
   ``k · bandwidth_out``.
 * all_reduce: a reduce_scatter and an all_gather of parts of b / n, started once.
 * send, recv: ``start + latency + b / bandwidth`` of the link between the two.
-* all_to_all: every rank sends to each peer directly. Both kinds of link work side by side, on each of them the messages
-  follow one another, and sending runs beside receiving, so the time is ``start`` plus the longer of the two kinds'
-  ``latency + messages·message + max(bytes sent, bytes received) / bandwidth``.
+* all_to_all: every rank sends to each peer directly. Both kinds of link work at the same time, the messages on each of
+  them follow one another, and sending overlaps with receiving, so the time is ``start`` plus the longer of the two
+  kinds' ``latency + messages·message + max(bytes sent, bytes received) / bandwidth``.
 
-Nobody else is on the links, all ranks begin at once, and a machine's adapters are one for each rank.
+The links carry nothing else, all ranks begin at once, and a machine has one adapter per rank.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.config.checks import integer, is_number
 from dsa_engine.parallel.collective_log import Collective
-from dsa_engine.parallel.value_checks import integer, is_number
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects one rank to others, in each direction."""
+    """Link from one rank to others, in each direction."""
 
     name: str
     bandwidth_gb_s: float  # 10^9 bytes of payload per second and rank
-    latency_us: float  # of a hop
-    message_us: float  # that each message of an all_to_all costs beside its bytes
+    latency_us: float  # latency of a hop
+    message_us: float  # cost of each message of an all_to_all, besides its bytes
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a cluster. The default figures are assumptions, in this one place.
+    """The links of a cluster. The default figures are assumptions, all of them here.
 
-    * inside a machine of 8: NVLink 4 (H100, H200), 450 GB/s nominal, of which 80% are taken to arrive;
-    * between machines: 400 Gb/s InfiniBand for each rank, 50 GB/s nominal, of which 90% are taken to arrive;
+    * inside a machine of 8: NVLink 4 (H100, H200), 450 GB/s nominal, of which 80% are assumed to be usable;
+    * between machines: 400 Gb/s InfiniBand for each rank, 50 GB/s nominal, of which 90% are assumed to be usable;
     * latencies of the order that NCCL's own tuning assumes for short messages: 7 µs to start a collective, 1 µs a hop
       over NVLink, 3 µs a hop over InfiniBand; and for each message to a peer 0.2 µs and 1 µs.
     """
@@ -57,11 +57,12 @@ class Links:
 
     @classmethod
     def read(cls, path: str | Path) -> Links:
-        """Reads ``{"machine_size": 8, "start_us": 7, "inside": {…}, "between": {…}}``; what is left out is the default.
+        """Reads ``{"machine_size": 8, "start_us": 7, "inside": {…}, "between": {…}}``; missing keys have their
+        defaults.
 
         Raises:
             OSError: no such file.
-            ValueError: not JSON, an unknown key, or a figure that is none; the text names the file and the key.
+            ValueError: not JSON, an unknown key, or an invalid figure; the text names the file and the key.
         """
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -85,7 +86,7 @@ class Links:
         if "start_us" in values:
             values["start_us"] = _figure("start_us", values["start_us"])
         size = values.get("machine_size", 1)
-        integer(least=1)("machine_size", size)
+        integer(minimum=1)("machine_size", size)
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class Links:
         )
 
     def seconds(self, collective: Collective, machines: Sequence[int]) -> float:
-        """How long a collective takes, on the assumptions of this module; 0 in a group of one rank.
+        """Seconds of a collective under the assumptions of this module; 0 in a group of one rank.
 
         ``machines`` are those of all ranks of the mesh (:attr:`dsa_engine.parallel.Mesh.machines`).
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -13,24 +13,26 @@ from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import Mesh
-from dsa_engine.parallel.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from dsa_engine.measure.emulation.config import EmulatedConfig
 
 
 class EmulatedMesh(Mesh):
-    """Groups of the right sizes of which only this rank exists.
+    """Groups of the right sizes, of which only this rank exists.
 
     Attributes:
-        assigned: which experts the tokens of all ranks choose; empty where this rank is the only one.
-        stand_in_seconds: how long it takes to stand in for the other ranks, of every kind of pass that was watched.
-        static_step: whether the step that runs is one that an engine with CUDA graphs would replay.
+        assigned: the experts that the tokens of all ranks choose; empty in a world of one rank.
+        stand_in_seconds: the time to stand in for the other ranks, for every kind of pass that was watched.
+        static_step: whether an engine with CUDA graphs would replay the current step.
     """
 
     config: EmulatedConfig
+    cp: EmulatedGroup
+    communicates = False
 
     def __init__(self, config: EmulatedConfig, device: torch.device):
         super().__init__(config, config.emulate_rank, config.emulate_world, device)
@@ -39,16 +41,14 @@ class EmulatedMesh(Mesh):
         self.static_step = False
         self.set_machines([rank // config.machine_size for rank in range(self.world_size)])
 
-    def meet(self, wait_s: float) -> None:
-        """An emulated rank waits for nobody."""
+    def barrier(self, wait_s: float) -> None:
+        """An emulated rank is the only process."""
 
     @property
-    def reports(self) -> bool:
-        """An emulated rank is alone."""
-        return True
+    def processes(self) -> Group:
+        return self.host
 
     def _host_group(self) -> Group:
-        """An emulated rank has no other to talk to."""
         return Group((self.rank,), 0, None)
 
     def _group(self, size: int) -> EmulatedGroup:
@@ -63,16 +63,18 @@ class EmulatedMesh(Mesh):
 
     @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here
     def begin_step(self, step: StepPlan) -> None:
-        """Says how many tokens each rank has in the step that runs next."""
+        """Sets the number of tokens that each rank has in the next step."""
         self.static_step = step.decodes and self.static_decode
         for assigned in self.assigned:
             assigned.begin_step([rank.num_tokens for rank in step.ranks], _padded_rows(step))
 
 
 def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
-    """Of the passes of a padded step, which rows of every rank are tokens: of the step's own, where requests may have
-    unequal numbers of rows; of draft passes, which have one of every request; and of those of several MTP modules,
-    which have some before the step's own too (``engine/speculation/passes.py``)."""
+    """The rows of every rank that are tokens, in each pass of a padded step, by the pass's number of rows.
+
+    The step's own pass may have a different number of rows for each request. A draft pass has one row of every request.
+    With several MTP modules, a pass also has some rows before those of the step (``engine/speculation/passes.py``).
+    """
     bucket = step.bucket
     if bucket is None:
         return {}
@@ -91,18 +93,31 @@ def _padded_rows(step: StepPlan) -> dict[int, list[tuple[int, ...]]]:
     return {**of_modules, **ones, bucket.rows: own}
 
 
-def follow_steps(engine: Engine) -> None:
-    """Lets an emulated rank know of every step how many tokens the other ranks have, and of which groups of experts the
-    model's router chooses, and where FP8 cache rows have their scales; nothing where no rank is emulated.
+def emulated(mesh: Mesh) -> EmulatedMesh | None:
+    """The mesh, if its other ranks are made up."""
+    return None if mesh.communicates else cast(EmulatedMesh, mesh)
 
-    An engine that is not followed is one in which all ranks have as many tokens as this one.
+
+def deals_evenly(mesh: Mesh) -> bool:
+    """Whether tokens get their experts in turn, not from a router."""
+    made_up = emulated(mesh)
+    return made_up is not None and mesh.world_size > 1 and not made_up.config.expert_loads
+
+
+def follow_steps(engine: Engine) -> None:
+    """Lets the mesh of an emulated rank observe an engine; does nothing on a mesh that communicates.
+
+    The mesh learns the tokens of all ranks in every step, the groups of experts of the model's router, and the position
+    of the scales in FP8 cache rows.
+
+    Without it, all ranks have as many tokens as this one.
     """
-    mesh = engine.mesh
-    if not isinstance(mesh, EmulatedMesh) or mesh.begin_step in engine.runner.observers:
+    mesh = emulated(engine.mesh)
+    if mesh is None or mesh.begin_step in engine.runner.observers:
         return
     for assigned in mesh.assigned:
         assigned.limit(engine.config.n_group, engine.config.topk_group)
     stored = engine.cache.format
-    if stored.fp8 and stored.index_key is not None and isinstance(mesh.cp, EmulatedGroup):
+    if stored.fp8 and stored.index_key is not None:
         mesh.cp.scale_at = stored.latent.columns + stored.index_key.dim
     engine.runner.observers.append(mesh.begin_step)

@@ -1,7 +1,7 @@
-"""What an emulated rank would have spent in communication: its program, played again on modelled links.
+"""Modelled communication of an emulated rank: its program is replayed on modelled links.
 
-The computation is measured, the communication is not: it follows from the bytes of each collective and the figures of
-:class:`dsa_engine.measure.emulation.links.Links`. The two are always reported apart.
+The computation is measured. The communication follows from the bytes of each collective and the figures of
+:class:`dsa_engine.measure.emulation.links.Links`. Reports keep the two apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from dsa_engine.engine.engine import Engine
 from dsa_engine.measure.emulation.links import Links
-from dsa_engine.measure.emulation.mesh import EmulatedMesh
+from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.stand_ins import StandIns
 from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
 from dsa_engine.parallel.collective_log import CollectiveLog
@@ -53,22 +53,22 @@ class Communication:
 def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, machines: Sequence[int]) -> Communication:
     """Plays the program of one rank again, with collectives that take the time that ``links`` say.
 
-    The bound that this computes: measured work stands where it was measured, on one stream, without the time in which
-    emulated groups made up their results. A collective begins when the program issues it and the one before has ended
-    (they share the links). The program waits for a synchronous one at once, and for an asynchronous one where it waits
-    in truth; so an asynchronous collective hides behind the work measured between, and never more than that. The
-    shared expert on its side stream, which in a real run lies beside the dispatch too, is not counted as hiding
-    anything: what is measured is that it lies beside gate and experts. The other ranks are taken to be at the same
-    point at the same time; waiting for a slower rank is in no figure.
+    The result is a bound. Measured work keeps its order on one stream, without the time in which emulated groups made
+    their results. A collective begins when the program issues it and the previous one has ended (they use the same
+    links). The program waits for a synchronous collective at once, and for an asynchronous one at its real wait, so an
+    asynchronous collective overlaps with the work between, and with no more. The shared expert on its side stream also
+    runs beside the dispatch in a real run, but is not counted as overlapping with it: only its overlap with gate and
+    experts is measured. The other ranks are assumed to be at the same point at the same time; no figure includes
+    waiting for a slower rank.
 
     Args:
-        log: of one pass, read from an emulated run; its marks are ``clock``'s.
+        log: collectives of one pass of an emulated run; its marks are ``clock``'s.
         begin: the mark at which the pass began.
         machines: the machine of every rank of the mesh.
     """
     result = Communication()
     worked = stalled = free_at = 0.0
-    ends: dict[int, float] = {}
+    done_at: dict[int, float] = {}
     last = begin
     for event in log.events:
         worked += clock.seconds(last, event.before)
@@ -79,9 +79,9 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
             seconds = links.seconds(collective, machines)
             _add(result.total, collective.stage, seconds)
             free_at = max(now, free_at) + seconds
-            ends[event.number] = free_at
+            done_at[event.number] = free_at
         if event.what == "wait" or not collective.asynchronous:
-            stall = max(0.0, ends.pop(event.number) - now)
+            stall = max(0.0, done_at.pop(event.number) - now)
             _add(result.stalls, collective.stage, stall)
             stalled += stall
     return result
@@ -89,31 +89,32 @@ def replay(log: CollectiveLog, begin: Any, clock: DeviceClock, links: Links, mac
 
 @dataclass
 class Pass:
-    """One forward pass, watched: stages, and collectives where the rank is emulated. Read it when it is over."""
+    """One watched forward pass: its stages and, for an emulated rank, its collectives. Read it after the pass."""
 
     timer: StageTimer
     log: CollectiveLog | None
     machines: Sequence[int]
-    stand_ins: float = 0.0  # seconds that it takes to stand in for the other ranks, run alone
+    stand_ins: float = 0.0  # seconds of work in place of the other ranks, run separately
 
     def stage_seconds(self) -> dict[str, float]:
-        """Of the rank's own work."""
+        """Seconds in each stage of the rank's own work."""
         return {name: s for name, s in self.timer.seconds().items() if name != EMULATION}
 
-    def communication(self, links: Links) -> Communication:
+    def communication(self, links: Links) -> Communication | None:
+        """The communication of an emulated rank, modelled; None on a mesh that communicates."""
         if self.log is None:
-            return Communication()
+            return None
         return replay(self.log, self.timer.begin, self.timer.clock, links, self.machines)
 
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[Pass]:
-    """Times the stages of what runs inside and, of an emulated rank, writes down its collectives."""
+    """Times the stages of the work inside the context and records the collectives of an emulated rank."""
     timer = StageTimer(engine.mesh.device)
-    mesh = engine.mesh
+    mesh, made_up = engine.mesh, emulated(engine.mesh)
     log, stand_ins = None, StandIns()
-    if isinstance(mesh, EmulatedMesh):
-        log, mesh.static_step = CollectiveLog(timer.clock.mark, current_stage), False
+    if made_up is not None:
+        log, made_up.static_step = CollectiveLog(timer.clock.mark, current_stage), False
     for group in mesh.groups:
         group.log = log
     try:
@@ -123,12 +124,12 @@ def watched(engine: Engine) -> Iterator[Pass]:
     finally:
         for group in mesh.groups:
             group.log = None
-    if isinstance(mesh, EmulatedMesh):
-        stand_ins.in_graph = mesh.static_step and engine.graphs is not None
-        # At once: what they work on is held no longer than needed.
-        if stand_ins.work not in mesh.stand_in_seconds:
-            mesh.stand_in_seconds[stand_ins.work] = stand_ins.seconds(mesh.device)
-        one.stand_ins = mesh.stand_in_seconds[stand_ins.work]
+    if made_up is not None:
+        stand_ins.in_graph = made_up.static_step and engine.graphs is not None
+        # At once: the tensors that they work on are held no longer than needed.
+        if stand_ins.work not in made_up.stand_in_seconds:
+            made_up.stand_in_seconds[stand_ins.work] = stand_ins.seconds(mesh.device)
+        one.stand_ins = made_up.stand_in_seconds[stand_ins.work]
 
 
 def _add(into: dict[str, float], name: str, seconds: float) -> None:

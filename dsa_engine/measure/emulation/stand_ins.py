@@ -1,8 +1,8 @@
-"""What stands in for the other ranks of an emulated one, and how long that takes.
+"""Work done in place of the other ranks of an emulated run, and its time.
 
-It is no part of the rank's work, so its time is taken off a measured run. How much that is cannot be seen in the run
-itself: a step that is replayed as a graph has no stages, and to watch one costs time of its own. So one more run writes
-down what stood in, and then that alone is run again, in the way in which the measured step ran it.
+This work is not the rank's own, so its time is subtracted from a measured run. It cannot be measured within that run: a
+step that is replayed as a graph has no stages, and watching a step takes time. So one more run records this work, which
+is then run again separately, in the same way as in the measured step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _noting: StandIns | None = None
 
 
 def stand_in(what: Hashable, make: Callable[[], R], collective: bool = False) -> R:
-    """What ``make`` returns, in place of what other ranks would have sent.
+    """The result of ``make``, in place of the data of other ranks.
 
     Args:
-        what: names the work: under one name it is always as much.
+        what: name of the work; the same name always means the same amount.
         make: may be called again later.
-        collective: of a collective: it waits for nothing, so that a CUDA graph can hold it.
+        collective: the work of a collective, which waits for nothing, so that a CUDA graph can hold it.
     """
     with stage(EMULATION):
         if _noting is not None:
@@ -43,17 +43,17 @@ def stand_in(what: Hashable, make: Callable[[], R], collective: bool = False) ->
 
 @dataclass
 class StandIns:
-    """What stood in for other ranks in a pass, to be run again alone.
+    """The work done in place of other ranks in a pass, to be run again separately.
 
     Attributes:
-        in_graph: whether the same step, when nobody watches, is replayed as a CUDA graph.
+        in_graph: whether the same step is replayed as a CUDA graph when it is not watched.
     """
 
     in_graph: bool = False
     _count: Counter[Hashable] = field(default_factory=Counter)
     _make: dict[Hashable, Callable[[], Any]] = field(
         default_factory=dict
-    )  # of one name the last: the others are like it
+    )  # the last one of each name: the others are equal
     _collectives: set[Hashable] = field(default_factory=set)
 
     def add(self, what: Hashable, make: Callable[[], Any], collective: bool) -> None:
@@ -64,7 +64,7 @@ class StandIns:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Within, all that stands in is written down."""
+        """Records the work done in place of other ranks inside the context."""
         global _noting
         before, _noting = _noting, self
         try:
@@ -74,12 +74,12 @@ class StandIns:
 
     @property
     def work(self) -> Hashable:
-        """Equal for passes in which as much stood in, in the same way."""
+        """A key that is equal for passes with the same work."""
         return self.in_graph, frozenset(self._count.items())
 
     @torch.inference_mode()
     def seconds(self, device: torch.device) -> float:
-        """Of all of it, alone: the median of a few runs."""
+        """Seconds of all this work, run separately: the median of a few runs."""
         run: Callable[[], None] = self._run
         if self.in_graph and device.type == "cuda":
             run = self._captured(device)
@@ -88,7 +88,7 @@ class StandIns:
             begin = _reached(device)
             run()
             taken.append(_reached(device) - begin)
-        return statistics.median(taken[1:])  # the first is slower, where memory is asked for
+        return statistics.median(taken[1:])  # the first is slower, as it allocates memory
 
     def _run(self, only_collectives: bool = False) -> None:
         for what, count in self._count.items():
@@ -97,11 +97,11 @@ class StandIns:
                     self._make[what]()
 
     def _captured(self, device: torch.device) -> Callable[[], None]:
-        """Replays the collectives; all else was made up when the step was captured, and a graph only reads it."""
+        """Replays the collectives; all other data was made when the step was captured, and a graph only reads it."""
         stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._run(True)  # once without capturing, as the engine's graphs are
+            self._run(True)  # once without capture, as for the engine's graphs
             torch.cuda.synchronize(device)
             graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -113,7 +113,7 @@ class StandIns:
 
 
 def _reached(device: torch.device) -> float:
-    """Seconds, when the device has done all that it was given."""
+    """Time in seconds at which the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,0 +1,81 @@
+"""Latencies of the whole model, scaled from a run with fewer layers; always reported as scaled, not measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.llm import LLM
+from dsa_engine.measure.reported_latency import Latency
+
+# The stages of a decoder layer of each kind; all others are outside the layers.
+_EVERY_LAYER = ("MLA prolog", "sparse flash attention", "MLA epilog", "communication")
+_SELECTING_LAYER = ("indexer prolog", "lightning indexer")
+_DENSE_LAYER = ("dense MLP",)
+_MOE_LAYER = ("MoE gate", "MoE dispatch", "MoE experts", "MoE shared", "MoE combine")
+
+# Keys of config.json that define the layers: overrides of these apply to the run, not to the whole model.
+_LAYER_KEYS = {
+    *("num_hidden_layers", "first_k_dense_replace", "mlp_layer_types"),
+    *("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+}
+
+
+def depth_factors(measured: ModelConfig, full: ModelConfig) -> dict[str, float]:
+    """Factor of every stage of a layer: the number of layers with that stage in ``full`` over the number in the run.
+
+    Raises:
+        ValueError: a kind of layer that ``full`` has was not measured.
+    """
+    factors: dict[str, float] = {}
+    for stages, what, count in (
+        (_EVERY_LAYER, "decoder layer", lambda c: c.num_hidden_layers),
+        (_SELECTING_LAYER, "layer with an indexer", lambda c: c.indexer_types.count("full")),
+        (_DENSE_LAYER, "dense layer", lambda c: c.mlp_layer_types.count("dense")),
+        (_MOE_LAYER, "MoE layer", lambda c: c.mlp_layer_types.count("sparse")),
+    ):
+        here, there = count(measured), count(full)
+        if there and not here:
+            raise ValueError(f"no {what} was measured and the whole model has {there}; measure more layers")
+        factors |= dict.fromkeys(stages, there / here if here else 1.0)
+    return factors
+
+
+class FullDepth:
+    """Latencies of the whole model, scaled from those of a run with fewer layers."""
+
+    def __init__(self, measured: ModelConfig, full: ModelConfig):
+        self.measured = measured.num_hidden_layers
+        self.layers = full.num_hidden_layers
+        self.factors = depth_factors(measured, full)
+
+    @classmethod
+    def of(cls, llm: LLM) -> FullDepth | None:
+        """The scaling of an engine's run; None if it has as many layers as config.json says.
+
+        Raises:
+            ValueError: a kind of layer is missing in the run.
+        """
+        engine = llm.engine
+        overrides = {key: v for key, v in engine.options.hf_overrides.items() if key not in _LAYER_KEYS}
+        full = ModelConfig.from_pretrained(llm.folder, overrides)
+        same = full.num_hidden_layers == engine.config.num_hidden_layers
+        return None if same else cls(engine.config, full)
+
+    def scale(self, latency: Latency, stages: dict[str, float]) -> dict[str, float]:
+        """Milliseconds at full depth; see :meth:`dsa_engine.measure.reported_latency.Latency.scaled`."""
+        return latency.scaled(stages, self.factors)
+
+    def to_json(self, scaled: dict[str, float]) -> dict[str, Any]:
+        about = {"num_hidden_layers": self.layers, "measured_layers": self.measured}
+        return {"scaled_to_full_depth": {**about, **scaled}}
+
+    def line(self, what: str, metric: str, scaled: dict[str, float]) -> str:
+        """The scaled times of ``metric``, for people."""
+        times = ", ".join(
+            f"{key.removeprefix(metric + '_ms').replace('_', ' ').strip()} {ms:,.1f} ms".strip()
+            for key, ms in scaled.items()
+            if key.startswith(metric)
+        )
+        depth = f"with all {self.layers} layers instead of {self.measured}"
+        return f"SCALED, not measured: {what} {depth}: {metric.upper()} {times}"

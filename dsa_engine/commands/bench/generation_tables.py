@@ -1,0 +1,71 @@
+"""Tables of measured latencies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsa_engine.commands.bench.generation_benchmark import LatencyResult
+from dsa_engine.measure.report import format_percentages, format_table
+from dsa_engine.measure.stage_timer import mean_stages
+from dsa_engine.system.sizes import format_bytes
+
+
+def size_of(result: LatencyResult) -> str:
+    """Length, batch size and, if there are any, drafts as text."""
+    drafts = result.num_speculative_tokens
+    return f"{result.input_len:,} × {result.batch_size}" + (f", k = {drafts}" if drafts else "")
+
+
+def print_latencies(metric: str, results: list[LatencyResult], above: str) -> None:
+    """Prints a table of ``metric`` ("ttft" or "tpot"), a row per length and batch size, then a table of the stages.
+
+    Args:
+        above: the heading of an emulated run; "" if nothing is emulated.
+    """
+    if above:
+        print(above + "\n")
+    rows = [_row(metric, result, bool(above)) for result in results]
+    print(format_table(("input", "batch", "drafts", "output", *_columns(metric, bool(above)), "peak memory"), rows))
+    _print_speculation(results)
+    for phase in ("prefill", "decode"):
+        ranks = [(r, r.prefill_stages if phase == "prefill" else r.decode_stages) for r in results]
+        columns = {size_of(r): mean_stages(stages) for r, stages in ranks if stages}
+        if columns:
+            print("\n" + format_percentages(f"{phase} stage", columns))
+    print()
+
+
+def _columns(metric: str, emulated: bool) -> list[str]:
+    name = metric.upper()
+    unit = "input tokens/s" if metric == "ttft" else "output tokens/s"
+    if emulated:
+        return [f"computed {name} ms", "modelled communication ms", "sum ms", "overlapped ms", f"{unit} per device"]
+    return [*(f"{which} {name} ms" for which in ("median", "p90", "p99")), unit, "per device"]
+
+
+def _row(metric: str, result: LatencyResult, emulated: bool) -> tuple[Any, ...]:
+    size = (f"{result.input_len:,}", result.batch_size, result.num_speculative_tokens, result.output_len)
+    latency = result.ttft if metric == "ttft" else result.tpot
+    if latency is None:  # the cache had no room for the whole batch to decode at once
+        return (*size, *["-"] * 6)
+    json, peak = result.to_json(), format_bytes(max(result.peak_memory_bytes))
+    rate = "input_throughput" if metric == "ttft" else "output_throughput"
+    if emulated:
+        communication = latency.not_overlapped - latency.median
+        times = [s * 1e3 for s in (latency.median, communication, latency.not_overlapped, latency.overlapped)]
+        return (*size, *times, json[f"{rate}_per_device_overlapped"], peak)
+    times = [json[f"{which}_{metric}_ms"] for which in ("median", "p90", "p99")]
+    return (*size, *times, json[rate], json[f"{rate}_per_device"], peak)
+
+
+def _print_speculation(results: list[LatencyResult]) -> None:
+    """Prints how many drafts were accepted; nothing if there were none."""
+    rows = []
+    for result in results:
+        counts, assumed = result.speculation, result.assumed_acceptance
+        if counts is not None and counts.num_drafts:
+            rates = " ".join(f"{rate:.0%}" for rate in counts.acceptance_rates)
+            by = "assumed" if assumed else "the model"
+            rows.append((size_of(result), f"{counts.mean_acceptance_length:.2f}", rates, by))
+    if rows:
+        print("\n" + format_table(("drafts", "tokens a step", "accepted by position", "decided by"), rows))

@@ -1,0 +1,112 @@
+"""Counted work beside measured times: the fraction of the device's measured peak rates that a run has reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dsa_engine.commands.bench.generation_benchmark import LatencyResult
+from dsa_engine.engine.engine import Engine
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.measure.ceilings import Ceilings
+from dsa_engine.measure.costs.model_costs import Decode, ModelCosts, prefill_plans_of
+from dsa_engine.measure.costs.work import Stages, Work, times
+from dsa_engine.measure.report import format_table
+from dsa_engine.system.sizes import format_bytes
+
+
+class PeakFractions:
+    """Fractions for one engine's runs. Create it on every rank at the same time, as it measures the ceilings.
+
+    A step's bytes are the minimum that it has to read (`work.py`), on the rank with the largest number of requests:
+    weights in their format, those of the experts that the batch is expected to choose; index keys; selected latent
+    rows. They are compared with a copy, which reads and writes. Operations are compared with a matrix product in the
+    run's dtype, whatever the format of the weights.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._costs = ModelCosts.of(engine)
+        self.ceilings = Ceilings.measure(engine.mesh.device, engine.dtype)
+
+    def decode(self, result: LatencyResult) -> dict[str, Any]:
+        """Work of a decode step in the middle of the output; empty if none was measured."""
+        if result.itl is None:
+            return {}
+        drafts, ranks = result.num_speculative_tokens, self._engine.mesh.world_size
+        context = result.input_len + max(1, result.output_len // 2) + drafts
+        step = Decode(cdiv(result.batch_size, ranks), result.batch_size, context, drafts)
+        stages, seconds = self._costs.decode(step), result.itl.median
+        work = total(stages)
+        read = {"weights": work.weights, "index_keys": work.index_keys, "latent_rows": work.latent_rows}
+        rate = work.bytes_read / seconds
+        return {
+            "decode_step": {
+                "bytes_read": {name: round(n) for name, n in read.items()},
+                "flops": round(work.flops),
+                "gb_per_s": rate / 1e9,
+                "share_of_copy": rate / self.ceilings.bytes_per_s,
+                "stages": {name: asdict(one) for name, one in stages.items()},
+            }
+        }
+
+    def prefill(self, input_len: int, seconds: float, batch_size: int = 1, drafts: int = 0) -> dict[str, Any]:
+        """Work of the prefills of ``batch_size`` prompts, which take ``seconds`` together."""
+        mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
+        ranks = mesh.cp_ranks(0) if mesh.communicates else mesh.processes.ranks
+        prompts = cdiv(batch_size, mesh.world_size // mesh.cp_size)
+        # A rank's experts serve the prompts of all groups.
+        each = [self._costs.prefill(plans, rank, drafts, batch_size / prompts) for rank in ranks]
+        busiest = times(max(each, key=lambda stages: total(stages).flops), prompts)
+        flops = total(busiest).flops
+        rate = flops / seconds
+        return {
+            "prefill_work": {
+                "flops": round(flops),
+                "tflops_per_s": rate / 1e12,
+                "share_of_matmul": rate / self.ceilings.flops_per_s,
+                "stages": {name: asdict(one) for name, one in busiest.items()},
+            }
+        }
+
+    def of(self, result: LatencyResult) -> dict[str, Any]:
+        """Work of prefill and decode, as far as they were measured."""
+        work, drafts = {}, result.num_speculative_tokens
+        if result.prefill:
+            work = self.prefill(result.input_len, result.prefill.median, result.batch_size, drafts)
+        return work | self.decode(result)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ceilings": self.ceilings.to_json()}
+
+
+def total(stages: Stages) -> Work:
+    return sum(stages.values(), Work())
+
+
+def print_peak_fractions(sizes: Sequence[str], listed: Sequence[dict[str, Any]], ceilings: Ceilings) -> None:
+    """Prints the results of :class:`PeakFractions` as tables, a row per size, as far as they were measured."""
+    decodes = [(size, one["decode_step"]) for size, one in zip(sizes, listed, strict=True) if "decode_step" in one]
+    if decodes:
+        rows = [
+            (
+                size,
+                *(format_bytes(d["bytes_read"][name]) for name in ("weights", "index_keys", "latent_rows")),
+                f"{d['gb_per_s']:.3g}",
+                f"{d['share_of_copy']:.1%}",
+            )
+            for size, d in decodes
+        ]
+        column = f"of a copy ({ceilings.bytes_per_s / 1e9:.3g} GB/s)"
+        print(
+            "\n" + format_table(("a decode step reads", "weights", "index keys", "latent rows", "GB/s", column), rows)
+        )
+    prefills = [(size, one["prefill_work"]) for size, one in zip(sizes, listed, strict=True) if "prefill_work" in one]
+    if prefills:
+        column = f"of a matrix product ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
+        made = [
+            (size, f"{p['flops'] / 1e12:.3g}", f"{p['tflops_per_s']:.3g}", f"{p['share_of_matmul']:.1%}")
+            for size, p in prefills
+        ]
+        print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", column), made))

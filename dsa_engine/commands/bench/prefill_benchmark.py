@@ -1,0 +1,113 @@
+"""A prefill of one prompt, measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsa_engine.engine.engine import Engine
+from dsa_engine.measure.across_ranks import agree_on_prompts, barrier, from_all_ranks
+from dsa_engine.measure.costs.model_costs import prefill_plans_of
+from dsa_engine.measure.emulation.links import Links
+from dsa_engine.measure.emulation.mesh import follow_steps
+from dsa_engine.measure.emulation.overlap_model import Communication, watched
+from dsa_engine.measure.peak_memory import peak_bytes, reset_peak
+from dsa_engine.measure.reported_latency import Latency
+from dsa_engine.measure.stage_timer import milliseconds
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """A measured prefill. Lists have one value per rank; in an emulated run, only that rank's.
+
+    Stages, bytes and communication come from one more run, which was watched and is not among the timed ones.
+    """
+
+    input_len: int
+    world_size: int
+    seconds: list[float]  # one per repeat; for an emulated rank, its computation
+    peak_memory_bytes: list[int]
+    attention_pairs: list[int]  # query-key pairs under the causal mask
+    imbalance: float  # largest attention work of a rank over the mean of all ranks
+    bytes_sent: list[int]  # payload put into collectives
+    stage_seconds: list[dict[str, float]]
+    watched_seconds: float  # the watched run on the slowest rank, watching included
+    logits: torch.Tensor  # float32 [vocab], after the last token; without meaning for an emulated rank
+    communication: Communication | None = None  # modelled, for an emulated rank
+    stand_ins: float = 0.0  # seconds subtracted from each repeat: see Latency
+
+    @property
+    def ttft(self) -> Latency:
+        return Latency(
+            "ttft", self.seconds, self.input_len, self.world_size, self.communication, stand_ins=self.stand_ins
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "input_len": self.input_len,
+            **self.ttft.to_json("input_throughput"),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "attention_pairs": self.attention_pairs,
+            "bytes_sent": self.bytes_sent,
+            "imbalance": self.imbalance,
+            "stage_ms": [milliseconds(rank) for rank in self.stage_seconds],
+            "watched_ms": self.watched_seconds * 1e3,
+        }
+
+
+def measure_prefill(
+    engine: Engine, prompt: list[int], *, warmup: int = 1, repeat: int = 3, links: Links | None = None
+) -> PrefillResult:
+    """Prefills ``prompt`` ``warmup + repeat`` times, and once more; the same result on every rank.
+
+    One context-parallel group computes it (all ranks, by default). The last run is not among the timed ones: it
+    gives the times of the stages and the collectives of an emulated rank, and recording them takes time. A stage's time
+    is that of the main stream or thread, with its waits for work on side streams. ``links`` are those of an emulated
+    run.
+    """
+    mesh = engine.mesh
+    agree_on_prompts(engine, [prompt])
+    follow_steps(engine)
+    reset_peak(mesh.device)
+    for _ in range(warmup):
+        engine.prefill(prompt)
+    seconds = []
+    for _ in range(repeat):
+        barrier(engine)
+        seconds.append(_timed(engine, prompt)[0])
+    peak = float(peak_bytes(mesh.device))
+    barrier(engine)
+    sent = -sum(group.bytes_sent for group in mesh.groups)
+    with watched(engine) as watch:
+        watched_seconds, logits = _timed(engine, prompt)
+    sent += sum(group.bytes_sent for group in mesh.groups)
+    seconds = [s - watch.stand_ins for s in seconds]
+    stages = watch.stage_seconds()
+    plans = prefill_plans_of(engine, len(prompt))
+    pairs = [sum(step) for step in zip(*(plan.attention_pairs() for plan in plans), strict=True)]
+    ranks = from_all_ranks(engine, [peak, float(sent), watched_seconds, *stages.values(), *seconds])
+    first = 3 + len(stages)
+    return PrefillResult(
+        input_len=len(prompt),
+        world_size=mesh.world_size,
+        seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # of the slowest rank
+        peak_memory_bytes=[int(row[0]) for row in ranks],
+        attention_pairs=[pairs[rank] for rank in mesh.processes.ranks],
+        imbalance=max(pairs) * len(pairs) / sum(pairs),
+        bytes_sent=[int(row[1]) for row in ranks],
+        stage_seconds=[dict(zip(stages, row[3:first], strict=True)) for row in ranks],
+        watched_seconds=max(row[2] for row in ranks),
+        logits=logits,
+        communication=watch.communication(links or Links()),
+        stand_ins=watch.stand_ins,
+    )
+
+
+def _timed(engine: Engine, prompt: list[int]) -> tuple[float, torch.Tensor]:
+    """Seconds of a prefill and its logits on the CPU, when all device work is done."""
+    begin = time.perf_counter()
+    logits = engine.prefill(prompt)
+    return time.perf_counter() - begin, logits

@@ -1,0 +1,193 @@
+"""``dsa-engine plan``: the best cut of a model over devices, and its predicted times and rates."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dsa_engine.arguments import json_object
+from dsa_engine.commands.planner.check import Check
+from dsa_engine.commands.planner.deployment import CACHES, DISPATCHES, WEIGHTS
+from dsa_engine.commands.planner.devices import DEVICES, Device, device_named
+from dsa_engine.commands.planner.efficiency import Efficiencies, read_measured
+from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Demand, NothingFits, demand_json
+from dsa_engine.commands.planner.published import POINTS, published_table
+from dsa_engine.commands.planner.search import Planner
+from dsa_engine.commands.planner.sweep import AXES, plot_sweep, sweep, sweep_json, sweep_table
+from dsa_engine.commands.planner.tables import print_not_fitting, print_plan, print_what_is_not_known
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import RELEASED_CONFIGS, released_config
+from dsa_engine.measure.plots import check_plot
+from dsa_engine.measure.report import write_json
+from dsa_engine.model_folder import resolve_model
+from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
+
+TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
+SPLIT = "Split: prefill and decode on separate devices (the engine does not do this yet)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(RELEASED_CONFIGS)
+    parser.add_argument("--model", default="deepseek_v32", help=f"a folder with a config.json, or one of {names}")
+    parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
+    parser.add_argument("--device", default="H200", help=f"one of {', '.join(DEVICES)}")
+    parser.add_argument("--devices", type=int, default=8, help="how many there are")
+    parser.add_argument("--input-len", type=int, default=131072, help="tokens of a prompt")
+    parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer")
+    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="time to first token to keep to")
+    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="time per output token to keep to")
+    parser.add_argument("--requests", type=int, help="that run at once; default: as many as serve best")
+    parser.add_argument("--acceptance", metavar="RATES", help="acceptance of drafts by position, such as 0.85,0.7")
+    for option, name, kind, about in (
+        ("--cp-size", "cp_size", int, "ranks that prefill a prompt together"),
+        ("--tp-size", "tp_size", int, "ranks over which embedding, o_proj and LM head are cut"),
+        ("--chunk", "chunk", int, "tokens of a rank in a prefill step"),
+        ("--drafts", "drafts", int, f"of the MTP module in a step, one of {DRAFTS}"),
+    ):
+        parser.add_argument(option, dest=name, type=kind, help=f"fix it: {about}")
+    parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
+    parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
+    parser.add_argument("--moe-dispatch", choices=DISPATCHES, help="fix how prefill brings tokens to experts")
+    parser.add_argument("--decode-dispatch", choices=DISPATCHES, help="fix how decode does")
+    parser.add_argument(
+        "--measured",
+        metavar="FILES",
+        help="JSON of the benchmarks on this device, separated by commas: their ceilings and stages take the place of "
+        "the data sheet and of what is assumed",
+    )
+    parser.add_argument("--what-if", choices=AXES, help="change this, and plan for every value")
+    parser.add_argument("--plot", metavar="PATH", help="draw --what-if here (.png)")
+    parser.add_argument("--published", action="store_true", help="predict deployments that others have reported")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="measure small and larger runs of the demo model here, and predict the larger from the small; also under "
+        "torchrun",
+    )
+    parser.add_argument("--json", metavar="PATH", help="write the plans here too; '-': to standard output")
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    """Prints the best plan of both kinds, or a sweep of them; or published operating points.
+
+    Raises:
+        ValueError, OSError: an option, the configuration or a file is not possible.
+    """
+    check_outputs(args.json, args.plot)
+    check_plot(args.plot)
+    if args.plot and not args.what_if:
+        raise ValueError("--plot draws a sweep; say which with --what-if")
+    if args.check:
+        _check(args)
+        return
+    if args.published:
+        if args.json:
+            write_json(args.json, {"published": [point.to_json() for point in POINTS]})
+        print(published_table())
+        return
+    figures = (args.devices, args.input_len, args.output_len, args.ttft, args.tpot, args.requests)
+    demand = Demand(*figures, **_acceptance(args.acceptance))
+    config = _config(args)
+    device, reached = _device(args)
+    names = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache", "moe_dispatch", "decode_dispatch")
+    fixed = {name: getattr(args, name) for name in names}
+    planner = Planner(config, device, reached, {name: value for name, value in fixed.items() if value is not None})
+    about: dict[str, Any] = {"model": args.model, "device": device.to_json(), "efficiencies": reached.source}
+    about |= {"load": demand_json(demand)}
+    if args.what_if:
+        _sweep(args, planner, demand, about)
+        return
+    _plan(args, planner, demand, about)
+
+
+def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
+    plans: dict[str, Any] = {}
+    shown: list[Callable[[], None]] = []  # printed after the files are written
+    for key, title in (("together", TOGETHER), ("split", SPLIT)):
+        split = key == "split"
+        if split and demand.devices < 2:
+            continue
+        try:
+            plan = planner.best(demand, split)
+        except NothingFits as error:
+            remedy = None if split else planner.remedy(demand)
+            plans[key] = {"lacking_bytes_per_rank": error.lacking, "nearest": error.nearest.to_json()}
+            shown.append(partial(print_not_fitting, title, error, remedy))
+        except CannotCut as error:
+            if not split:
+                raise
+            remedy, plans[key] = None, {"impossible": str(error)}
+            shown.append(partial(print, f"\n{title}\n  NOT POSSIBLE: {error}."))
+        else:
+            missed = plan.misses(demand) > 0
+            remedy = planner.remedy(demand) if missed and not split else None
+            plans[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
+            shown.append(partial(print_plan, title, plan, demand, remedy))
+        plans[key]["devices_that_would_do"] = remedy
+    if args.json:
+        write_json(args.json, {**about, **plans})
+    print(_title(args, planner, demand))
+    for show in shown:
+        show()
+    print_what_is_not_known(planner, planner.reached)
+
+
+def _check(args: argparse.Namespace) -> None:
+    check = Check("demo-random" if args.model in RELEASED_CONFIGS else args.model)
+    runs = check.run()
+    if not check.is_leader:
+        return
+    if args.json:
+        write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in runs]})
+    print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
+    for one in runs:
+        print("\n" + one.table())
+
+
+def _sweep(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
+    points = []
+    with progress_bar(len(AXES[args.what_if](demand)), "plans", f"--what-if {args.what_if}") as bar:
+        for point in sweep(planner, demand, args.what_if):
+            points.append(point)
+            bar.update(1)
+    if args.json:
+        write_json(args.json, {**about, "what_if": args.what_if, "points": sweep_json(points)})
+    if args.plot:
+        plot_sweep(args.what_if, points, args.plot, _title(args, planner, demand))
+    print(sweep_table(args.what_if, points))
+    print_what_is_not_known(planner, planner.reached)
+
+
+def _title(args: argparse.Namespace, planner: Planner, demand: Demand) -> str:
+    given = {"input-len": f"{demand.input_len:,} tokens in", "devices": f"{demand.devices} devices"}
+    fixed = [text for axis, text in given.items() if axis != args.what_if]
+    fixed.append(f"{demand.output_len:,} tokens out")
+    return f"Predicted, {args.model} on {planner.device.name}: {', '.join(fixed)}"
+
+
+def _config(args: argparse.Namespace) -> ModelConfig:
+    overrides = json_object(args.hf_overrides, "--hf-overrides")
+    if args.model in RELEASED_CONFIGS:
+        return ModelConfig.from_dict(released_config(args.model), overrides)
+    return ModelConfig.from_pretrained(resolve_model(args.model), overrides)
+
+
+def _device(args: argparse.Namespace) -> tuple[Device, Efficiencies]:
+    device = device_named(args.device)
+    if not args.measured:
+        return device, Efficiencies.assumed()
+    ceilings, entries, name = read_measured(args.measured.split(","))
+    device = device.with_ceilings(ceilings)
+    return device, Efficiencies.fitted(entries, device, f"stages as measured on {name}, {len(entries)} run(s)")
+
+
+def _acceptance(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        return {"acceptance": tuple(float(rate) for rate in text.split(","))}
+    except ValueError as error:
+        raise ValueError(f"--acceptance {text}: {error}") from error

@@ -1,0 +1,184 @@
+"""The part of a device's peak that each stage reaches, and the fixed cost of a pass through it.
+
+    seconds = passes · fixed + max(operations / rate, bytes / bandwidth) / efficiency
+
+Without measured runs the figures are assumptions, in this one place. Measured runs are entries of the benchmarks' JSON:
+the counted work of every stage beside its time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsa_engine.commands.planner.devices import Device
+from dsa_engine.measure.ceilings import Ceilings
+from dsa_engine.measure.costs.work import Stages, Work
+
+
+class Efficiency(NamedTuple):
+    """Efficiency of one stage."""
+
+    compute: float  # fraction of the peak of matrix products
+    memory: float  # fraction of the memory's bandwidth
+    fixed: float  # seconds of a layer's pass through it, independent of its size
+
+
+# Seconds from one kernel's end to the next one's begin in a CUDA graph, and kernels of a layer's stage; a layer of a
+# decode step takes about 44 in bfloat16 and 61 in FP8 (tests/engine/test_fake_cuda.py). Not measured on a GPU yet.
+LAUNCH = 2e-6
+_KERNELS = {
+    "embedding": 4,
+    "MLA prolog": 10,
+    "indexer prolog": 7,
+    "lightning indexer": 5,
+    "sparse flash attention": 3,
+    "MLA epilog": 5,
+    "dense MLP": 3,
+    "MoE gate": 4,
+    "MoE experts": 6,
+    "MoE shared": 3,
+    "MoE combine": 2,
+    "LM head": 3,
+    "other": 12,
+}
+
+# Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200. Sparse attention: the
+# published 640 (prefill) and 410 TFLOP/s (decode, FP8 cache) of FlashMLA, on an H800. The others are assumed.
+_PRODUCT, _COPY = 0.80, 0.90
+_COMPUTE = {"lightning indexer": 0.5, "sparse flash attention": 0.65, "MoE experts": 0.6}
+_DECODE_COMPUTE = {"lightning indexer": 0.5, "sparse flash attention": 0.41, "MoE experts": 0.5}
+# Rows of the caches are read in pieces of 132 to 1,152 bytes.
+_MEMORY = {"sparse flash attention": 0.6, "lightning indexer": 0.8}
+
+ASSUMED = "stages reach assumed parts of the peak (commands/planner/efficiency.py)"
+
+
+class Efficiencies:
+    """Efficiencies of all stages in prefill and in decode."""
+
+    def __init__(self, stages: dict[tuple[str, str], Efficiency], source: str):
+        self._stages, self.source = stages, source
+
+    def of(self, phase: str, stage: str) -> Efficiency:
+        """The efficiency of a stage in "prefill" or "decode"."""
+        return self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
+
+    @classmethod
+    def assumed(cls) -> Efficiencies:
+        stages = {}
+        for phase, compute in (("prefill", _COMPUTE), ("decode", _DECODE_COMPUTE)):
+            for name, kernels in _KERNELS.items():
+                of_memory = _MEMORY.get(name, _COPY)
+                stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels * LAUNCH)
+        return cls(stages, ASSUMED)
+
+    @classmethod
+    def fitted(cls, entries: Sequence[Entry], device: Device, source: str) -> Efficiencies:
+        """Fits fixed time and efficiency of each stage to measured runs, by relative error; stages without a run keep
+        the assumptions. A single size does not determine fixed times: they are 0 then."""
+        stages = dict(cls.assumed()._stages)
+        for phase in {entry.phase for entry in entries}:
+            runs = [entry for entry in entries if entry.phase == phase]
+            for name in {name for entry in runs for name in entry.work}:
+                points = [(e.work[name], e.seconds[name]) for e in runs if name in e.work and e.seconds.get(name)]
+                if points:
+                    stages[(phase, name)] = _fit(points, device)
+        return cls(stages, source)
+
+
+class Entry(NamedTuple):
+    """A measured run: "prefill" or "decode", its counted work and the seconds of its stages."""
+
+    phase: str
+    work: Stages
+    seconds: dict[str, float]
+
+
+def ideal_seconds(work: Work, device: Device) -> float:
+    """Seconds at the device's peaks."""
+    return max(_compute(work, device), work.bytes_moved / device.bandwidth)
+
+
+def stage_seconds(work: Work, device: Device, reached: Efficiency) -> tuple[float, str]:
+    """Seconds, and their largest part: "compute", "bandwidth" or "launches"."""
+    parts = {
+        "compute": _compute(work, device) / reached.compute,
+        "bandwidth": work.bytes_moved / device.bandwidth / reached.memory,
+    }
+    limit = max(parts, key=lambda name: parts[name])
+    fixed = work.passes * reached.fixed
+    return parts[limit] + fixed, "launches" if fixed > parts[limit] else limit
+
+
+def _compute(work: Work, device: Device) -> float:
+    return (work.flops - work.narrow_flops) / device.flops + work.narrow_flops / device.narrow_flops
+
+
+def _fit(points: Sequence[tuple[Work, float]], device: Device) -> Efficiency:
+    """Least squares of (passes · a + ideal · b) / seconds = 1 with a, b ≥ 0."""
+    rows = [(work.passes / s, ideal_seconds(work, device) / s) for work, s in points]
+    aa, ab, bb = sum(p * p for p, _ in rows), sum(p * i for p, i in rows), sum(i * i for _, i in rows)
+    a_1, b_1 = sum(p for p, _ in rows), sum(i for _, i in rows)
+    det = aa * bb - ab * ab
+    a, b = 0.0, b_1 / bb if bb else 0.0
+    if len(rows) > 1 and det > 1e-9 * aa * bb:
+        both = ((a_1 * bb - b_1 * ab) / det, (b_1 * aa - a_1 * ab) / det)
+        if both[1] <= 0:
+            a, b = a_1 / aa, 0.0
+        elif both[0] > 0:
+            a, b = both
+    reached = 1 / b if b > 0 else float("inf")
+    return Efficiency(reached, reached, a)
+
+
+def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
+    """Reads the files of benchmarks: ceilings, entries, and the device's name.
+
+    Args:
+        paths: JSON files of bench_prefill.py, measure_ttft.py, measure_tpot.py or bench_kernels.py, all of one device.
+
+    Raises:
+        ValueError: another kind of file, or no ceilings in any file.
+        OSError: no such file.
+    """
+    ceilings: Ceilings | None = None
+    entries: list[Entry] = []
+    names = []
+    for path in paths:
+        try:
+            loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+            figures = loaded["ceilings"]
+            ceilings = Ceilings(figures["matmul_tflops_per_s"] * 1e12, figures["copy_gb_per_s"] * 1e9)
+            names.append(loaded["device"])
+            for result in loaded["results"]:
+                entries += _entries(result)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is no result of a benchmark with ceilings ({type(error).__name__}: {error}); give the --json "
+                "of bench_prefill.py, measure_ttft.py, measure_tpot.py or bench_kernels.py"
+            ) from error
+    if ceilings is None:
+        raise ValueError("no file with measured ceilings was given")
+    if len(set(names)) > 1:
+        raise ValueError(f"the files are of different devices: {', '.join(sorted(set(names)))}; give those of one")
+    return ceilings, entries, names[0]
+
+
+def _entries(result: dict[str, Any]) -> list[Entry]:
+    """Entries of one length: its prefill and its decode step, as far as both work and stages are there."""
+    stage_ms = result.get("stage_ms", {})
+    by_phase = stage_ms if isinstance(stage_ms, dict) else {"prefill": stage_ms}
+    entries = []
+    for phase, key in (("prefill", "prefill_work"), ("decode", "decode_step")):
+        ranks = by_phase.get(phase)
+        if not ranks or "stages" not in result.get(key, {}):
+            continue
+        # Stages of decode are per token; a step gives several tokens with drafts.
+        per = result.get("mean_acceptance_length") or 1.0 if phase == "decode" else 1.0
+        slowest = {name: max(rank[name] for rank in ranks) * per / 1e3 for name in ranks[0]}
+        work = {name: Work(**figures) for name, figures in result[key]["stages"].items()}
+        entries.append(Entry(phase, work, slowest))
+    return entries

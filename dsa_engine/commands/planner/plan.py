@@ -1,0 +1,142 @@
+"""The demand on a deployment, and a plan that meets it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsa_engine.commands.planner.deployment import Deployment
+from dsa_engine.commands.planner.predict import DecodeStep, Prefill
+from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
+
+DRAFTS = (0, 1, 2, 3)  # numbers of drafts that a plan may use
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The demand on a deployment.
+
+    Attributes:
+        devices: number of devices.
+        input_len, output_len: tokens of a request.
+        ttft, tpot: maximum seconds; None: any.
+        requests: number of requests at once; None: the best number.
+        acceptance: by draft position, the fraction of steps in which at least so many drafts are accepted.
+    """
+
+    devices: int
+    input_len: int
+    output_len: int = 1024
+    ttft: float | None = None
+    tpot: float | None = None
+    requests: int | None = None
+    acceptance: tuple[float, ...] = AssumedAcceptance.default(max(DRAFTS)).rates
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "input_len", "output_len", "ttft", "tpot", "requests"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+        AssumedAcceptance(self.acceptance)
+
+    def tokens_per_step(self, drafts: int) -> float:
+        return 1 + sum(self.acceptance[min(i, len(self.acceptance) - 1)] for i in range(drafts))
+
+    @property
+    def context(self) -> int:
+        """Tokens that a decoding request sees on average."""
+        return self.input_len + self.output_len // 2
+
+    @property
+    def longest(self) -> int:
+        return self.input_len + self.output_len
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """A way to use the devices.
+
+    Attributes:
+        split: whether prefill and decode have separate devices. The engine does not do that yet.
+        prefill, decode: one instance of each; without ``split`` both are the same ranks.
+        prefill_instances, decode_instances: number of each; equal without ``split``.
+        tpot: seconds per token, including prefills of other requests between decode steps.
+        tokens_per_s: output tokens of all devices together.
+        limit: the bound of the rate: "prefill", "decode" or "both".
+    """
+
+    split: bool
+    prefill: Prefill
+    decode: DecodeStep
+    prefill_instances: int
+    decode_instances: int
+    tpot: float
+    tokens_per_s: float
+    limit: str
+
+    @property
+    def ttft(self) -> float:
+        return self.prefill.ttft
+
+    @property
+    def requests(self) -> int:
+        return self.decode.requests * self.decode_instances
+
+    @property
+    def devices(self) -> int:
+        used = self.decode_instances * self.decode.how.ranks
+        return used + self.prefill_instances * self.prefill.how.ranks * self.split
+
+    @property
+    def replicas(self) -> int:
+        """Number of redundant experts per layer that fit on a rank beside its caches."""
+        return int(max(0.0, self.decode.room) // self.decode.expert_bytes)
+
+    def misses(self, demand: Demand) -> float:
+        """The largest relative excess over the demand; 0 if it is met."""
+        over = [0.0]
+        if demand.ttft is not None:
+            over.append(self.ttft / demand.ttft - 1)
+        if demand.tpot is not None:
+            over.append(self.tpot / demand.tpot - 1)
+        if demand.requests is not None:
+            over.append(demand.requests / self.requests - 1)
+        return max(over)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "split": self.split,
+            "devices_used": self.devices,
+            "prefill_instances": self.prefill_instances,
+            "decode_instances": self.decode_instances,
+            "ttft_ms": self.ttft * 1e3,
+            "tpot_ms": self.tpot * 1e3,
+            "concurrent_requests": self.requests,
+            "output_tokens_per_s": self.tokens_per_s,
+            "output_tokens_per_s_per_device": self.tokens_per_s / self.devices,
+            "limit": self.limit,
+            "redundant_experts_per_rank": self.replicas,
+            "prefill": self.prefill.to_json(),
+            "decode": self.decode.to_json(),
+        }
+
+
+class CannotCut(ValueError):
+    """Neither the given sizes nor any of the model's divide the devices."""
+
+
+class NothingFits(Exception):
+    """No deployment has room for one request.
+
+    Attributes:
+        nearest: the deployment that lacks the fewest bytes.
+        lacking: missing bytes on a rank.
+    """
+
+    def __init__(self, nearest: Deployment, lacking: float):
+        super().__init__()
+        self.nearest, self.lacking = nearest, lacking
+
+
+def demand_json(demand: Demand) -> dict[str, Any]:
+    return asdict(demand)

@@ -1,0 +1,91 @@
+"""A plan as text: what to start, its figures, its limits, and the open assumptions."""
+
+from __future__ import annotations
+
+from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment
+from dsa_engine.commands.planner.efficiency import Efficiencies
+from dsa_engine.commands.planner.plan import Demand, DeploymentPlan, NothingFits
+from dsa_engine.commands.planner.predict import StageTime
+from dsa_engine.commands.planner.search import Planner
+from dsa_engine.measure.report import format_table
+from dsa_engine.system.sizes import format_bytes
+
+NOT_KNOWN = (
+    "queueing: TTFT is that of a prompt that finds its ranks free",
+    "loads of experts: tokens choose them evenly here; what an uneven router costs, and what replicas gain, is not in",
+    "accuracy of fewer bits: see docs/QUANTIZATION.md; acceptance of drafts is assumed (--acceptance)",
+)
+
+
+def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | None = None) -> None:
+    """Prints one plan: its cut, its figures beside the demand, and its stages; if it misses the demand,
+    ``remedy`` is a sufficient number of devices."""
+    print(f"\n{title}")
+    if (misses := plan.misses(demand)) > 0:
+        would = f"; {remedy:,} devices would do" if remedy else "; 8 times as many devices would not do either"
+        print(f"  MISSES what was asked by {misses:.0%}" + ("" if plan.split else would))
+    where = f"{plan.devices} of {demand.devices} devices"
+    if plan.split:
+        where += f": {plan.prefill_instances} to prefill × {plan.prefill.how.ranks} ranks, "
+        where += f"{plan.decode_instances} to decode × {plan.decode.how.ranks} ranks"
+    else:
+        where += f": {plan.decode_instances} instance(s) of {plan.decode.how.ranks} ranks"
+    rows = [("devices", where), ("prefill", _cut(plan.prefill.how, True)), ("decode", _cut(plan.decode.how, False))]
+    rows += [
+        ("TTFT", f"{plan.ttft:.3g} s" + _asked(demand.ttft, "s")),
+        ("TPOT", f"{plan.tpot * 1e3:.3g} ms" + _asked(demand.tpot and demand.tpot * 1e3, "ms") + _waits(plan)),
+        ("concurrent requests", f"{plan.requests:,}" + _asked(demand.requests, "")),
+        ("output tokens/s", f"{plan.tokens_per_s:,.0f}, {plan.tokens_per_s / plan.devices:,.1f} a device"),
+        ("bound by", plan.limit),
+        ("memory left on a rank", f"{format_bytes(plan.decode.room)} in decode, of {UTILIZATION:.0%} of all"),
+        ("redundant experts", f"{plan.replicas} a rank have room in that (not in the engine yet)"),
+    ]
+    print("\n".join(f"  {name:<22} {text}" for name, text in rows))
+    print("\n" + _stages(plan))
+
+
+def print_not_fitting(title: str, error: NothingFits, remedy: int | None) -> None:
+    """Prints by how much one request does not fit, and a remedy: ``remedy`` devices, if any number suffices."""
+    how = error.nearest
+    print(f"\n{title}")
+    print(f"  DOES NOT FIT: the least ({_cut(how, True)}) lacks {format_bytes(error.lacking)} on each rank.")
+    more = f"{remedy:,} devices, a" if remedy else "A"
+    print(f"  What would make it fit: {more} device with more memory, shorter requests, or fewer bits.")
+
+
+def print_what_is_not_known(planner: Planner, reached: Efficiencies) -> None:
+    print(f"\n{planner.device.name}: {planner.device.source}; {reached.source}.")
+    print("Not known, and not in these figures:")
+    print("\n".join(f"* {text}" for text in NOT_KNOWN))
+
+
+def _cut(how: Deployment, prefill: bool) -> str:
+    parts = [f"ep {how.ranks}"]
+    if prefill:
+        parts += [f"cp {how.cp_size}", f"chunk {how.chunk:,}"]
+    parts += [f"tp {how.tp_size}", how.dispatch, f"weights {how.weights}", f"caches {how.cache}"]
+    return ", ".join(parts if prefill else [*parts, f"{how.drafts} drafts"])
+
+
+def _asked(value: float | None, unit: str) -> str:
+    return "" if value is None else f" (asked: {value:g}{' ' + unit if unit else ''})"
+
+
+def _waits(plan: DeploymentPlan) -> str:
+    between = plan.tpot - plan.decode.tpot
+    return f", of which {between * 1e3:.3g} wait for prefills" if between > 0 else ""
+
+
+def _stages(plan: DeploymentPlan) -> str:
+    prefill, decode = plan.prefill.stages, plan.decode.stages
+    rows = []
+    for name in dict.fromkeys((*prefill, *decode)):
+        one, other = prefill.get(name), decode.get(name)
+        rows.append((name, *_cells(one), *_cells(other)))
+    total = [sum(s.seconds for s in stages.values()) * 1e3 for stages in (prefill, decode)]
+    rows.append(("all", f"{total[0]:.4g}", "", f"{total[1]:.4g}", ""))
+    return format_table(("stage", "prefill ms", "limited by", "decode step ms", "limited by"), rows)
+
+
+def _cells(stage: StageTime | None) -> tuple[str, str]:
+    return ("", "") if stage is None else (f"{stage.seconds * 1e3:.3g}", stage.limit)

@@ -1,0 +1,116 @@
+"""Typed reading of ``config.json``: every value is checked, and every error names its key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dsa_engine.config.checks import is_integer, is_number, shown
+
+# Upper bounds of sizes, far above any released model. A larger value means a damaged file, and would make huge lists.
+MAX_SIZES: dict[str, int] = {
+    "num_hidden_layers": 4096,
+    "n_routed_experts": 65536,
+    "vocab_size": 2**31 - 1,
+    "max_position_embeddings": 2**31 - 1,
+    "original_max_position_embeddings": 2**31 - 1,
+}
+_MAX_SIZE = 2**24
+
+
+class Keys:
+    """The keys of a JSON object. A key that is null counts as missing.
+
+    Args:
+        raw: the object.
+        within: the key that holds the object, for errors; "" for config.json itself.
+    """
+
+    def __init__(self, raw: dict[str, Any], within: str = ""):
+        self.raw = raw
+        self.asked: set[str] = set()  # keys that were read
+        self._within = within
+
+    def get(self, key: str) -> Any:
+        """The unchecked value; None if there is none."""
+        self.asked.add(key)
+        return self.raw.get(key)
+
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``; without a default the key must be there."""
+        value, maximum = self._value(key, default), MAX_SIZES.get(key, _MAX_SIZE)
+        if not is_integer(value) or value < minimum:
+            kind = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+            raise ValueError(f"{self.name(key)} must be {kind}, not {shown(value)}")
+        if value > maximum:
+            raise ValueError(f"{self.name(key)} must be at most {maximum}, not {shown(value)}")
+        return value
+
+    def number(
+        self, key: str, default: float | None = None, *, above: float = 0.0, maximum: float, zero: bool = False
+    ) -> float:
+        """A number above ``above`` and up to ``maximum``, or 0 with ``zero``; without a default the key must exist."""
+        value = self._value(key, default)
+        bounds = f"above {above:g} and at most {maximum:g}" + (", or 0" if zero else "")
+        if not is_number(value) or not (above < value <= maximum or (zero and value == 0)):
+            raise ValueError(f"{self.name(key)} must be a number {bounds}, not {shown(value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.name(key)} must be true or false, not {shown(value)}")
+        return value
+
+    def choice(self, key: str, allowed: Sequence[str], default: str | None = None) -> str:
+        """One of ``allowed``; without a default the key must be there."""
+        value = self._value(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(f"{key} {shown(value)} is not supported; supported are {', '.join(allowed)}")
+        return value
+
+    def part(self, key: str) -> Keys:
+        """The keys of a nested object; no keys if it is missing."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{key} must be a JSON object, not {shown(value)}")
+        return Keys(value or {}, key)
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id or a list of them; empty if the key is missing."""
+        value = self.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for i in ids:
+            if not is_integer(i) or not 0 <= i < vocab_size:
+                raise ValueError(
+                    f"{self.name(key)} must be token ids 0 … {vocab_size - 1} (vocab_size), not {shown(value)}"
+                )
+        return tuple(ids)
+
+    def per_layer(self, key: str, layers: int, allowed: Sequence[str]) -> tuple[str, ...]:
+        """A list with one of ``allowed`` for each layer, cut to ``layers``, as an override of ``num_hidden_layers``
+        keeps the first layers."""
+        values = self.get(key)
+        if not isinstance(values, (list, str)):
+            raise ValueError(
+                f"{key} must be a list with one of {', '.join(allowed)} for each layer, not {shown(values)}"
+            )
+        if len(values) < layers:
+            raise ValueError(f"{key} names {len(values)} layers, num_hidden_layers is {layers}")
+        for value in values:
+            if value not in allowed:
+                raise ValueError(f"{key}: {shown(value)} is not supported; supported are {', '.join(allowed)}")
+        return tuple(values[:layers])
+
+    def name(self, key: str) -> str:
+        """The name of a key in errors."""
+        return f"config.json: {self._within}.{key}" if self._within else f"config.json: {key!r}"
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            model = f", which a {self.raw['model_type']} model needs" if "model_type" in self.raw else ""
+            raise ValueError(f"config.json lacks {key!r}{model}")
+        return default

@@ -1,0 +1,109 @@
+"""Rotary position embedding: frequencies and scales, plain and YaRN (Peng et al., 2023, arXiv 2309.00071)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from dsa_engine.config.checks import shown
+from dsa_engine.config.keys import Keys
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Parameters of the rotation angles. ``factor == 1`` is plain RoPE, a larger one is YaRN."""
+
+    dim: int  # rotated dimensions
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    cos_sin_scale: float = 1.0  # multiplies cos and sin
+    softmax_mscale: float = 1.0  # its square multiplies the softmax scale
+    truncate: bool = True  # round the first and last pair of YaRN's ramp to whole dimensions
+
+    @classmethod
+    def from_keys(cls, keys: Keys, dim: int, max_positions: int) -> RopeConfig:
+        """Reads ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
+
+        Raises:
+            ValueError: a RoPE type other than "default" and "yarn", a YaRN without its original length, or a value
+                from which no angle can be computed.
+        """
+        old, new = keys.part("rope_scaling").raw, keys.part("rope_parameters").raw
+        rope = Keys(old | new, "rope_parameters" if new else "rope_scaling")
+        # With a base of 1 or less, all pairs would turn at one speed or in reverse order of speed.
+        theta_of = rope if rope.get("rope_theta") is not None else keys
+        theta = theta_of.number("rope_theta", 10000.0, above=1.0, maximum=1e15)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind == "default":
+            return cls(dim=dim, theta=theta)
+        if kind != "yarn":
+            raise ValueError(f"RoPE type {shown(kind)} is not supported; supported are 'default' and 'yarn'")
+        if rope.get("original_max_position_embeddings") is None:
+            raise ValueError("YaRN needs original_max_position_embeddings in rope_parameters (or rope_scaling)")
+        original = rope.size("original_max_position_embeddings")
+        factor = rope.number("factor", max_positions / original, above=1e-3, maximum=1e9)
+        mscale, all_dim = (rope.number(name, 0.0, maximum=1e3, zero=True) for name in ("mscale", "mscale_all_dim"))
+        scales = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+        return cls(
+            dim=dim,
+            theta=theta,
+            factor=factor,
+            original_max_positions=original,
+            beta_fast=rope.number("beta_fast", 32.0, maximum=1e9),
+            beta_slow=rope.number("beta_slow", 1.0, maximum=1e9),
+            cos_sin_scale=rope.number("attention_factor", scales, maximum=1e3),
+            softmax_mscale=_mscale(factor, all_dim) if all_dim else 1.0,
+            truncate=rope.flag("truncate", True),
+        )
+
+    def inverse_frequencies(self) -> torch.Tensor:
+        """Radians per position of each rotated pair, float32 ``[dim / 2]``.
+
+        YaRN leaves fast pairs unscaled, slows slow pairs by ``factor``, and blends both along a linear ramp between the
+        pairs that turn ``beta_fast`` and ``beta_slow`` times over the original length.
+        """
+        half = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
+        powers = self.theta**half
+        plain = 1.0 / powers
+        if self.factor == 1.0 and self.original_max_positions == 0:
+            return plain
+        low, high = self._pair_turning(self.beta_fast), self._pair_turning(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        unscaled = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        # Rounded as in `transformers`: one bit of a frequency is 0.01 radians at position 100,000.
+        return 1.0 / (self.factor * powers) * (1 - unscaled) + plain * unscaled
+
+    @cached_property
+    def _frequencies(self) -> torch.Tensor:
+        return self.inverse_frequencies()
+
+    def _pair_turning(self, turns: float) -> float:
+        """The index of the pair, as a fraction, that turns ``turns`` times over the original length."""
+        period = self.original_max_positions / (turns * 2 * math.pi)
+        return self.dim * math.log(period) / (2 * math.log(self.theta))
+
+    def cos_sin(
+        self, positions: torch.Tensor, frequencies: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the angles at ``positions [T]``: two float32 tensors ``[T, dim / 2]``.
+
+        ``frequencies``: :meth:`inverse_frequencies` on the device of ``positions``, which saves a synchronising copy.
+        """
+        if frequencies is None:
+            frequencies = self._frequencies.to(positions.device)
+        angles = positions.float()[:, None] * frequencies
+        return angles.cos() * self.cos_sin_scale, angles.sin() * self.cos_sin_scale
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,73 @@
+"""The options of speculative decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dsa_engine.config.checks import integer, number
+from dsa_engine.config.fields import BOOL, Kind, Options, choice, documented, option
+
+MAX_DRAFTS = 7
+
+Method = Literal["mtp"]
+
+
+_TOKEN = Kind(integer(0), int)
+
+
+@documented
+@dataclass(frozen=True)
+class SpeculativeConfig(Options):
+    """How tokens are drafted and accepted (``LLM(speculative_config={…})``).
+
+    Raises:
+        TypeError, ValueError: an option is not known or not possible; the text says what is.
+    """
+
+    method: Method = option(choice(Method), "mtp", '"mtp": the checkpoint\'s Multi-Token Prediction module drafts.')
+    num_speculative_tokens: int = option(Kind(integer(1, MAX_DRAFTS), int), 1, f"drafts a step, 1 to {MAX_DRAFTS}.")
+    use_mtp_vanilla: bool | None = option(
+        BOOL,
+        None,
+        "True: each MTP module drafts one token, the first module the token after the next one; False: the first "
+        "module drafts all. Default: True where the checkpoint has several modules. TensorRT-LLM's name.",
+    )
+    relaxed_topk: int = option(
+        Kind(integer(0), int),
+        0,
+        "while the model thinks, also accept a draft that is among this many most likely tokens: this changes "
+        "outputs. 0: never.",
+    )
+    relaxed_delta: float = option(
+        Kind(number(0, 1), float),
+        0.0,
+        "accept such a draft only if its probability is at least that of the most likely token minus this.",
+    )
+    begin_thinking_token: int | None = option(
+        _TOKEN, None, "the token after which a model thinks; default: the tokenizer's <think>."
+    )
+    end_thinking_token: int | None = option(
+        _TOKEN, None, "the token that ends the thinking; default: the tokenizer's </think>."
+    )
+
+    def modules(self, available: int) -> int:
+        """The number of MTP modules to use of a checkpoint that has ``available``: one per draft in vanilla mode.
+
+        Raises:
+            ValueError: the checkpoint has too few.
+        """
+        vanilla = available > 1 if self.use_mtp_vanilla is None else self.use_mtp_vanilla
+        used = self.num_speculative_tokens if vanilla else 1
+        if available == 0:
+            raise ValueError(
+                "speculative_config: the model has no MTP module to draft with (num_nextn_predict_layers is 0); take a "
+                "checkpoint that has one, or no speculative_config"
+            )
+        if used > available:
+            raise ValueError(
+                f"speculative_config: with a module for each draft, {used} drafts take {used} MTP modules, the model "
+                f"has {available} (num_nextn_predict_layers); ask for at most {available} num_speculative_tokens, or "
+                "let the first module make all drafts with use_mtp_vanilla=False"
+            )
+        return used

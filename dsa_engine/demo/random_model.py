@@ -1,0 +1,190 @@
+"""The random demo model, and the folder of the trained one.
+
+The trained model is part of the package: `scripts/train_demo.py` made it, docs/TRAINING.md describes it. The random
+model has other shapes (more heads, more experts, small index keys, FP8 blocks with partial edges), for uses in which
+only shapes and arithmetic matter; it is written to the user's cache folder on first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.checkpoint.checksums import is_as_written
+from dsa_engine.checkpoint.leftovers import remove_leftovers
+from dsa_engine.config.released import released_config
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from dsa_engine.errors import CheckpointError
+from dsa_engine.kernels.runtime.cpu import user_cache
+
+CHECKSUMS = "checksums.json"  # in the folder: the SHA-256 of every other file
+VERSION = 2  # to be raised when weights or tokenizer change but the configuration does not
+SEED = 0
+BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
+SPECIAL_TOKENS = (BOS, EOS, "<|User|>", "<|Assistant|>")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|Assistant|>' + message['content'] + eos_token }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
+)
+
+README = """\
+# dsa_engine random demo model
+
+Random weights, never trained: the text that this model makes means nothing. It has the architecture of DeepSeek-V3.2
+at a small size, and serves to run dsa_engine without a download. The folder is made by `dsa_engine.demo`, may be
+deleted at any time, and is made again when needed.
+"""
+
+logger = logging.getLogger(__name__)
+
+
+def trained_folder() -> Path:
+    """The folder of the trained model, inside the package."""
+    return Path(__file__).parents[1] / "demo_model"
+
+
+def demo_config() -> dict[str, Any]:
+    """The random model's ``config.json``, with the keys of a released one, as a new dictionary."""
+    released = released_config("deepseek_v32")
+    return {
+        "description": "untrained random weights, for trying out dsa_engine without a download",
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 256,
+        "index_head_dim": 32,
+        "index_n_heads": 16,
+        "index_topk": 256,
+        "initializer_range": 0.02,
+        "intermediate_size": 512,
+        "kv_lora_rank": 64,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "n_group": 4,
+        "n_routed_experts": 24,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "quantization_config": released["quantization_config"],
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": released["rope_scaling"],
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "v_head_dim": 32,
+        "vocab_size": 320,
+    }
+
+
+def demo_folder() -> Path:
+    """The folder of the random model, written on first use (10 MB, under a second) and again if it is damaged.
+
+    It lies in ``$DSA_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/dsa_engine``, else ``~/.cache/dsa_engine``. Any number of
+    processes may call this at once: each writes its own temporary folder, the first to finish gives it its name, and
+    the others use that one.
+
+    Raises:
+        CheckpointError: the cache folder cannot be written.
+    """
+    config = demo_config()
+    content = json.dumps([VERSION, SEED, config, CHAT_TEMPLATE, README], sort_keys=True)
+    try:
+        cache = user_cache()
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+    folder = cache / f"demo-v{VERSION}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    if is_as_written(folder, CHECKSUMS):
+        return folder
+    try:
+        remove_leftovers(folder)
+        _remove_damaged(folder)
+        write_random_checkpoint(folder, config, seed=SEED, fp8=True, extra_files=demo_files(), checksums=CHECKSUMS)
+    except CheckpointError:
+        if not is_as_written(folder, CHECKSUMS):  # otherwise another process was first, with the same content
+            raise
+    except OSError as error:
+        cause = f"cannot write the random demo model to {folder.parent}: {error}"
+        raise CheckpointError(f"{cause}; set DSA_ENGINE_CACHE to a folder of yours") from error
+    return folder
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Removes a damaged folder. It is renamed first, so that a folder just rewritten by another process stays whole."""
+    if not folder.exists():
+        return
+    logger.warning("%s is damaged; it is made again", folder)
+    aside = folder.with_name(f"{folder.name}.damaged-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    with suppress(FileNotFoundError):  # another process was first
+        folder.rename(aside)
+        if is_as_written(aside, CHECKSUMS) and not folder.exists():
+            aside.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def demo_files() -> dict[str, str]:
+    """The files beside the weights: tokenizer, chat template, generation defaults and README."""
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": EOS,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": demo_config()["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    generation_config = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    return {
+        "README.md": README,
+        "generation_config.json": json.dumps(generation_config, indent=2) + "\n",
+        "tokenizer.json": _tokenizer_json(),
+        "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",
+    }
+
+
+def _tokenizer_json() -> str:
+    """A tokenizer of bytes: ids 0 to 3 are special tokens, ids 4 to 259 are one byte each.
+
+    Like a released tokenizer it puts the begin-of-sentence token first, and has fewer ids than the model has rows.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the printable symbols of the 256 bytes
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return str(tokenizer.to_str(pretty=False))

@@ -1,0 +1,42 @@
+"""Requests whose prompts are not computed: their caches are filled with random rows, to measure decode alone."""
+
+from __future__ import annotations
+
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.requests.pages import Capacity, pages_for
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.sampling_params import SamplingParams
+
+
+def add_filled(engine: Engine, length: int, params: SamplingParams) -> Request:
+    """A request with ``length`` prompt tokens and random cache rows, which decodes from the next step on. Its tokens
+    mean nothing.
+
+    Raises:
+        ValueError, CapacityError: see :meth:`.engine.Engine.add`; ``CapacityError`` also if there is no room right now.
+    """
+    (add,) = engine.new_requests([0] * length, params)
+    add.id = next(engine.ids)
+    request = Request(add.id, add.prompt_ids, add.params)
+    engine.scheduler.adopt(request)
+    request.output.append(0)  # the token that a prefill would have sampled
+    engine.cache.fill_random(request.pages, engine.options.seed + request.id)
+    return request
+
+
+def check_batch(capacity: Capacity, requests: int, prompt_len: int, max_tokens: int, filled: bool = False) -> None:
+    """Checks that so many requests of this size, divided evenly over the ranks, can run at once without preemption.
+
+    Args:
+        filled: they are filled, not prefilled.
+
+    Raises:
+        CapacityError: they cannot; names the pages that a rank needs and has.
+    """
+    each = cdiv(requests, capacity.world_size)
+    need = each * capacity.max_pages(prompt_len, max_tokens)
+    if requests > 1 and capacity.cp_size > 1 and not filled:
+        need += pages_for(prompt_len, capacity.page_size)  # of another rank's request, while it is prefilled
+    what = f"{requests} such requests at once on {capacity.world_size} rank(s), {each} on each"
+    capacity.require(what, need, prompt_len, max_tokens)

@@ -1,0 +1,50 @@
+"""Deferral of Ctrl-C to a harmless moment."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def uninterrupted() -> AbstractContextManager[None]:
+    """Defers Ctrl-C (SIGINT) to the end of the block, for work that must be done completely or not at all.
+
+    The previous handler then gets the signal, so that ``KeyboardInterrupt`` is raised at the end of the block. Blocks
+    may be nested. Only the main thread is ever interrupted; in other threads the block does nothing.
+    """
+    return _Uninterrupted()
+
+
+class _Deferral:
+    """A handler of SIGINT that stores the signal for the previous handler."""
+
+    def __init__(self, before: Handler):
+        self.before = before
+        self.received: tuple[int, FrameType | None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.received = (number, frame)
+
+
+class _Uninterrupted:
+    _deferral: _Deferral | None = None
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler) and not isinstance(handler, _Deferral):
+            self._deferral = _Deferral(handler)
+            signal.signal(signal.SIGINT, self._deferral)
+
+    def __exit__(self, *_: object) -> None:
+        if self._deferral is not None:
+            signal.signal(signal.SIGINT, self._deferral.before)
+            if self._deferral.received is not None:
+                self._deferral.before(*self._deferral.received)

@@ -1,0 +1,1 @@
+"""Between texts and token ids: tokenizer, growing text, conversations, prompts, and a model's default sampling."""

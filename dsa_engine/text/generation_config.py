@@ -1,0 +1,55 @@
+"""The sampling that a model folder recommends, in its ``generation_config.json``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.config.checks import is_integer, shown
+from dsa_engine.errors import CheckpointError
+from dsa_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Keys that are read from the file, as in vLLM, and their names in SamplingParams. ``do_sample`` is ignored.
+_NAMES = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_NAMES["max_new_tokens"] = "max_tokens"
+
+
+def default_sampling(folder: Path, generation_config: str) -> dict[str, Any]:
+    """Parameters that apply if a call gives none; a log line lists those that the file sets.
+
+    Args:
+        folder: the model's folder.
+        generation_config: "auto" reads the file, if there is one; "vllm" only checks it.
+
+    Raises:
+        CheckpointError: the file is damaged or holds impossible values.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(keys, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {shown(keys)}")
+    end_tokens = keys.get("eos_token_id")
+    ids: list[Any] = [] if end_tokens is None else end_tokens if isinstance(end_tokens, list) else [end_tokens]
+    if not all(is_integer(i) and i >= 0 for i in ids):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {shown(end_tokens)}")
+    sampling = {ours: keys[theirs] for theirs, ours in _NAMES.items() if keys.get(theirs) is not None}
+    if generation_config == "vllm":
+        return {}
+    try:
+        SamplingParams(**sampling)
+    except (TypeError, ValueError) as error:
+        advice = "mend it, or give generation_config='vllm' to do without its sampling parameters"
+        raise CheckpointError(f"{path}: {error}; {advice}") from error
+    if sampling:
+        values = ", ".join(f"{name}={value}" for name, value in sampling.items())
+        logger.info("%s sets the default sampling: %s (generation_config='vllm' does without)", path, values)
+    return sampling

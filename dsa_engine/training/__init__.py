@@ -1,1 +1,0 @@
-"""Trains the small model that ships as ``LLM("demo")``: corpus, tokenizer, data, model, optimiser, loop, export."""

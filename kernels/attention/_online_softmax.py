@@ -1,0 +1,276 @@
+"""What attention over latent rows shares, whichever way the rows are found: the tile sizes, the queries and results of
+a program, and one step of the online softmax. Rows are loaded by :mod:`._latent_rows`.
+
+    s = scale · log2(e) · q · rowᵀ      top' = max(top, s)      p = 2^(s − top')      r = 2^(top − top')
+    total' = r · total + Σ p            acc' = r · acc + p · row[:value_dim]
+    out = acc / total                   log-sum-exp = ln 2 · (top + log2(total))
+
+A program attends with ``BLOCK_HEADS`` heads of one token to ``BLOCK_ROWS`` rows a step. Each row is read once: one
+buffer in shared memory serves both products, as key (whole) and as value (its first columns). The columns without and
+with rotation are two tiles, since 576 is no power of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.attention._latent_rows import (
+    expand_fp8_rows,
+    load_fp8_rows,
+    load_plain_rows,
+    load_tile,
+    value_columns,
+)
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors
+
+MAX_SPLITS = 64  # as many as merge_splits reads at a time
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# Below every score, and finite: 2^(−inf − LOWEST) is 0 where 2^(−inf − (−inf)) would be NaN.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+class Tiles(NamedTuple):
+    heads: int  # a program, at most
+    rows: int  # a step
+    warps: int
+    stages: int
+    least: int = 16  # heads; where there are fewer, the last one is computed more than once
+
+
+class Tilings(NamedTuple):
+    """Tiles by what lies in shared memory."""
+
+    half: Tiles  # rows of 2 bytes a number
+    fp8: Tiles  # rows of 656 bytes, and their 2-byte numbers
+    full: Tiles  # rows of 4 bytes a number
+
+
+# Compiled for each chip (inspect_kernels.py), not yet measured on a device. On sm_90 none spills and all fit.
+#
+# sm_90, half: 64 x 64 is the most for which the 64 x 512 float32 accumulator (128 of a thread's 255 registers, with 8
+# warps) and two buffers of rows (2 x 72 KB, beside 72 KB of queries) fit. The third stage is no third buffer: it reads
+# the numbers of the rows a step ahead, so that their copies wait for nothing. With 32 rows there would be room for more
+# copies in flight, but a warpgroup's half of the scores would be 16 columns wide, and its products limited by reading
+# the queries from shared memory.
+# fp8: the bytes of the next step's rows wait in registers (40 of a thread's on sm_90) while this step multiplies, and
+# shared memory takes rows as numbers only; nothing is left for stages to do. With 64 rows a warpgroup's product of
+# scores is 32 columns wide, with 32 rows 16, which takes 20 cycles to read its operands and 8 to multiply. Wgmma takes
+# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the most that fits in registers: of 32
+# heads 4 warps compute the scores twice and 8 warps four times, and tcgen05, which takes 64, spills 104 bytes and more.
+# float32 products are no tensor core's: small tiles, for correctness.
+TILINGS = {
+    80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(64, 16, 8, 1), full=Tiles(16, 16, 8, 1)),
+    90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 64, 8, 1, least=64), full=Tiles(16, 16, 8, 1)),
+    100: Tilings(half=Tiles(64, 32, 8, 3), fp8=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
+    120: Tilings(half=Tiles(64, 16, 8, 2), fp8=Tiles(32, 16, 4, 1), full=Tiles(16, 16, 8, 1)),
+}
+
+
+def check_queries(q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat) -> None:
+    """Raises ``ValueError`` unless ``q [T, heads, width]`` can attend to a pool of such rows."""
+    if q.dim() != 3 or pool.dim() != 3:
+        raise ValueError(
+            f"q must be [T, heads, width] and the pool [pages, page_size, columns], not {tuple(q.shape)} and "
+            f"{tuple(pool.shape)}"
+        )
+    if q.shape[-1] != row_format.width or row_format.rank < 1 or (not row_format.fp8 and row_format.dtype != q.dtype):
+        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit rows of {row_format}")
+    row_format.check_pool(pool)
+
+
+@lru_cache(maxsize=4096)
+def choose_splits(programs: int, steps: int, processors: int, max_splits: int) -> int:
+    """Into how many parts, at most ``most``, the steps of each of ``programs`` programs are cut to end first.
+
+    Counted in steps, of about 2 µs: as many rounds as the parts need on the chip, each as long as its steps and
+    another two to begin and end; and a thirtieth for each part, which writes 128 KB and has them read again to be
+    merged.
+    """
+
+    def cost(splits: int) -> float:
+        rounds = cdiv(programs * splits, processors)
+        return rounds * (cdiv(steps, splits) + 2) + (programs * splits / 30 if splits > 1 else 0)
+
+    return min(range(1, max(1, min(max_splits, steps)) + 1), key=cost)
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """How a kernel of this kind is launched for queries and a pool."""
+
+    q: torch.Tensor
+    value_dim: int
+    programs: int  # of each split
+    rows: int  # a step
+    constants: dict[str, Any]  # what is fixed when the kernel is compiled, and its warps and stages
+
+    def splits(self, longest: int, workspace: int) -> int:
+        """Parts for at most ``longest`` rows a query, whose float32 results fit in ``workspace`` bytes."""
+        tokens, heads, _ = self.q.shape
+        room = workspace // max(1, 4 * tokens * heads * (self.value_dim + 1))
+        steps = cdiv(longest, self.rows)
+        return choose_splits(self.programs, steps, multiprocessors(self.q), min(MAX_SPLITS, room))
+
+    def results(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for out ``[splits, T, heads, value_dim]``, parts in float32, and log-sum-exp ``[splits, T, heads]``."""
+        shape = (splits, *self.q.shape[:2])
+        dtype = self.q.dtype if splits == 1 else torch.float32
+        out = torch.empty(*shape, self.value_dim, dtype=dtype, device=self.q.device)
+        return out, torch.empty(shape, dtype=torch.float32, device=self.q.device)
+
+
+def attention_launch(q: torch.Tensor, row_format: LatentFormat) -> AttentionLaunch:
+    tokens, heads, _ = q.shape
+    value_dim, rotated, fp8 = row_format.rank, row_format.rope, row_format.fp8
+    tilings = config_for(TILINGS, q)
+    tiles = tilings.full if q.dtype == torch.float32 else tilings.fp8 if fp8 else tilings.half
+    block_heads = min(tiles.heads, max(tiles.least, next_power_of_2(heads)))
+    constants = {
+        "HEADS": heads,
+        "VALUE": value_dim,
+        "ROTATED": rotated,
+        "BLOCK_HEADS": block_heads,
+        "BLOCK_ROWS": tiles.rows,
+        "BLOCK_VALUE": max(LATENT_BLOCK if fp8 else 16, next_power_of_2(value_dim)),
+        "BLOCK_ROTATED": max(16, next_power_of_2(rotated)),
+        "FP8": fp8,
+        "E4M3": capability(q) >= 89,  # older chips have no conversion
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    return AttentionLaunch(q, value_dim, tokens * cdiv(heads, block_heads), tiles.rows, constants)
+
+
+@triton.jit
+def load_queries(
+    q, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``[BLOCK_HEADS, BLOCK_VALUE]`` and ``[BLOCK_HEADS, BLOCK_ROTATED]``; where there is no head, the last
+    one's, whose results are not stored twice."""
+    first = q + (token * HEADS + tl.minimum(head, HEADS - 1))[:, None] * (VALUE + ROTATED)
+    value = load_tile(first, value_columns(BLOCK_VALUE, FP8), VALUE, BLOCK_VALUE)
+    return value, load_tile(first + VALUE, tl.arange(0, BLOCK_ROTATED), ROTATED, BLOCK_ROTATED)
+
+
+@triton.jit
+def attend(
+    q_value, q_rotated, tile, rotated, entry, stop, partial, slots, top, total, acc, scale,
+    ROTATED: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step: the rows ``tile [BLOCK_ROWS, BLOCK_VALUE]`` and ``ends [BLOCK_ROWS, BLOCK_ROTATED]``, numbered
+    ``entry [BLOCK_ROWS]`` among those that the query sees. With ``partial`` (a scalar) those from ``stop`` on are left
+    out and, with HOLES, those where ``slots`` is negative. ``scale`` holds log2(e)."""
+    # Scaled before they are added: else Triton makes the sum the first product's accumulator, and see below.
+    scores = tl.dot(q_value, tl.trans(tile), input_precision=PRECISION) * scale
+    if ROTATED:
+        scores += tl.dot(q_rotated, tl.trans(rotated), input_precision=PRECISION) * scale
+    # The branch is more than a saving. Where Triton sees that one product feeds another, it puts all warps along the
+    # heads, and two warpgroups with 64 heads do the same work twice; a branch between the products hides it.
+    if partial:
+        attended = entry < stop
+        if HOLES:
+            attended = tl.load(slots + entry, mask=attended, other=-1) >= 0
+        scores = tl.where(attended[None, :], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(tile.dtype), tile, acc=acc * shrink[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def store_results(
+    out, lse, tokens, token, head, top, total, acc, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """A program's share of ``out [splits, tokens, HEADS, VALUE]`` and ``lse [splits, tokens, HEADS]``, after one step
+    at least. ``token`` is int64."""
+    columns = value_columns(BLOCK_VALUE, FP8)[None, :]
+    known = head < HEADS
+    row = (tl.program_id(1) * tokens + token) * HEADS + head
+    result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * VALUE + columns, result, mask=known[:, None] & (columns < VALUE))
+    tl.store(lse + row, (top + tl.log2(total)) * LN_2, mask=known)
+
+
+@triton.jit
+def store_nothing(out, lse, tokens, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
+    """The same where there is nothing to attend to: zeros and −inf. A kernel ends with it early: where its loop might
+    take no step, ptxas was seen to order a step's products one after the other."""
+    columns = tl.arange(0, BLOCK_VALUE)[None, :]
+    known = head < HEADS
+    row = (tl.program_id(1) * tokens + token) * HEADS + head
+    nothing = tl.zeros([head.shape[0], BLOCK_VALUE], out.dtype.element_ty)
+    tl.store(out + row[:, None] * VALUE + columns, nothing, mask=known[:, None] & (columns < VALUE))
+    tl.store(lse + row, tl.full(head.shape, float("-inf"), tl.float32), mask=known)
+
+
+@triton.jit
+def program_heads(HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Token, int64, and heads ``[BLOCK_HEADS]`` of a program. Programs of one token are neighbours and read its rows at
+    the same time, the second from L2."""
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    return (program // HEAD_BLOCKS).to(tl.int64), (program % HEAD_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+
+
+@triton.jit
+def program_span(count, BLOCK_ROWS: tl.constexpr):
+    """First of the ``count`` rows of a token that this split attends to, and the one after its last."""
+    span = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), tl.num_programs(1)) * BLOCK_ROWS
+    first = tl.program_id(1) * span
+    return first, tl.minimum(first + span, count)
+
+
+@triton.jit
+def attend_to_rows(
+    q, pool, out, lse, tokens, token, head, first, stop, hole, source, scale,
+    INDEX: tl.constexpr, ROW: tl.constexpr, HOLES: tl.constexpr, STRIDE: tl.constexpr, HEADS: tl.constexpr,
+    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of a program's heads to the rows ``first … stop-1`` of its token, one at least, and its results.
+
+    ``ROW(INDEX(source, entry, stop), source, entry, stop)`` are the rows of the pool at ``entry [BLOCK_ROWS]``, and
+    those of the last one from ``stop`` on: loads need no mask. INDEX loads what ROW computes with. ``hole`` is the
+    first entry that is left out, for HOLES in ``source[0]``, else ``stop``."""
+    q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
+    top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    entry = first + tl.arange(0, BLOCK_ROWS)
+    if FP8:
+        row = ROW(INDEX(source, entry, stop), source, entry, stop)
+        words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        index = INDEX(source, entry + BLOCK_ROWS, stop)
+    for start in range(first, stop, BLOCK_ROWS):
+        entry = start + tl.arange(0, BLOCK_ROWS)
+        if FP8:
+            # The next step's words, and the indices of the one after, come while this one multiplies.
+            tile, rotated = expand_fp8_rows(words, factors, pairs, q.dtype.element_ty, E4M3)
+            row = ROW(index, source, entry + BLOCK_ROWS, stop)
+            words, factors, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+            index = INDEX(source, entry + 2 * BLOCK_ROWS, stop)
+        else:
+            row = ROW(INDEX(source, entry, stop), source, entry, stop)
+            tile, rotated = load_plain_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+        partial = start + BLOCK_ROWS > hole
+        top, total, acc = attend(
+            q_value, q_rotated, tile, rotated, entry, stop, partial, source[0], top, total, acc, scale,
+            ROTATED, HOLES, PRECISION,
+        )  # fmt: skip
+    store_results(out, lse, tokens, token, head, top, total, acc, HEADS, VALUE, BLOCK_VALUE, FP8)

@@ -1,0 +1,142 @@
+"""Dense causal attention over expanded keys and values (MHA form), for several sequences in one call.
+
+    out[i, h] = softmax(scale · q[i, h] · k[0 … S−n+i, h]ᵀ) · v[0 … S−n+i, h]
+
+The n queries of a sequence are the last n of its S tokens (the causal mask is aligned at the bottom right). Sequences
+lie one behind the other, as ``cu_seqlens`` say; each has keys of its own, so two segments of a request's tokens, which
+see different numbers of them, are two sequences with their keys given twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.kernels.rows.segment import CuSeqlens
+from dsa_engine.kernels.runtime.launch import capability
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:  # optional: PyTorch's attention does the same
+    flash_attn_varlen_func = None
+try:
+    from flash_attn_interface import flash_attn_varlen_func as flash_attn_3_varlen_func  # FlashAttention-3, of Hopper
+except ImportError:
+    flash_attn_3_varlen_func = None
+
+
+def dense_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    scale: float,
+    workspace: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+    for (first, last), (first_key, last_key) in zip(cu_seqlens_q, cu_seqlens_k):
+        keys, values = k[first_key:last_key], v[first_key:last_key]
+        _attend(q[first:last], keys, values, scale, workspace, out[first:last])
+    return out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, workspace: int, out: torch.Tensor) -> None:
+    """One sequence; ``out [n, heads, value_dim]``."""
+    count, heads, _ = q.shape
+    total = k.shape[0]
+    # PyTorch's fused attention wants keys and values of one width, and makes all S² scores where they differ.
+    value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    queries, keys, values = (_widened(t, width).transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, heads, n, width]
+    if count == total:
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+        out.copy_(attended[0, ..., :value_dim].transpose(0, 1))
+        return
+    if q.is_cuda:  # a fused kernel that knows the mask: no scores, no mask in memory
+        from torch.nn.attention.bias import causal_lower_right  # seconds, as it brings torch.compile along
+
+        lower_right = causal_lower_right(count, total)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=lower_right, scale=scale)
+        out.copy_(attended[0, ..., :value_dim].transpose(0, 1))
+        return
+    # On a CPU the mask is made here, block by block: PyTorch would make all of it.
+    block = max(1, workspace // (8 * heads * total))
+    for first in range(0, count, block):
+        last = min(first + block, count)
+        seen = total - count + last
+        mask = torch.ones(last - first, seen, dtype=torch.bool, device=q.device).tril_(seen - (last - first))
+        part = F.scaled_dot_product_attention(
+            queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
+        )
+        out[first:last] = part[0, ..., :value_dim].transpose(0, 1)
+
+
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """``x [..., dim]`` with zeros up to ``width``: they add nothing to a score, nor to a result's first columns."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    *,
+    scale: float,
+    workspace: int = 256 << 20,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the last n of S tokens of every sequence: flash-attn where it is installed and fits, else PyTorch's
+    own, sequence by sequence.
+
+    Args:
+        q: ``[T, heads, dim]``, T the queries of all sequences.
+        k: ``[K, heads, dim]``, K the tokens that the last query of each sees, of all sequences.
+        v: ``[K, heads, value_dim]``.
+        cu_seqlens_q: which rows of q belong to each sequence.
+        cu_seqlens_k: which rows of k and v.
+        scale: softmax scale.
+        workspace: bytes that masks and scores may take; queries are taken in blocks where it would be more.
+        out: where the result goes, of any strides; default: a new tensor.
+
+    Returns:
+        ``[T, heads, value_dim]`` in q's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit together, or a sequence with more queries than tokens.
+    """
+    if q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+    if (cu_seqlens_q.rows, cu_seqlens_k.rows, len(cu_seqlens_q)) != (q.shape[0], k.shape[0], len(cu_seqlens_k)):
+        raise ValueError(
+            f"{len(cu_seqlens_q)} sequences of {cu_seqlens_q.rows} queries and {len(cu_seqlens_k)} of "
+            f"{cu_seqlens_k.rows} keys do not fit together with q {tuple(q.shape)} and k {tuple(k.shape)}"
+        )
+    if out is not None and (out.shape != (*q.shape[:2], v.shape[-1]) or out.dtype != q.dtype):
+        raise ValueError(f"out is {[*q.shape[:2], v.shape[-1]]} in {q.dtype}, not {list(out.shape)} in {out.dtype}")
+    if any(last - first > stop - start for (first, last), (start, stop) in zip(cu_seqlens_q, cu_seqlens_k)):
+        raise ValueError("the queries and keys do not fit together: a sequence has more queries than tokens")
+    half_precision = q.dtype in (torch.float16, torch.bfloat16)
+    fits_flash = q.is_cuda and half_precision and q.shape[-1] <= 256 and v.shape[-1] <= q.shape[-1]
+    flash = flash_attn_varlen_func
+    if flash_attn_3_varlen_func is not None and fits_flash and capability(q) == 90:
+        flash = flash_attn_3_varlen_func
+    if flash is None or not fits_flash:
+        return dense_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, workspace, out)
+    attended = flash(
+        q,
+        k,
+        _widened(v, q.shape[-1]),  # FlashAttention-2 wants values as wide as the keys
+        cu_seqlens_q=cu_seqlens_q.on_device,
+        cu_seqlens_k=cu_seqlens_k.on_device,
+        max_seqlen_q=cu_seqlens_q.longest,
+        max_seqlen_k=cu_seqlens_k.longest,
+        softmax_scale=scale,
+        causal=True,
+    )
+    # Some versions of FlashAttention-3 return the log-sum-exp too.
+    attended = (attended[0] if isinstance(attended, tuple) else attended)[..., : v.shape[-1]]
+    return attended if out is None else out.copy_(attended)

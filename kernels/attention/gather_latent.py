@@ -1,0 +1,79 @@
+"""Rows of the latent cache side by side as plain numbers, for the MHA form, which expands them to keys and values.
+
+    out[i] = row[slots[i]]            of FP8 rows: e4m3 · scale, and the rotated part, in the dtype of the run
+
+The formats are in `formats/cache_format.py`. The numbers are those that the absorbed form computes with, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.attention._latent_rows import expand_fp8_rows, load_fp8_rows, value_columns
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.rows.paged import gather_rows
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import capability, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Rows of 656 bytes a program: 10 KiB under way for each of many programs to a multiprocessor.
+_ROWS, _WARPS = 16, 4
+
+
+@triton.jit(do_not_specialize=["count"])
+def gather_latent_kernel(
+    pool, slots, out, count, STRIDE: tl.constexpr,
+    VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr,
+    ROWS: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    known = (entry < count)[:, None]
+    row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves behind the end
+    words, scales, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
+    tile, rotated = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
+    target = out + entry[:, None] * (VALUE + ROTATED)
+    column = value_columns(BLOCK_VALUE, True)[None, :]
+    tl.store(target + column, tile, mask=known & (column < VALUE))
+    column = tl.arange(0, BLOCK_ROTATED)[None, :]
+    tl.store(target + VALUE + column, rotated, mask=known & (column < ROTATED))
+
+
+@operation()
+def gather_latent(
+    pool: torch.Tensor, slots: torch.Tensor, row_format: LatentFormat, dtype: torch.dtype
+) -> torch.Tensor:
+    """Gathers latent rows.
+
+    Args:
+        pool: ``[pages, page_size, columns]`` in ``row_format``.
+        slots: ``[n]`` int32 or int64 rows of the flattened pool, in any order, none of them −1.
+        row_format: the pool's; plain rows have the dtype ``dtype``.
+        dtype: of the result.
+
+    Returns:
+        ``[n, rank + rope]`` in ``dtype``.
+
+    Raises:
+        ValueError: a pool that does not hold such rows.
+    """
+    row_format.check_pool(pool)
+    if not row_format.fp8 and row_format.dtype != dtype:
+        raise ValueError(f"plain rows are gathered in their dtype {row_format.dtype}, not in {dtype}")
+    if not row_format.fp8:
+        return gather_rows(pool, slots)
+    if not runs_triton(pool):
+        return row_format.unpack(gather_rows(pool, slots)).to(dtype)
+    rank, rope = row_format.rank, row_format.rope
+    out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=pool.device)
+    if slots.shape[0]:
+        rows = row_format.rows(pool)
+        gather_latent_kernel[(cdiv(slots.shape[0], _ROWS),)](
+            rows, slots.contiguous(), out, slots.shape[0], STRIDE=rows.shape[1],
+            VALUE=rank, ROTATED=rope, BLOCK_VALUE=max(LATENT_BLOCK, next_power_of_2(rank)),
+            BLOCK_ROTATED=max(16, next_power_of_2(rope)), ROWS=_ROWS, E4M3=capability(pool) >= 89,
+            num_warps=_WARPS,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,201 @@
+"""Sparse flash attention over selected rows of the latent cache (absorbed MLA; DeepSeek-V3.2-Exp, equation 2).
+
+    p[t, h] = softmax(scale · q[t, h] · row[slots[t]]ᵀ)      out[t, h] = p[t, h] · row[slots[t]][:value_dim]
+
+A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped
+wherever it stands; a query without a single slot yields zeros and a log-sum-exp of −inf.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.attention._online_softmax import (
+    LOG2_E,
+    attend_to_rows,
+    attention_launch,
+    check_queries,
+    program_heads,
+    program_span,
+    store_nothing,
+)
+from dsa_engine.kernels.attention.merge_splits import merge_splits
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Gathered rows of one block on a CPU stay within the cache; measured best of 0.5 to 16 MiB.
+_CPU_BLOCK_BYTES = 1 << 20
+
+
+def sparse_attention_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor | None,
+    row_format: LatentFormat,
+    scale: float,
+    block_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, width = q.shape
+    value_dim = row_format.rank
+    flat = pool.view(-1, row_format.columns)
+    out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    block = max(1, block_bytes // (max(1, slots.shape[1]) * 4 * (width + heads)))
+    for first in range(0, tokens, block):
+        part = slice(first, first + block)
+        chosen = slots[part]
+        skipped = chosen < 0
+        if counts is not None:
+            skipped |= torch.arange(slots.shape[1], device=q.device) >= counts[part, None]
+        rows = row_format.unpack(flat[chosen.masked_fill(skipped, 0)]).to(q.dtype).float()  # [n, k, width]
+        if bool(skipped.any()):
+            rows.masked_fill_(skipped[..., None], 0.0)  # a row that was never written may hold NaN, and 0 · NaN is NaN
+        scores = torch.bmm(q[part].float(), rows.transpose(1, 2)).mul_(scale)  # [n, heads, k]
+        scores.masked_fill_(skipped[:, None], float("-inf"))
+        lse[part] = torch.logsumexp(scores, dim=-1)
+        # An empty row has a log-sum-exp of −inf; 0 in its place makes its probabilities exp(−inf) = 0, not NaN.
+        top = lse[part].masked_fill(lse[part] == float("-inf"), 0.0)
+        out[part] = torch.bmm(scores.sub_(top[..., None]).exp_(), rows[..., :value_dim])
+    return out, lse
+
+
+@triton.jit
+def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
+    """Of the entries ``first … stop-1``, at most BLOCK: the first that is −1, the one after the last slot, and the
+    greatest slot."""
+    entry = first + tl.arange(0, BLOCK)
+    inside = entry < stop
+    slot = tl.load(slots + entry, mask=inside, other=-1)
+    hole = tl.min(tl.where(inside & (slot < 0), entry, stop), 0)
+    end = tl.max(tl.where(slot >= 0, entry + 1, first), 0)
+    return hole, end, tl.max(slot, 0)
+
+
+@triton.jit
+def slot_at(source, entry, stop):
+    """The slots ``entry [rows]``, and the last one from ``stop`` on."""
+    return tl.load(source[0] + tl.minimum(entry, stop - 1))
+
+
+@triton.jit
+def row_of_slot(slot, source, entry, stop):
+    """The row to load for each slot: that of the greatest slot for −1, which as unsigned is greater."""
+    return tl.minimum(slot.to(tl.uint32, bitcast=True), source[1].to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def sparse_attention_kernel(
+    q, pool, slots, counts, out, lse, tokens, k, scale,
+    STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
+    COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_HEADS heads of a token and a part of its slots; the result goes to its part of ``out [splits, T, HEADS,
+    VALUE]``."""
+    token, head = program_heads(HEADS, BLOCK_HEADS)
+    count = k
+    if COUNTED:
+        count = tl.minimum(tl.load(counts + token), k)
+    first, stop = program_span(count, BLOCK_ROWS)
+    chosen = slots + token * k
+    hole, stop, greatest = scan_slots(chosen, first, stop, BLOCK_SCAN)
+    if stop <= first:
+        store_nothing(out, lse, tokens, token, head, HEADS, VALUE, BLOCK_VALUE)
+        return
+    attend_to_rows(
+        q, pool, out, lse, tokens, token, head, first, stop, hole, (chosen, greatest), scale, slot_at, row_of_slot,
+        True, STRIDE, HEADS, VALUE, ROTATED, BLOCK_HEADS, BLOCK_ROWS, BLOCK_VALUE, BLOCK_ROTATED, FP8, E4M3, PRECISION,
+    )  # fmt: skip
+
+
+def _launch(
+    q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat, slots: torch.Tensor, counts: torch.Tensor | None,
+    scale: float, workspace: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokens, heads, _ = q.shape
+    k = slots.shape[1]
+    launch = attention_launch(q, row_format)
+    splits = launch.splits(k, workspace)
+    out, lse = launch.results(splits)
+    if tokens and heads:
+        rows = row_format.rows(pool)
+        sparse_attention_kernel[(launch.programs, splits)](
+            q, rows, slots, slots if counts is None else counts, out, lse, tokens, k, scale * LOG2_E, rows.shape[1],
+            BLOCK_SCAN=max(16, next_power_of_2(k)), COUNTED=counts is not None,
+            PRECISION=dot_precision(q.dtype), **launch.constants,
+        )  # fmt: skip
+    return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
+
+
+def _run_native(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By ``native/sparse_attention.cpp``: a token at a time and thread, whose rows are all gathered."""
+    (tokens, heads, width), k = q.shape, slots.shape[1]
+    library = cpu.kernels()
+    out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads)
+    rows = pool.view(-1, width)
+    threads = cpu.threads_for(tokens * heads * k * (width + value_dim))
+    scratch = q.new_empty(threads * library.dsa_sparse_attention_scratch(width, value_dim, k))
+    if counts is not None:
+        counts = counts.to(torch.int32).contiguous()
+    outside = library.dsa_sparse_attention(
+        q.data_ptr(), rows.data_ptr(), slots.data_ptr(), None if counts is None else counts.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), scratch.data_ptr(),
+        tokens, len(rows), rows.stride(0), heads, width, value_dim, k, scale, threads,
+    )  # fmt: skip
+    if outside:
+        raise IndexError(f"slots must be below {len(rows)}, the rows of the pool")
+    return out, lse
+
+
+@operation(runs=cpu.runs_kernel)
+def sparse_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    row_format: LatentFormat,
+    scale: float,
+    counts: torch.Tensor | None = None,
+    workspace: int = 256 << 20,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query to the rows in its slots.
+
+    Args:
+        q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
+        pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
+        slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
+        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
+        scale: softmax scale.
+        counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); the entries
+            behind them may be anything.
+        workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split);
+            the CPU's kernel takes what the rows of a token for each thread need.
+
+    Returns:
+        out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        IndexError: on a CPU, slots outside of the pool.
+    """
+    check_queries(q, pool, row_format)
+    if slots.dim() != 2 or slots.shape[0] != q.shape[0]:
+        raise ValueError(f"slots must be [{q.shape[0]}, k], not {tuple(slots.shape)}")
+    if slots.dtype != torch.int32:
+        raise ValueError(f"slots must be int32, not {slots.dtype}")
+    if counts is not None and counts.shape != (q.shape[0],):
+        raise ValueError(f"counts must be [{q.shape[0]}], not {tuple(counts.shape)}")
+    if runs_triton(q):
+        return _launch(q.contiguous(), pool, row_format, slots.contiguous(), counts, scale, workspace)
+    if pool.stride(2) == 1 and cpu.serves(q, pool):
+        return _run_native(q.contiguous(), pool, slots.contiguous(), counts, row_format.rank, scale)
+    block_bytes = min(workspace, _CPU_BLOCK_BYTES) if q.device.type == "cpu" else workspace
+    return sparse_attention_reference(q, pool, slots, counts, row_format, scale, block_bytes)

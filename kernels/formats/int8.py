@@ -1,0 +1,109 @@
+"""INT8 with one scale a row: weights by output channel, activations by token.
+
+    scale = max |x| / 127     of each row, float32
+    code  = round(x / scale)  to nearest, ties to even; −127 … 127
+
+SmoothQuant (arXiv 2211.10438), section 2: per-channel weights and dynamic per-token activations. Inputs are finite.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.formats.division import divide
+from dsa_engine.kernels.runtime.integers import next_power_of_2
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+INT8_MAX = 127
+
+# Most values of a row that a program holds at once; longer rows are read twice.
+_LONGEST = 16384
+
+
+def int8_scales(largest: torch.Tensor) -> torch.Tensor:
+    """Float32 scales of rows whose largest magnitudes are ``largest``."""
+    # The floor keeps a row of zeros, or of the smallest floats, from dividing by zero.
+    return (largest.float() / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def quantize_rows_int8_reference(
+    values: torch.Tensor, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = values.float()
+    scales = int8_scales(values.abs().amax(dim=-1) if largest is None else largest)
+    codes = (values / scales[..., None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+    return codes.to(torch.int8), scales
+
+
+@triton.jit
+def nearest_int8(x):
+    """The integer nearest to x, ties to even, as int8; |x| is at most 127, or is cut to it."""
+    # Beside 1.5 · 2^23 the steps of float32 are 1: the addition rounds.
+    rounded = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # NaN: of rows that nobody serves
+    return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
+def quantize_rows_int8_kernel(
+    x, largest, codes, scales, width, x_stride, GIVEN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A row a program. GIVEN: its largest magnitude is read, not found. WHOLE: BLOCK is not shorter than the row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
+    if GIVEN:
+        maximum = tl.load(largest + row)
+    else:
+        magnitude = tl.abs(values)
+        if not WHOLE:
+            for first in range(BLOCK, width, BLOCK):
+                more = tl.load(x + row * x_stride + first + column, mask=first + column < width, other=0.0)
+                magnitude = tl.maximum(magnitude, tl.abs(more.to(tl.float32)))
+        maximum = tl.max(magnitude)
+    # True divisions, as codes and scales are those of the reference.
+    scale = tl.maximum(tl.div_rn(maximum, 127.0), 1.1754943508222875e-38)
+    tl.store(scales + row, scale)
+    tl.store(codes + row * width + column, nearest_int8(divide(values, scale)), mask=column < width)
+    if not WHOLE:
+        for first in range(BLOCK, width, BLOCK):
+            inside = first + column < width
+            more = tl.load(x + row * x_stride + first + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(codes + row * width + first + column, nearest_int8(divide(more, scale)), mask=inside)
+
+
+@operation()
+def quantize_rows_int8(values: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises each row of ``values [rows, width]`` by a scale of its own.
+
+    Args:
+        values: bfloat16, float16 or float32.
+        largest: float32 ``[rows]``, the largest magnitude of each row, for rows of which ``values`` holds only some
+            columns; found in ``values`` if not given.
+
+    Returns:
+        int8 ``[rows, width]`` and float32 scales ``[rows]``, both contiguous.
+
+    Raises:
+        ValueError: ``values`` is no matrix, or ``largest`` does not fit.
+    """
+    if values.dim() != 2 or (largest is not None and largest.shape != values.shape[:1]):
+        given = "" if largest is None else f" and largest {list(largest.shape)}"
+        raise ValueError(f"values must be [rows, width], largest [rows], not {list(values.shape)}{given}")
+    if not runs_triton(values):
+        return quantize_rows_int8_reference(values, largest)
+    rows, width = values.shape
+    codes = torch.empty(rows, width, dtype=torch.int8, device=values.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=values.device)
+    if codes.numel():
+        values = values if values.stride(1) == 1 else values.contiguous()
+        # 16 to 32 values a thread. Compiled for sm_90, not yet measured on a device.
+        block = min(_LONGEST, next_power_of_2(width))
+        quantize_rows_int8_kernel[(rows,)](
+            values, scales if largest is None else largest.float().contiguous(), codes, scales, width,
+            values.stride(0), GIVEN=largest is not None, WHOLE=block >= width, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return codes, scales

@@ -1,0 +1,174 @@
+"""Products of consecutive groups of rows with INT4 matrices, one for each group, packed in planes (``int4.py``).
+
+out[r] = Σ_c scale[g, :, c] · (code[g, :, c] · x[source[r], c])    for the rows r of group g, c the groups of columns
+
+W4A16 multiplies x in its own dtype. W4A8 multiplies INT8 codes of x (``int8.py``), which have a scale for each row.
+Weights leave memory packed and are unpacked in registers; each group of columns is summed without scales (in int32, or
+exact in the products of W4A16), then scaled in float32. With ``gated`` the halves of a matrix are gate and up of a
+SwiGLU layer, and the sums go through it before they are rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.formats.int4 import check_groups, dequantize_int4, planes_for, unpack_codes, unpack_numbers
+from dsa_engine.kernels.grouped.skeleton import multiply_groups
+from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
+from dsa_engine.kernels.runtime.launch import config_for, dot_precision
+
+# Rows of a matrix that the reference expands at a time.
+_REFERENCE_ROWS = 1024
+
+
+def matmul_int4_reference(
+    x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``x [R, in]`` by one matrix ``[out, in / 8]``: ``[R, out]``."""
+    planes = planes_for(x_scale is not None)
+    out = torch.empty(x.shape[0], packed.shape[0], dtype=dtype, device=x.device)
+    x = x.float()
+    for top in range(0, packed.shape[0], _REFERENCE_ROWS):
+        part = slice(top, top + _REFERENCE_ROWS)
+        sums = x @ dequantize_int4(packed[part], scale[part], torch.float32, planes).t()
+        out[:, part] = sums if x_scale is None else sums.mul_(x_scale[:, None])
+    return out
+
+
+def grouped_matmul_int4_reference(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = torch.empty(x.shape[0], packed.shape[1], dtype=dtype, device=x.device)
+    for group, rows in rows_by_group(counts):
+        row_scale = None if x_scale is None else x_scale[rows]
+        out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
+    return out
+
+
+@triton.jit
+def multiply_int4_tile(
+    x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """The product is transposed: weights are the left operand, which a warpgroup's product takes from registers, where
+    they are unpacked. A step is one group of SIZE columns."""
+    x_scale, packed, packed_stride, scale = operands
+    CODES: tl.constexpr = CONSTANTS[0]
+    SIZE: tl.constexpr = CONSTANTS[1]
+    PRECISION: tl.constexpr = CONSTANTS[2]
+    UNITS: tl.constexpr = SIZE // 2 if CODES else SIZE // 4
+    depth = tl.arange(0, SIZE)
+    unit = tl.arange(0, UNITS)
+    x_at = x + source_row.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    packed_at = packed + weight_row[:, None] * packed_stride + unit[None, :]
+    scale_at = scale + weight_row * (inner // SIZE)
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for _ in range(0, inner, SIZE):
+        x_tile = tl.load(x_at, mask=inside[None, :], other=0)
+        units = tl.load(packed_at)
+        if CODES:
+            sums = tl.dot(unpack_codes(units, COLUMNS, SIZE), x_tile, out_dtype=tl.int32).to(tl.float32)
+        else:
+            weight_tile = unpack_numbers(units, x.dtype.element_ty, COLUMNS, SIZE)
+            sums = tl.dot(weight_tile, x_tile, input_precision=PRECISION)
+        total += sums * tl.load(scale_at).to(tl.float32)[:, None]
+        x_at += SIZE
+        packed_at += UNITS
+        scale_at += 1
+    if CODES:
+        # Codes of weights were 16 times as large.
+        total *= tl.load(x_scale + source_row, mask=inside, other=0.0)[None, :] * 0.0625
+    return tl.trans(total)
+
+
+@triton.jit
+def grouped_matmul_int4_kernel(
+    x, source, row_ends, x_scale, packed, packed_stride, scale, out, x_stride, width, inner, groups,
+    GATHER: tl.constexpr, GATED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """CODES: x holds INT8 codes. ``packed`` is read by the unit of its planes: 8 bits with CODES, else 16."""
+    multiply_groups(
+        x, source, row_ends, (x_scale, packed, packed_stride, scale), out, None, x_stride, width, inner, groups,
+        multiply_int4_tile, (CODES, SIZE, PRECISION), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+    )  # fmt: skip
+
+
+# By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns, whatever
+# ``depth`` says. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+_CONFIGS = {
+    80: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 64, 0, 4, 3, 2), Tiles(128, 64, 0, 8, 3, 1)),
+    90: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 128, 0, 8, 3, 1), Tiles(128, 128, 0, 8, 3, 1)),
+}
+_CONFIGS[120] = _CONFIGS[80]  # products by single warps, and 99 KB of shared memory
+# For INT8 codes, which Triton multiplies on sm_100 as on sm_80.
+_CODES = _CONFIGS | {100: _CONFIGS[80]}
+# For float32, which has no tensor cores.
+_SMALL = {80: (Tiles(16, 64, 0, 4, 2, 2), Tiles(32, 64, 0, 8, 2, 1))}
+
+
+def grouped_matmul_int4_triton(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    row_ends: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    source: torch.Tensor | None = None,
+    gated: bool = False,
+    expected: float | None = None,
+) -> torch.Tensor:
+    """The kernel: products of groups of rows, with rows gathered, and results scaled and gated under way.
+
+    Args:
+        x: ``[R, in]``, or ``[S, in]`` with ``source``: floating point, or int8 codes.
+        x_scale: float32, one for each row of x; None where x is floating point.
+        packed: int32 ``[groups, out, in / 8]``, in 2 planes for codes and else in 4; with ``gated``
+            ``[groups, 2 · out, in / 8]``, gate before up.
+        scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
+        dtype: of the result.
+        source: int32 ``[R]``, which row of x each row is made from.
+        expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
+
+    Returns:
+        ``[R, out]``; rows beyond the last end are not written.
+    """
+    check_int4(x, x_scale, packed, scale)
+    out = empty_product(x, source, packed, gated, dtype)
+    if out.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        table = _CODES if x_scale is not None else _SMALL if x.dtype == torch.float32 else _CONFIGS
+        choices = config_for(table, x)
+        tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(packed))
+        units = packed.contiguous().view(torch.int16 if x_scale is None else torch.uint8)
+        operands = (x if x_scale is None else x_scale, units, units.shape[2], scale.contiguous())
+        launch_grouped(
+            grouped_matmul_int4_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
+            CODES=x_scale is not None, SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
+        )  # fmt: skip
+    return out
+
+
+def check_int4(x: torch.Tensor, x_scale: torch.Tensor | None, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for operands of other types, or that do not fit."""
+    if packed.dtype != torch.int32 or not scale.is_floating_point():
+        raise TypeError(
+            f"weights must be packed in int32 with floating-point scales, not {packed.dtype}, {scale.dtype}"
+        )
+    if x.dtype != torch.int8 if x_scale is not None else not x.is_floating_point():
+        raise TypeError(f"x must be floating point, or int8 codes with scales, not {x.dtype}")
+    fits = x.dim() == 2 and packed.dim() == 3 and scale.dim() == 3 and x.shape[1] == packed.shape[2] * 8
+    if not fits or scale.shape[:2] != packed.shape[:2] or x.shape[1] % max(1, scale.shape[2]):
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(packed.shape)}, its scales {tuple(scale.shape)} do not fit"
+        )
+    check_groups(x.shape[1], x.shape[1] // max(1, scale.shape[2]))

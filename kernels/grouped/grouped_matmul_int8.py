@@ -1,0 +1,148 @@
+"""INT8 products of consecutive groups of rows, each group with a matrix of its own; one group is a linear layer.
+
+out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of group g,  row_ends[g − 1] <= r < row_ends[g]
+
+with s = source[r], or r where absent. Codes are multiplied and summed in int32, without error; scales are one for each
+row of x and one for each row of a matrix. With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and
+the sums go through it before they are rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
+from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import config_for
+
+# Rows of x that the reference multiplies at a time: their sums take 4 bytes, and 4 more on the way to the result.
+_REFERENCE_ROWS = 4096
+
+
+def matmul_int8_reference(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``x [R, in]`` by one matrix ``[out, in]``: ``[R, out]``."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
+    if not out.numel():
+        return out
+    pieces = cdiv(x.shape[0], _REFERENCE_ROWS)  # about as many rows each: on CUDA PyTorch's product refuses 16 or fewer
+    for part, rows, row_scale in zip(*(t.chunk(pieces) for t in (out, x, x_scale)), strict=True):
+        part.copy_(torch._int_mm(rows, weight.t()).float().mul_(row_scale[:, None]).mul_(scale))
+    return out
+
+
+def grouped_matmul_int8_reference(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype, device=x.device)
+    for group, rows in rows_by_group(counts):
+        out[rows] = matmul_int8_reference(x[rows], x_scale[rows], weight[group], scale[group], dtype)
+    return out
+
+
+@triton.jit
+def multiply_int8_tile(
+    x, source_row, inside, group, start, weight_row, operands, x_stride, width, inner, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    x_scale, weight, scale = operands
+    WHOLE: tl.constexpr = CONSTANTS[0]
+    DEPTH: tl.constexpr = CONSTANTS[1]
+    SWAPPED: tl.constexpr = CONSTANTS[2]
+    total = sum_tile(
+        x, source_row, inside, weight, weight_row, x_stride, inner, tl.int32, WHOLE, ROWS, COLUMNS, DEPTH, SWAPPED,
+        "tf32",
+    )  # fmt: skip
+    row_scale = tl.load(x_scale + source_row, mask=inside, other=0.0)
+    column_scale = tl.load(scale + weight_row)
+    if SWAPPED:
+        total = tl.trans(total)
+    return total.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
+
+
+@triton.jit
+def grouped_matmul_int8_kernel(
+    x, source, row_ends, x_scale, weight, scale, out, x_stride, width, inner, groups,
+    GATHER: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr,
+):  # fmt: skip
+    multiply_groups(
+        x, source, row_ends, (x_scale, weight, scale), out, None, x_stride, width, inner, groups, multiply_int8_tile,
+        (WHOLE, DEPTH, SWAPPED), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+    )  # fmt: skip
+
+
+# By capability: the first with room for a group's rows is taken, else the last. A byte a weight: twice the depth of
+# bfloat16 keeps as many bytes under way. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+_CONFIGS = {
+    80: (Tiles(16, 64, 256, 4, 4, 2), Tiles(64, 128, 128, 4, 3, 3), Tiles(128, 128, 128, 8, 3, 1)),
+    90: (Tiles(16, 64, 256, 4, 4, 2, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 256, 128, 8, 4, 1)),
+}
+# On sm_100 Triton multiplies INT8 as on sm_80; there is room for a stage more.
+_CONFIGS[100] = (_CONFIGS[80][0], Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 8, 4, 1))
+# For rows that do not begin at 16 bytes, which are read by the element.
+_SMALL = {80: (Tiles(16, 64, 64, 4, 3, 4), Tiles(64, 64, 64, 8, 3, 2))}
+
+
+def grouped_matmul_int8_triton(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    row_ends: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    source: torch.Tensor | None = None,
+    gated: bool = False,
+    expected: float | None = None,
+) -> torch.Tensor:
+    """The kernel: products of groups of rows, with rows gathered, and results scaled and gated under way.
+
+    Args:
+        x: int8 ``[R, in]``, or ``[S, in]`` with ``source``.
+        x_scale: float32, one for each row of x.
+        weight: int8 ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
+        scale: float32, one for each row of each matrix.
+        row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
+        dtype: of the result.
+        source: int32 ``[R]``, which row of x each row is made from.
+        expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
+
+    Returns:
+        ``[R, out]``; rows beyond the last end are not written.
+    """
+    check_int8(x, x_scale, weight, scale)
+    out = empty_product(x, source, weight, gated, dtype)
+    if out.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        choices = config_for(_CONFIGS if x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 else _SMALL, x)
+        tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(weight))
+        operands = (x_scale, weight.contiguous(), scale.contiguous())
+        launch_grouped(
+            grouped_matmul_int8_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
+            WHOLE=x.shape[1] % tiles.depth == 0, DEPTH=tiles.depth, SWAPPED=tiles.swapped,
+        )  # fmt: skip
+    return out
+
+
+def check_int8(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for operands that are not int8 with float32 scales, or do not fit."""
+    if x.dtype != torch.int8 or weight.dtype != torch.int8:
+        raise TypeError(f"codes must be int8, not {x.dtype} and {weight.dtype}")
+    if x_scale.dtype != torch.float32 or scale.dtype != torch.float32:
+        raise TypeError(f"scales must be float32, not {x_scale.dtype} and {scale.dtype}")
+    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
+    if not fits or x_scale.shape != x.shape[:1] or scale.shape != weight.shape[:2]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, its scales {tuple(x_scale.shape)}, weight {tuple(weight.shape)}, "
+            f"its scales {tuple(scale.shape)} do not fit"
+        )

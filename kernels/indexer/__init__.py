@@ -1,0 +1,1 @@
+"""The lightning indexer: index queries, scores, the selection of the best positions."""

@@ -1,0 +1,187 @@
+"""Scores of the lightning indexer (DeepSeek-V3.2-Exp, equation 1).
+
+    score[t, s] = Σ_h w[t, h] · relu(q[t, h] · k[s])        s ≤ position of t
+
+Shapes: ``q [T, heads, dim]``, ``w [T, heads]`` float32 with every scale already in it, ``pool [pages, page_size,
+dim]`` in the dtype of q; scores are float32 ``[T, S]``, S the most that any query sees. What lies behind a row's
+visible tokens is not defined and must not be read.
+
+In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the FP8 index-key format of
+`formats/cache_format.py`. A scale is positive and relu is homogeneous: the scale of a query row belongs
+into ``w[t, h]``, where the caller puts it, and that of a key is multiplied in after the sum over heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.indexer._arguments import check_indexer_arguments, read_index_keys
+from dsa_engine.kernels.indexer._score_kernels import score_span_kernel, score_tile_kernel
+from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# The per-head products of one tile on a CPU stay within a core's cache.
+_CPU_TILE_BYTES = 4 << 20
+_KEY_TILE = 1024
+
+
+def indexer_scores_reference(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    key_format: IndexKeyFormat,
+    tile_bytes: int,
+) -> torch.Tensor:
+    scores = torch.empty(q.shape[0], segments.longest, dtype=torch.float32, device=q.device)
+    for s in segments:
+        rows = slice(s.row, s.row + s.length)
+        _score_segment(
+            q[rows],
+            weights[rows],
+            pool,
+            block_tables[s.sequence],
+            s.start,
+            key_format,
+            tile_bytes,
+            scores[rows, : s.end],
+        )
+    return scores
+
+
+def _score_segment(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_table: torch.Tensor,
+    start: int,
+    key_format: IndexKeyFormat,
+    tile_bytes: int,
+    scores: torch.Tensor,
+) -> None:
+    """``scores [n, start + n]`` of the n queries of one segment."""
+    count, heads, _ = q.shape
+    end = start + count
+    q, weights = q.float(), weights.unsqueeze(1)
+    rows = min(count, max(1, tile_bytes // (4 * heads * _KEY_TILE)))
+    # Reused: fresh pages for every tile cost more than the product.
+    buffer = q.new_empty(rows * heads * min(_KEY_TILE, end))
+    for first_key in range(0, end, _KEY_TILE):
+        last_key = min(first_key + _KEY_TILE, end)
+        keys = read_index_keys(pool, block_table, first_key, last_key, key_format).t()
+        # Queries before this tile of keys see none of it.
+        for row in range(max(0, first_key - start) // rows * rows, count, rows):
+            tile = slice(row, min(row + rows, count))
+            queries = q[tile].flatten(0, 1)
+            products = buffer[: queries.shape[0] * keys.shape[1]].view(queries.shape[0], keys.shape[1])
+            torch.mm(queries, keys, out=products).relu_()
+            torch.bmm(
+                weights[tile], products.view(-1, heads, keys.shape[1]), out=scores[tile, None, first_key:last_key]
+            )
+
+
+class _Config(NamedTuple):
+    keys: int  # in a tile
+    lanes: int  # queries · heads in a step
+    warps: int
+    stages: int  # tiles of the operand that streams: in use and under way
+
+
+# Compiled for sm_90 (inspect_kernels.py), not yet measured on a device.
+# Tiles: bound by the tensor cores if two programs share a multiprocessor, one multiplying while the other weighs and
+# sums: 115,712 bytes and under 128 registers a thread just allow it. With 256 keys, not 128, queries come from L2 at 16
+# bytes a cycle at the tensor cores' full rate, not at 32.
+_TILE_CONFIGS = {80: _Config(128, 64, 4, 3), 90: _Config(256, 64, 8, 3), 120: _Config(128, 64, 8, 3)}
+# Two programs, each with three tiles of 16 KiB under way, cover what memory needs.
+_SPAN_CONFIGS = {80: _Config(64, 128, 4, 3), 90: _Config(64, 128, 4, 4)}
+# Not for the tensor cores: a larger tile does not fit the registers.
+_FLOAT32_CONFIG = _Config(32, 64, 8, 2)
+
+
+def _launch(
+    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_tables: torch.Tensor, segments: Segments,
+    key_format: IndexKeyFormat,
+) -> torch.Tensor:  # fmt: skip
+    (rows, heads, dim), width = q.shape, segments.longest
+    # A row stride of whole 64 bytes lets whoever reads the scores load 16 bytes at a time.
+    scores = torch.empty(rows, cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
+    if not rows:
+        return scores
+    keys, key_scales = key_format.views(pool)
+    if key_scales is not None and capability(q) < 89:
+        q, keys = q.view(torch.uint8), keys.view(torch.uint8)
+    max_length = max(s.length for s in segments)
+    streams_keys = max_length <= 2
+    config = config_for(_SPAN_CONFIGS if streams_keys else _TILE_CONFIGS, q)
+    if q.dtype == torch.float32:
+        config = _FLOAT32_CONFIG
+    block_heads, block_dim = max(16, next_power_of_2(heads)), max(32, next_power_of_2(dim))
+    queries = max(1, min(2, max_length, config.lanes // block_heads))
+    # Wider queries than those of the known models take fewer keys at a time, and keys 64 KiB at most.
+    fitting = min((64 << 10) // (block_dim * q.element_size()), config.keys * config.lanes // block_heads)
+    block_keys = max(16, min(config.keys, fitting))
+    programs = 8 * multiprocessors(q)  # at least, if that leaves them enough to do
+    if streams_keys:
+        span = block_keys * min(32, max(4, sum(s.end for s in segments) // (programs * block_keys)))
+        size, kernel, extra = queries, score_span_kernel, {"span": span, "STAGES": config.stages}
+    else:
+        span, fair = block_keys, rows * width // (programs * block_keys)
+        size = next_power_of_2(min(64, max(8, fair), max_length))
+        kernel, extra = score_tile_kernel, {"num_stages": config.stages}
+    tiles = segments.tiles(size)
+    kernel[(cdiv(width, span), len(tiles))](
+        q, weights, keys, key_scales, block_tables, tiles, segments.sequences, segments.visible, scores,
+        block_tables.stride(0), keys.stride(0), 0 if key_scales is None else key_scales.stride(0), scores.stride(0),
+        HEADS=heads, DIM=dim, PAGE_SIZE=pool.shape[1], PRECISION=dot_precision(q.dtype), BLOCK_HEADS=block_heads,
+        BLOCK_DIM=block_dim, BLOCK_KEYS=block_keys, QUERIES=queries, num_warps=config.warps, **extra,
+    )  # fmt: skip
+    return scores
+
+
+def _seen(*args: Any, **_: Any) -> torch.Tensor:
+    """Of the arguments of :func:`indexer_scores`, which of its scores are defined."""
+    segments: Segments = args[4]
+    columns = torch.arange(segments.longest, dtype=torch.int32, device=segments.visible.device)
+    return columns < segments.visible[:, None]
+
+
+@operation(defined=_seen)
+def indexer_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    *,
+    key_format: IndexKeyFormat,
+    workspace: int = 256 << 20,
+) -> torch.Tensor:
+    """Scores of every query against the tokens that it sees.
+
+    Args:
+        q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
+        weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
+        pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
+        block_tables: ``[sequences, max_pages]`` int32.
+        segments: of the queries.
+        key_format: the pool's, of q's dtype.
+        workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
+
+    Returns:
+        float32 ``[T, segments.longest]``; of row t the first ``segments.visible[t]`` columns are defined.
+
+    Raises:
+        ValueError: shapes that do not fit together, or segments outside of the block table.
+        TypeError: weights that are not float32, or dtypes of q and pool that do not go together.
+    """
+    check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
+    if runs_triton(q):
+        return _launch(q.contiguous(), weights.contiguous(), pool, block_tables, segments, key_format)
+    tile_bytes = min(workspace, _CPU_TILE_BYTES) if q.device.type == "cpu" else workspace
+    return indexer_scores_reference(q, weights, pool, block_tables, segments, key_format, tile_bytes)

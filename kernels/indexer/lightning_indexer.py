@@ -1,0 +1,129 @@
+"""The lightning indexer: which tokens each query attends to.
+
+    positions[t] = the k positions s ≤ t with the highest score[t, s]
+
+Scores live in a workspace of fixed size: queries are taken in as many blocks as it needs, so memory does not grow
+with S².
+
+On a CPU one kernel (``native/lightning_indexer.cpp``) does all of it and keeps no scores: each is compared, when it is
+made, with the worst of its query's best so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.indexer._arguments import check_indexer_arguments
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
+from dsa_engine.kernels.indexer.topk import select_topk
+from dsa_engine.kernels.rows.segment import Segments
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Queries of a tile on a CPU, which share the work of transposing keys; fewer where that leaves threads without a tile.
+_MAX_QUERIES, _MIN_QUERIES = 128, 16
+
+
+@operation(runs=cpu.serves)
+def lightning_indexer(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    k: int,
+    *,
+    key_format: IndexKeyFormat,
+    workspace: int = 256 << 20,
+) -> torch.Tensor:
+    """Selects for every query the k best tokens that it sees.
+
+    Args:
+        q: ``[T, heads, dim]`` rotated index queries; float8_e4m3fn for an FP8 pool.
+        weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
+        pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``.
+        block_tables: ``[sequences, max_pages]`` int32.
+        segments: of the queries.
+        k: how many to select.
+        key_format: the pool's, of q's dtype.
+        workspace: bytes for scores and intermediate products.
+
+    Returns:
+        positions ``[T, k]`` int32, ascending, −1 behind the last where a query sees fewer than k tokens.
+
+    Raises:
+        ValueError, TypeError: as :func:`._arguments.check_indexer_arguments` says; k below 1.
+        IndexError: on a CPU, pages of visible tokens outside of the pool.
+    """
+    check_indexer_arguments(q, weights, pool, block_tables, segments, key_format)
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
+    positions = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
+    if cpu.serves(q, weights, pool):
+        _select_natively(q.contiguous(), weights.contiguous(), pool, block_tables, segments, positions, workspace)
+        return positions
+    # The kernels need little beside the scores: the products never leave a program, and the selection's scratch is a
+    # small part of what it reads. The references take a quarter of the workspace for the scores and half for the
+    # products; the selection over the scores, when the products are gone, takes twice their bytes (and more in rows
+    # full of ties).
+    score_bytes = workspace * 3 // 4 if runs_triton(q) else workspace // 4
+    for first, last in _pieces(segments, score_bytes // 4):
+        # The whole keeps its tiles on the device for the next layer; a part makes its own.
+        piece = segments if last - first == segments.rows else segments.part(first, last)
+        rows = slice(first, last)
+        scores = indexer_scores(
+            q[rows], weights[rows], pool, block_tables, piece, key_format=key_format, workspace=workspace // 2
+        )
+        select_topk(scores, k, piece.visible, out=positions[rows])
+        del scores  # before the next piece's are made
+    return positions
+
+
+def _select_natively(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    segments: Segments,
+    positions: torch.Tensor,
+    workspace: int,
+) -> None:
+    """Fills ``positions [T, k]``. Each thread has a tile's keys and best scores, of as many queries as fit in its part
+    of the workspace; of one query at least."""
+    (rows, heads, dim), k = q.shape, positions.shape[1]
+    library = cpu.kernels()
+    threads = cpu.threads_for(heads * dim * sum(s.visible_pairs for s in segments))
+    queries = min(_MAX_QUERIES, max(_MIN_QUERIES, cdiv(rows, 4 * threads)))
+    while queries > 1 and 4 * threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k) > workspace:
+        queries //= 2
+    tiles, tables = segments.tiles(queries), block_tables.int().contiguous()
+    scratch = q.new_empty(threads * library.dsa_lightning_indexer_scratch(queries, heads, dim, k))
+    outside = library.dsa_lightning_indexer(
+        q.data_ptr(), weights.data_ptr(), pool.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
+        segments.sequences.data_ptr(), segments.visible.data_ptr(), positions.data_ptr(), scratch.data_ptr(),
+        len(tiles), queries, len(pool), pool.stride(0), tables.stride(0), pool.shape[1], heads, dim, k, threads,
+    )  # fmt: skip
+    if outside:
+        raise IndexError(f"the pages of visible tokens must be 0 to {len(pool) - 1}, the pages of the pool")
+
+
+def _pieces(segments: Segments, elements: int) -> Iterator[tuple[int, int]]:
+    """Cuts the rows into pieces ``(first, last)`` whose scores, as wide as the most that any row of one sees, are at
+    most ``elements`` numbers; a single row is always taken."""
+    first = row = width = 0
+    for s in segments:
+        end = s.row + s.length
+        while row < end:
+            width = max(width, s.end)
+            full = first + max(1, elements // width)
+            row = max(row, min(end, full))
+            if row >= full:
+                yield first, row
+                first, width = row, 0
+    if first < row:
+        yield first, row

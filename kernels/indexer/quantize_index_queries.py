@@ -1,0 +1,118 @@
+"""Index queries for an FP8 cache of index keys: turned, transformed and quantised in one pass.
+
+    q[:rotated] = RoPE(q[:rotated])            the first dimensions only, rounded once
+    q = Hadamard(q) · dim^-0.5                 rounded once; the keys have passed the same, so products stay
+    q = scale · e4m3(q / scale)                one scale a token and head
+
+The scale of a query is a factor of its head's score, so the caller multiplies the head weights by it.
+DeepSeek-V3.2-Exp, section 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
+from dsa_engine.kernels.formats.quantize import quantize_rows_reference
+from dsa_engine.kernels.rows.rope import (
+    check_angles,
+    load_angles,
+    load_pairs,
+    load_rest,
+    rotate_first_reference,
+    row_parts,
+    turn,
+)
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Programs to a multiprocessor: each makes the signs once and takes tile after tile, loading the next while it works.
+_PROGRAMS, _WARPS = 2, 4
+
+
+def quantize_index_queries_reference(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dim = q.shape[-1]
+    turned = rotate_first_reference(q, cos, sin, interleaved)
+    codes, scales = quantize_rows_reference(hadamard_reference(turned, dim**-0.5), dim, power_of_two)
+    return codes, scales.squeeze(-1)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def quantize_index_queries_kernel(
+    q, cos, sin, codes, scales, tokens, heads, q_token, q_head, cos_stride, sin_stride, head_tiles,
+    DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of HEADS heads of TOKENS tokens, from this program's number on in steps of the number of programs."""
+    row = tl.arange(0, TOKENS * HEADS)[:, None]
+    column = tl.arange(0, DIM)[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS) * head_tiles, tl.num_programs(0)):
+        first = (tile // head_tiles).to(tl.int64) * TOKENS
+        token = first + row // HEADS
+        head = (tile % head_tiles).to(tl.int64) * HEADS + row % HEADS
+        inside = (token < tokens) & (head < heads)
+        source = q + token * q_token + head * q_head
+        a, b = load_pairs(source, inside, HALF, PADDED, INTERLEAVED)
+        rest = a
+        if REST_PADDED > 0:
+            rest, _ = load_rest(source, inside, HALF, DIM, REST_PADDED)
+        c = load_angles(cos, first, tokens, cos_stride, TOKENS, HEADS, HALF, PADDED)
+        s = load_angles(sin, first, tokens, sin_stride, TOKENS, HEADS, HALF, PADDED)
+        a, b = turn(a, b, c, s)
+        query = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
+        code, scale = quantize_tile(query.to(a.dtype).to(tl.float32), POWER_OF_TWO, CONVERTS)
+        at = token * heads + head
+        tl.store(codes + at * DIM + column, code, mask=inside)
+        tl.store(scales + at, scale, mask=inside)
+
+
+@operation()
+def quantize_index_queries(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index queries as products with FP8 index keys take them.
+
+    Args:
+        q: ``[T, heads, dim]``, the output of wq_b; the last dimension contiguous.
+        cos, sin: float32 ``[T, rotated / 2]``.
+        interleaved: see :mod:`.rows.rope`.
+        power_of_two: scales are rounded up to powers of two.
+
+    Returns:
+        float8_e4m3fn ``[T, heads, dim]`` and float32 scales ``[T, heads]``: ``query = e4m3 · scale``.
+
+    Raises:
+        ValueError: shapes that do not fit, or a dim that is no power of two.
+    """
+    tokens, heads, dim = q.shape
+    rotated = 2 * cos.shape[-1]
+    if rotated > dim:
+        raise ValueError(f"{rotated} rotated columns do not fit queries of {dim}")
+    check_angles(cos, sin, tokens)
+    check_size(dim)
+    if not runs_triton(q):
+        return quantize_index_queries_reference(q, cos, sin, interleaved, power_of_two)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    scales = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if q.numel():
+        rows = rows_for(q)
+        heads_at_once = min(next_power_of_2(heads), rows)
+        tokens_at_once = rows // heads_at_once
+        head_tiles = cdiv(heads, heads_at_once)
+        tiles = cdiv(tokens, tokens_at_once) * head_tiles
+        quantize_index_queries_kernel[(min(tiles, _PROGRAMS * multiprocessors(q)),)](
+            q, cos, sin, codes.view(torch.uint8), scales, tokens, heads,
+            q.stride(0), q.stride(1), cos.stride(0), sin.stride(0), head_tiles,
+            **row_parts(dim, rotated, 16), TOKENS=tokens_at_once, HEADS=heads_at_once,
+            INTERLEAVED=interleaved, POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(q),
+            num_warps=_WARPS,
+        )  # fmt: skip
+    return codes, scales

@@ -1,0 +1,183 @@
+"""Selection of the k highest scores of every row, exactly and deterministically.
+
+    positions[r] = the first k of the columns c < lengths[r] with scores[r, c] > −inf, by falling score, then by c
+
+Shapes: ``scores [R, W]`` float32 of any row stride, ``lengths [R]`` int32; positions ``[R, k]`` and counts ``[R]`` are
+int32. A tie at the k-th place goes to the lower position (−0 equals +0), and positions come back in ascending order, so
+that the gathers that follow walk the cache forward. A score of −inf is never selected; NaN is above everything, as for
+``torch.topk``. What lies behind a row's length is never selected, whatever it holds.
+
+The kernel (`_topk_kernel.py`) reads a row once, and a sample of a long one before that. A fixed
+number of programs takes the rows in turn, so that their buffers (75 KB each) do not grow with the rows. Where rows are
+few, as in decode, each is cut into slices: first the k best of every slice are selected, then the k best of those.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import NamedTuple
+
+import torch
+
+from dsa_engine.kernels.indexer._topk_kernel import select_topk_kernel
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+LARGEST_K = 4096  # of the kernel
+
+
+class Config(NamedTuple):
+    """How the kernel is launched. A chunk is ``128 · warps · groups`` scores."""
+
+    warps: int
+    groups: int  # of 4 scores that a thread reads at a time: 2, or 4 with at most 4 warps
+    piece: int  # candidates worked on at a time
+    capacity: int  # candidates held; a multiple of piece; k is at most capacity − piece
+    sample: int  # scores that the first guess is made from, in rows at least 4 times as long; 0: no guess
+    resident: int  # programs per multiprocessor
+    registers: int  # a thread may take
+
+    @property
+    def chunk(self) -> int:
+        return 128 * self.warps * self.groups
+
+    @property
+    def largest_k(self) -> int:
+        return self.capacity - self.piece
+
+
+# Compiled for sm_80, sm_90 and sm_100 (test_topk.py: no spills), not yet measured on a device. Many small programs hide
+# each other's barriers; a program that has a multiprocessor to itself takes 16 warps instead.
+MANY_ROWS = {
+    80: Config(warps=4, groups=4, piece=1024, capacity=6144, sample=4096, resident=4, registers=128),
+}
+FEW_ROWS = {
+    80: Config(warps=16, groups=2, piece=4096, capacity=16384, sample=4096, resident=1, registers=128),
+}
+
+
+def select_topk_reference(
+    scores: torch.Tensor, k: int, lengths: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = scores.shape
+    if lengths is not None:
+        scores.masked_fill_(torch.arange(width, device=scores.device) >= lengths[:, None], float("-inf"))
+    selected = min(k, width)
+    top = scores.topk(selected, dim=-1, sorted=False)
+    threshold = top.values.amin(dim=-1, keepdim=True)
+    positions = top.indices
+    # Rows in which more scores equal the threshold than were taken: torch.topk's choice among them is arbitrary.
+    taken = (top.values == threshold).sum(dim=-1, dtype=torch.int32)
+    tied = ((scores == threshold).count_nonzero(dim=-1) > taken).nonzero().squeeze(-1)
+    if tied.numel():
+        row, line = scores[tied], threshold[tied]
+        equal = row == line
+        wanted = (row > line) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= taken[tied, None]))
+        positions[tied] = wanted.nonzero()[:, 1].view(-1, selected)
+    strange = threshold.squeeze(-1).isnan().nonzero().squeeze(-1)  # rows with NaN, which equals nothing
+    if strange.numel():
+        positions[strange] = scores[strange].sort(dim=-1, descending=True, stable=True).indices[:, :selected]
+    selectable = top.values != float("-inf")
+    counts = selectable.sum(dim=-1, dtype=torch.int32)
+    if not bool(selectable.all()):
+        masked = scores.gather(1, positions) == float("-inf")
+        positions = positions.masked_fill(masked, width)
+    positions = positions.int().sort(dim=-1).values
+    positions = positions.masked_fill(positions == width, -1)
+    if selected < k:
+        positions = torch.cat((positions, positions.new_full((rows, k - selected), -1)), dim=-1)
+    return positions, counts
+
+
+def slices_of(rows: int, width: int, k: int, processors: int) -> int:
+    """Into how many slices a row is cut: 1 unless there are many times more processors than rows.
+
+    The time is that of a slice and then of the k best of each: least where both are as long. Follows from the matrix's
+    shape, not from the lengths, which only the device knows.
+    """
+    count = min(isqrt(width // k), processors // rows)
+    return count if count >= 4 else 1
+
+
+def _launch(
+    scores: torch.Tensor,
+    k: int,
+    lengths: torch.Tensor | None,
+    config: Config,
+    slices: int,
+    payload: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions ``[R, k]`` and counts ``[R]``. Of several slices, positions ``[R, slices · k]`` and their scores, which
+    are −inf behind the last of a slice. A payload, laid out like the scores, gives the position of each column."""
+    (rows, width), device = scores.shape, scores.device
+    programs = min(rows * slices, config.resident * multiprocessors(scores))
+    staged = 2 * config.chunk + config.piece
+    candidates = torch.empty(programs, config.capacity + staged, dtype=torch.float32, device=device)
+    columns = torch.empty(programs, config.capacity + staged // 4, dtype=torch.int32, device=device)
+    positions = torch.empty(rows, slices * k, dtype=torch.int32, device=device) if out is None else out
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    best = torch.empty(positions.shape if slices > 1 else 0, dtype=torch.float32, device=device)
+    select_topk_kernel[(programs,)](
+        scores, payload, lengths, candidates, columns, positions, best, counts,
+        rows, width, scores.stride(0), slices, cdiv(width, slices * config.chunk) * config.chunk,
+        k, min(config.largest_k, k + k // 4),
+        HAS_LENGTHS=lengths is not None, HAS_PAYLOAD=payload is not None, KEEP_SCORES=slices > 1,
+        LANES=32 * config.warps, GROUPS=config.groups, PIECE=config.piece, CAPACITY=config.capacity,
+        SAMPLE=config.sample, num_warps=config.warps, maxnreg=config.registers,
+    )  # fmt: skip
+    return positions, best if slices > 1 else counts
+
+
+def select_by_kernel(
+    scores: torch.Tensor,
+    k: int,
+    lengths: torch.Tensor | None,
+    config: Config,
+    slices: int,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`select_topk` by the kernel, with the launch given; k at most ``config.largest_k``."""
+    if scores.stride(1) != 1 and scores.shape[1] > 1:
+        scores = scores.contiguous()
+    if lengths is not None:
+        lengths = lengths.contiguous()
+    if slices == 1:
+        return _launch(scores, k, lengths, config, 1, out=out)
+    positions, best = _launch(scores, k, lengths, config, slices)
+    return _launch(best, k, None, config, 1, positions, out)
+
+
+@operation(writes=("out",))
+def select_topk(
+    scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best positions of each row of ``scores [R, W]`` (float32).
+
+    Args:
+        scores: any row stride; columns follow one another.
+        k: how many to select. The kernel takes up to 4096; beyond, the reference runs.
+        lengths: ``[R]`` int32, how many columns of each row count. All, if not given. The reference overwrites what
+            lies behind them, the kernel does not.
+        out: int32 ``[R, k]``, contiguous: gets the positions; default: a new tensor.
+
+    Returns:
+        positions ``[R, k]`` int32, ascending, −1 behind the last; counts ``[R]`` int32, how many were selected.
+    """
+    if scores.dim() != 2 or scores.dtype != torch.float32 or scores.shape[1] == 0:
+        raise ValueError(f"scores must be float32 [rows, width > 0], not {scores.dtype} {tuple(scores.shape)}")
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
+    if lengths is not None and lengths.shape != scores.shape[:1]:
+        raise ValueError(f"lengths must be [{scores.shape[0]}], one for each row, not {tuple(lengths.shape)}")
+    rows, width = scores.shape
+    if out is not None and (out.shape != (rows, k) or out.dtype != torch.int32 or not out.is_contiguous()):
+        raise ValueError(f"out must be contiguous int32 [{rows}, {k}], not {out.dtype} {list(out.shape)}")
+    if not runs_triton(scores) or k > LARGEST_K or not rows:
+        positions, counts = select_topk_reference(scores, k, lengths)
+        return positions if out is None else out.copy_(positions), counts
+    processors = multiprocessors(scores)
+    slices = slices_of(rows, width, k, processors)
+    config = config_for(FEW_ROWS if rows * slices <= processors else MANY_ROWS, scores)
+    return select_by_kernel(scores, k, lengths, config, slices, out)

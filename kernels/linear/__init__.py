@@ -1,0 +1,1 @@
+"""Linear layers: plain, FP8 by blocks, INT8, INT4, and the product with one matrix for each head."""

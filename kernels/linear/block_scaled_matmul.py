@@ -1,0 +1,202 @@
+"""Products of FP8 matrices whose scales belong to blocks: activations 1 × 128, weights 128 × 128.
+
+    y[r, n] = Σ_b  x_scale[r, b] · weight_scale[n // 128, b] · Σ_{k in block b}  x[r, k] · weight[n, k]
+
+    x             [R, in]                                  float8_e4m3fn
+    x_scale       [R, ceil(in / 128)]                      float32
+    weight        [out, in]                                float8_e4m3fn
+    weight_scale  [ceil(out / 128), ceil(in / 128)]        float32
+
+Both sums are float32 (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2). Hopper's tensor cores add FP8
+products with fewer bits than that, so every block of 128 begins a sum of its own, which is scaled and added by ordinary
+arithmetic. Blocks at the edges may be partial.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
+from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK, block_products
+from dsa_engine.kernels.grouped.skeleton import banded
+from dsa_engine.kernels.grouped.tiles import Tiles, fitting
+from dsa_engine.kernels.linear.block_scaled_libraries import library_product, takes
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import capability, config_for, multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+_BLOCK = tl.constexpr(BLOCK)
+
+# Most rows for which the weights' way from memory is what takes time: they are ours, whose sums many programs share.
+FEW_ROWS = 64
+
+# Elements of a weight that the reference expands at a time: 16 MiB in float32.
+_REFERENCE_ELEMENTS = 1 << 22
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 ``[R, in]`` of codes and scales as :func:`~.formats.quantize.quantize_rows` makes them."""
+    full = torch.repeat_interleave(scales, BLOCK, dim=-1)[..., : codes.shape[-1]]
+    return codes.float().mul_(full)
+
+
+def block_scaled_matmul_reference(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+) -> torch.Tensor:
+    """The definition; float32 ``[R, out]``."""
+    rows = dequantize_rows(x, x_scale)
+    out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
+    step = max(1, _REFERENCE_ELEMENTS // (BLOCK * weight.shape[1])) * BLOCK
+    parts = zip(weight.split(step), weight_scale.split(step // BLOCK), out.split(step, dim=1), strict=True)
+    for codes, scales, into in parts:
+        into.copy_(rows @ dequantize_blocks_reference(codes, scales, (BLOCK, BLOCK)).t())
+    return out
+
+
+@triton.jit
+def block_scaled_matmul_kernel(
+    x, x_scale, weight, weight_scale, out, rows, width, inner, x_stride, split_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """A tile [ROWS, COLUMNS] a program; with several programs along the second axis of the grid each sums a part of the
+    inner dimension, into a matrix of its own, ``split_stride`` elements apart."""
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(width, COLUMNS)
+    row_tile, column_tile = banded(tl.program_id(0), row_tiles, column_tiles, BAND)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    start = column_tile * COLUMNS
+    blocks = tl.cdiv(inner, _BLOCK)
+    begin = blocks * tl.program_id(1) // tl.num_programs(1)
+    end = blocks * (tl.program_id(1) + 1) // tl.num_programs(1)
+
+    inside = row < rows
+    far_row = tl.minimum(row, rows - 1).to(tl.int64)
+    # Columns beyond the last repeat it and are not stored: weights need no mask there.
+    weight_row = tl.minimum(start + tl.arange(0, COLUMNS), width - 1).to(tl.int64)
+    depth = begin * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    total = block_products(
+        x + far_row[:, None] * x_stride + depth, x_scale + far_row * blocks + begin, inside,
+        weight + weight_row[:, None] * inner + depth, weight_scale + start // _BLOCK * blocks + begin,
+        begin, end, inner, 0, ROWS, COLUMNS, WHOLE, SWAPPED, False,
+    )  # fmt: skip
+    if SWAPPED:
+        total = tl.trans(total)
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    out += tl.program_id(1).to(tl.int64) * split_stride
+    tl.store(out + far_row[:, None] * width + column, total.to(out.dtype.element_ty),
+             mask=inside[:, None] & (column < width))  # fmt: skip
+
+
+@triton.jit
+def sum_parts_kernel(parts, out, count, splits, SIZE: tl.constexpr):
+    """Adds ``splits`` matrices of ``count`` elements, in order."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total = tl.zeros((SIZE,), tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + split * count + at, mask=at < count, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
+
+
+# By capability: the first with room for the rows is taken, else the last. Few rows: the weights' way from memory is
+# what takes time, and each program keeps 48 KB of them under way. Many: a block's sum and the whole sum are both in
+# registers, so tiles are half of what bfloat16 takes.
+# Compiled for sm_90 and sm_100 (inspect_kernels.py), not yet measured on a device.
+_CONFIGS = {
+    89: (Tiles(16, 64, 128, 4, 3, 3), Tiles(64, 128, 128, 8, 3, 1)),
+    90: (Tiles(16, 128, 128, 4, 4, 3, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 8, 4, 1)),
+}
+_CONFIGS[120] = _CONFIGS[89]  # products by single warps, and 99 KB of shared memory
+
+
+def tiles_for(x: torch.Tensor, rows: float) -> Tiles:
+    """Tiles for a product of about ``rows`` rows on the device of ``x``."""
+    choices = config_for(_CONFIGS, x)
+    return fitting(choices, rows)
+
+
+def splits_for(tiles: int, blocks: int, resident: int) -> int:
+    """How many programs share a tile's inner dimension, so that ``tiles`` tiles keep ``resident`` programs busy; each
+    has at least 4 blocks."""
+    return max(1, min(resident // tiles, blocks // 4))
+
+
+def block_scaled_matmul_triton(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The kernel; ``[R, out]`` in ``dtype``. Results do not depend on how many rows are multiplied at once, as far as
+    these take the same tiles."""
+    (rows, inner), width = x.shape, weight.shape[0]
+    out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    if not out.numel():
+        return out
+    tiles = tiles_for(x, rows)
+    count = cdiv(rows, tiles.rows) * cdiv(width, tiles.columns)
+    splits = splits_for(count, cdiv(inner, BLOCK), tiles.resident * multiprocessors(x))
+    into = out if splits == 1 else torch.empty(splits, rows, width, device=x.device)
+    block_scaled_matmul_kernel[(count, splits)](
+        x, x_scale, weight, weight_scale, into, rows, width, inner, x.stride(0), rows * width,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, WHOLE=inner % BLOCK == 0, SWAPPED=tiles.swapped, BAND=16,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    if splits > 1:
+        sum_parts_kernel[(cdiv(out.numel(), 1024),)](into, out, out.numel(), splits, SIZE=1024, num_warps=4)
+    return out
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a device has FP8 tensor cores."""
+    return device.type == "cuda" and capability(torch.empty(0, device=device)) >= 89
+
+
+@operation()
+def block_scaled_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, power_of_two: bool = False
+) -> torch.Tensor:
+    """A linear layer in FP8: quantises its input 1 × 128 and multiplies.
+
+    On CUDA many rows of bfloat16 are multiplied by DeepGEMM or PyTorch where they can (:mod:`.block_scaled_libraries`),
+    all others by the kernel here.
+
+    Args:
+        x: ``[..., in]``, any floating dtype.
+        weight: ``[out, in]`` float8_e4m3fn, contiguous.
+        weight_scale: ``[ceil(out / 128), ceil(in / 128)]`` float32, contiguous.
+        power_of_two: round the scales of ``x`` up to powers of two.
+
+    Returns:
+        ``[..., out]`` in x's dtype, rounded once.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes that do not fit.
+    """
+    check_weight(weight, weight_scale)
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scales = quantize_rows(rows, BLOCK, power_of_two)
+    library = library_product(x.device) if len(rows) > FEW_ROWS and takes(x, weight, x.dtype) else None
+    if library is not None:
+        out = library(codes, scales, weight, weight_scale)
+    elif runs_triton(x):
+        out = block_scaled_matmul_triton(codes, scales, weight, weight_scale, x.dtype)
+    else:
+        out = block_scaled_matmul_reference(codes, scales, weight, weight_scale).to(x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+    """``weight [..., out, in]`` and its scales, as :func:`block_scaled_linear` takes them."""
+    if weight.dtype != torch.float8_e4m3fn or weight_scale.dtype != torch.float32:
+        raise TypeError(
+            f"block-scaled products need float8_e4m3fn weights and float32 scales, not {weight.dtype} and "
+            f"{weight_scale.dtype}"
+        )
+    needed = (*weight.shape[:-2], *(cdiv(size, BLOCK) for size in weight.shape[-2:]))
+    if tuple(weight_scale.shape) != needed:
+        raise ValueError(
+            f"scales of a weight {list(weight.shape)} must be {list(needed)}, not {list(weight_scale.shape)}"
+        )
+    if not weight.is_contiguous() or not weight_scale.is_contiguous():
+        raise ValueError("weight and scales must be contiguous")

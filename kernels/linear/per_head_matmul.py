@@ -1,0 +1,39 @@
+"""A product with a matrix for each head: W_UK into the queries, W_UV after the attention (DeepSeek-V2, section 2.1.2).
+
+    out[t, h] = x[t, h] · weight[h]
+
+PyTorch's batched product, but on a CPU one that packs and copies nothing (``native/linear.cpp``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.operation import operation
+
+# Most tokens for which it is the quicker one with a matrix whose columns are contiguous, as W_UV's are; with contiguous
+# rows it always is (measured at 32 × 64 and 128 × 512).
+_FEW_TOKENS_ON_A_CPU = 8
+
+
+@operation(writes=("out",), runs=cpu.serves)
+def per_head_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """``x [T, heads, in]`` by ``weight [heads, in, out]`` into ``out [T, heads, out]``, of one dtype, strided as they
+    may be.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    (tokens, heads, inner), outer = x.shape, weight.shape[-1]
+    if weight.shape != (heads, inner, outer) or out.shape != (tokens, heads, outer):
+        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)} do not fit")
+    suits = weight.stride(2) == 1 or (weight.stride(1) == 1 and tokens <= _FEW_TOKENS_ON_A_CPU)
+    if suits and x.stride(2) == out.stride(2) == 1 and cpu.serves(x, weight, out):
+        cpu.kernels().dsa_per_head_matmul(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, heads, inner, outer,
+            x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
+            cpu.threads_for(tokens * weight.numel()),
+        )  # fmt: skip
+    elif tokens:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

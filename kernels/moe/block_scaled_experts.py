@@ -1,0 +1,97 @@
+"""The experts of one rank in FP8: activations quantised 1 × 128, weights in 128 × 128 blocks.
+
+    h[r] = silu(gate[e] · x[t]) · (up[e] · x[t])      x quantised; sums and gate in float32
+    y[r] = down[e] · h[r]                             h quantised straight from float32, rounded nowhere between
+    out[t] = Σ_j weight[t, j] · y[r(t, j)]            e = expert[t, j];  −1 stands for nobody here
+
+Products are those of :mod:`.linear.block_scaled_matmul`; rows are sorted by expert as in :mod:`.expert_mlp`. The kernel
+gathers rows, multiplies by gate and up, gates and quantises in one pass: between the two products a value is a byte.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsa_engine.kernels.formats.quantize import quantize_rows, quantize_rows_reference
+from dsa_engine.kernels.grouped.grouped_matmul_fp8 import BLOCK, gate_and_up, grouped_product
+from dsa_engine.kernels.grouped.tiles import rows_by_group
+from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference, check_weight
+from dsa_engine.kernels.moe.expert_order import Order
+from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES, check_experts, sum_experts, sum_experts_reference
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+
+def block_scaled_experts_reference(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor,
+    down: torch.Tensor, down_scale: torch.Tensor, power_of_two: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The definition."""
+
+    def mlp(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        for expert, part in rows_by_group(counts):
+            quantized = quantize_rows_reference(rows[part], BLOCK, power_of_two)
+            gate, up = (
+                block_scaled_matmul_reference(*quantized, *half)
+                for half in zip(gate_up[expert], gate_up_scale[expert], strict=True)
+            )
+            hidden = quantize_rows_reference(F.silu(gate).mul_(up), BLOCK, power_of_two)
+            out[part] = block_scaled_matmul_reference(*hidden, down[expert], down_scale[expert])
+        return out
+
+    return sum_experts_reference(x, experts, weights, down.shape[0], mlp)
+
+
+@operation()
+def block_scaled_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    *,
+    power_of_two: bool = False,
+    served_fraction: float = 1.0,
+    served: int | None = None,
+    uncounted_bytes: int = UNCOUNTED_BYTES,
+) -> torch.Tensor:
+    """Weighted sum of the chosen experts' outputs for every token, in FP8.
+
+    Args:
+        x, experts, weights, served_fraction, served, uncounted_bytes: as in :func:`.expert_mlp.expert_mlp`.
+        gate_up: ``[experts, 2, intermediate, hidden]`` float8_e4m3fn, gate before up.
+        gate_up_scale: ``[experts, 2, ceil(intermediate / 128), ceil(hidden / 128)]`` float32.
+        down: ``[experts, hidden, intermediate]`` float8_e4m3fn.
+        down_scale: ``[experts, ceil(hidden / 128), ceil(intermediate / 128)]`` float32.
+        power_of_two: round the scales of activations up to powers of two.
+
+    Returns:
+        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes that do not fit.
+    """
+    check_weight(gate_up, gate_up_scale)
+    check_weight(down, down_scale)
+    check_experts(x, experts, weights, gate_up, down, down.shape[2])
+    if not runs_triton(x):
+        return block_scaled_experts_reference(
+            x, experts, weights, gate_up, gate_up_scale, down, down_scale, power_of_two
+        )
+
+    def mlp(order: Order, expected: float) -> torch.Tensor:
+        codes, scales = quantize_rows(x, BLOCK, power_of_two)
+        hidden = gate_and_up(
+            codes, scales, order.tokens, order.row_ends, gate_up, gate_up_scale, power_of_two=power_of_two,
+            expected=expected,
+        )  # fmt: skip
+        return grouped_product(*hidden, order.row_ends, down, down_scale, x.dtype, expected)
+
+    return sum_experts(
+        experts, weights, mlp, count=len(down), row_bytes=down.shape[2] + x.shape[1] * x.element_size(),
+        served_fraction=served_fraction, served=served, uncounted_bytes=uncounted_bytes,
+    )  # fmt: skip

@@ -1,0 +1,202 @@
+"""Router of the mixture of experts: sigmoid scores, choice limited to the best groups (DeepSeek-V3, section 2.1.2).
+
+    s = sigmoid(x · Wᵀ);  choice = s + bias;  a group's rank is the sum of its 2 best choices;
+    the top experts are chosen within the top groups;  weights = s of the chosen, normalised, times a factor
+
+The bias only chooses, it never weighs. Everything is float32. Among equals the lower number is chosen, of groups and of
+experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import multiprocessors, runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+
+def _top(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the ``count`` largest of ``values [T, n]`` in each row, best first, the lower of equals before."""
+    if values.numel() <= 1024:  # a few tokens: one operation costs less than the five below
+        return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    # float32 in an order of integers, and below that the place: no two keys are equal, topk has nothing to decide.
+    bits = values.contiguous().view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    reversed_index = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
+    return ((ordered << 32) | reversed_index).topk(count, dim=-1).indices
+
+
+def route_reference(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    normalise: bool,
+    factor: float,
+    live: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.sigmoid()
+    choice = scores + bias
+    if groups > 1:
+        grouped = choice.unflatten(-1, (groups, -1))
+        ranks = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        best = _top(ranks, top_groups)
+        closed = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
+        choice = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
+    experts = _top(choice, top_k)
+    weights = scores.gather(1, experts)
+    if normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    experts = experts.int()
+    return experts if live is None else experts.masked_fill(~live[:, None], -1), weights * factor
+
+
+_WORST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _key(values, numbers):
+    """int64 keys of which no two are equal: by value, then the lower number first. Also NaN has a place among them, so
+    that every choice is a valid number."""
+    bits = values.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - numbers).to(tl.int64)
+
+
+@triton.jit
+def _value(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _number(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, live, experts, weights, rows, factor,
+    TOP_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K_PAD: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens a program. A row lies in the registers of one warp as [groups, experts of a group]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group, member = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)
+    number = group[:, None] * SIZE + member[None, :]
+    inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    start = row.to(tl.int64) * (GROUPS * SIZE)
+    known = (row < rows)[:, None, None] & inside[None, :, :]
+    values = tl.load(logits + start[:, None, None] + number[None, :, :], mask=known, other=0.0)
+    choice = tl.sigmoid(values) + tl.load(bias + number, mask=inside, other=0.0)[None, :, :]
+    keys = tl.where(inside[None, :, :], _key(choice, number[None, :, :]), _WORST)
+    if TOP_GROUPS < GROUPS:
+        best = tl.max(keys, axis=2)
+        second = tl.max(tl.where(keys == best[:, :, None], _WORST, keys), axis=2)
+        rank = _value(best) + _value(second)
+        ranks = tl.where((group < GROUPS)[None, :], _key(rank, group[None, :]), _WORST)
+        unchosen = ranks
+        for _ in tl.static_range(TOP_GROUPS):
+            unchosen = tl.where(unchosen == tl.max(unchosen, axis=1)[:, None], _WORST, unchosen)
+        keys = tl.where((ranks != unchosen)[:, :, None], keys, _WORST)
+    keys = tl.reshape(keys, (ROWS, GROUPS_PAD * SIZE_PAD))
+    column = tl.arange(0, TOP_K_PAD)
+    chosen = tl.zeros((ROWS, TOP_K_PAD), tl.int32)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(keys, axis=1)[:, None]
+        keys = tl.where(keys == best, _WORST, keys)
+        chosen = tl.where(column[None, :] == j, _number(best), chosen)
+    wanted = (row < rows)[:, None] & (column < TOP_K)[None, :]
+    # The chosen logits are read again, from the cache, which is less work than carrying scores through the choice.
+    score = tl.sigmoid(tl.load(logits + start[:, None] + chosen, mask=wanted, other=0.0))
+    if NORMALISE:
+        score = score / (tl.sum(tl.where(wanted, score, 0.0), axis=1)[:, None] + 1e-20)
+    out = row.to(tl.int64)[:, None] * TOP_K + column[None, :]
+    if live is not None:
+        lives = tl.load(live + row, mask=row < rows, other=0) != 0
+        chosen = tl.where(lives[:, None], chosen, -1)
+    tl.store(experts + out, chosen, mask=wanted)
+    tl.store(weights + out, score * factor, mask=wanted)
+
+
+def _run(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    normalise: bool,
+    factor: float,
+    live: torch.Tensor | None,
+    *,
+    native: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``native``: by ``native/router.cpp``, else by Triton."""
+    rows, count = logits.shape
+    logits, bias = logits.contiguous(), bias.contiguous()
+    live = None if live is None else live.contiguous()
+    experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    if native:
+        library, threads = cpu.kernels(), cpu.row_threads(4 * logits.numel())
+        scratch = logits.new_empty(threads * library.dsa_route_scratch(count, groups))
+        library.dsa_route(
+            logits.data_ptr(), bias.data_ptr(), None if live is None else live.data_ptr(), experts.data_ptr(),
+            weights.data_ptr(), scratch.data_ptr(), rows, count, groups, top_groups, top_k, normalise, factor, threads,
+        )  # fmt: skip
+    elif rows:
+        size = count // groups
+        # One warp a program: maxima need no shared memory. Two rows each hide each other's latency where there are
+        # many; with few, every row has a program. Compiled for sm_90, not yet measured on a device.
+        at_once = 2 if rows > 16 * multiprocessors(logits) else 1
+        route_kernel[(cdiv(rows, at_once),)](
+            logits, bias, live, experts, weights, rows, factor,
+            TOP_K=top_k, GROUPS=groups, SIZE=size, TOP_GROUPS=top_groups, NORMALISE=normalise, ROWS=at_once,
+            GROUPS_PAD=next_power_of_2(groups), SIZE_PAD=next_power_of_2(size),
+            TOP_K_PAD=next_power_of_2(top_k), num_warps=1,
+        )  # fmt: skip
+    return experts, weights
+
+
+@operation(runs=cpu.runs_kernel)
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    normalise: bool,
+    factor: float,
+    live: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses experts for every token.
+
+    Args:
+        logits: float32 ``[T, experts]``, consecutive experts forming a group.
+        bias: float32 ``[experts]``, the correction bias.
+        live: bool ``[T]``: rows that are tokens; the others choose nobody, −1. Default: all are.
+
+    Returns:
+        expert numbers ``[T, top_k]`` int32, best choice first, and their weights ``[T, top_k]`` float32.
+    """
+    if logits.dtype != torch.float32 or bias.dtype != torch.float32:
+        raise ValueError(f"the router works in float32; got logits {logits.dtype} and bias {bias.dtype}")
+    if logits.shape[-1] != bias.shape[0] or logits.shape[-1] % groups:
+        raise ValueError(f"logits {tuple(logits.shape)}, bias {tuple(bias.shape)} and {groups} groups do not fit")
+    size = bias.shape[0] // groups
+    if groups > 1 and size < 2:
+        raise ValueError(f"{bias.shape[0]} experts in {groups} groups: a group is ranked by 2 experts")
+    if not 1 <= top_groups <= groups or not 1 <= top_k <= top_groups * size:
+        raise ValueError(f"top {top_k} experts within top {top_groups} of {groups} groups of {size} experts")
+    if live is not None and (live.shape != logits.shape[:1] or live.dtype != torch.bool):
+        raise ValueError(f"live must be bool [{logits.shape[0]}], not {live.dtype} {list(live.shape)}")
+    native = cpu.serves(logits, bias)
+    if not native and not runs_triton(logits):
+        return route_reference(logits, bias, top_k, groups, top_groups, normalise, factor, live)
+    return _run(logits, bias, top_k, groups, top_groups, normalise, factor, live, native=native)

@@ -1,0 +1,106 @@
+"""Which ranks tokens go to: each token once to every rank that holds some of its experts.
+
+ranks[t, j] = rank_of[experts[t, j]];   first[t, j] = ranks[t, j] where no choice i < j of the token has it, else −1
+counts[r] = (how many first are r: tokens that go there,  how many ranks are r: choices that it serves)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Token-expert pairs of a program, and ranks that they are compared with at a time. Compiled for sm_90, not yet measured
+# on a device.
+_PAIRS, _RANKS = 256, 16
+
+
+class TokenRanks(NamedTuple):
+    """All of it is on the device; −1 is nobody."""
+
+    ranks: torch.Tensor  # [T, k] int32: of every choice
+    first: torch.Tensor  # [T, k] int32: the same, −1 where an earlier choice of the token has the same rank
+    counts: torch.Tensor  # [size, 2] int32: tokens that go to each rank, and choices of them that it serves
+
+
+def token_ranks_reference(experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> TokenRanks:
+    k = experts.shape[1]
+    ranks = rank_of[experts.long()].masked_fill_(experts < 0, -1)
+    earlier = torch.ones(k, k, dtype=torch.bool, device=experts.device).tril(-1)
+    again = ((ranks[:, :, None] == ranks[:, None, :]) & earlier).any(dim=-1)
+    first = ranks.masked_fill(again, -1)
+    at = torch.stack((first, ranks)).view(2, -1).long() + 1  # nobody's come first
+    counts = torch.zeros(2, size + 1, dtype=torch.int32, device=experts.device)
+    counts.scatter_add_(1, at, counts.new_ones(()).expand_as(at))
+    return TokenRanks(ranks, first, counts[:, 1:].t().contiguous())
+
+
+@triton.jit
+def _rank(experts, rank_of, at, known):
+    expert = tl.load(experts + at, mask=known, other=-1)
+    return tl.load(rank_of + expert, mask=expert >= 0, other=-1)
+
+
+@triton.jit(do_not_specialize=["tokens", "size"])
+def token_ranks_kernel(
+    experts, rank_of, ranks, first, counts, tokens, size,
+    K: tl.constexpr, TOKENS: tl.constexpr, K_PAD: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens a program. Counts add up as whole numbers, the same in any order."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    choice = tl.arange(0, K_PAD)[None, :]
+    known = (token < tokens) & (choice < K)
+    rank = _rank(experts, rank_of, token * K + choice, known)
+    again = tl.zeros((TOKENS, K_PAD), tl.int1)
+    for i in tl.static_range(K - 1):
+        again |= (_rank(experts, rank_of, token * K + i, token < tokens) == rank) & (choice > i)
+    once = tl.where(again, -1, rank)
+    tl.store(ranks + token * K + choice, rank, mask=known)
+    tl.store(first + token * K + choice, once, mask=known)
+    goes, served = tl.reshape(once, (TOKENS * K_PAD,)), tl.reshape(rank, (TOKENS * K_PAD,))
+    for from_rank in range(0, size, RANKS):
+        number = from_rank + tl.arange(0, RANKS)
+        rows = tl.sum((goes[:, None] == number[None, :]).to(tl.int32), axis=0)
+        choices = tl.sum((served[:, None] == number[None, :]).to(tl.int32), axis=0)
+        tl.atomic_add(counts + 2 * number, rows, mask=(number < size) & (rows > 0))
+        tl.atomic_add(counts + 2 * number + 1, choices, mask=(number < size) & (choices > 0))
+
+
+@operation()
+def token_ranks(experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> TokenRanks:
+    """Which ranks the tokens of a dispatch go to, with no synchronisation of host and device.
+
+    Args:
+        experts: int32 ``[T, k]``, experts of all ranks; −1 is nobody.
+        rank_of: int32 ``[experts]``: where each lies.
+        size: how many ranks there are.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    if experts.dim() != 2 or rank_of.dim() != 1 or experts.dtype != torch.int32 or rank_of.dtype != torch.int32:
+        raise ValueError(
+            "experts must be int32 [tokens, choices] and rank_of int32 [experts], not "
+            f"{experts.dtype} {tuple(experts.shape)} and {rank_of.dtype} {tuple(rank_of.shape)}"
+        )
+    if size < 1:
+        raise ValueError(f"tokens go to 1 rank or more, not to {size}")
+    if not runs_triton(experts):
+        return token_ranks_reference(experts, rank_of, size)
+    (tokens, k), device = experts.shape, experts.device
+    ranks, first = (torch.empty(tokens, k, dtype=torch.int32, device=device) for _ in range(2))
+    counts = torch.zeros(size, 2, dtype=torch.int32, device=device)
+    if experts.numel():
+        padded = next_power_of_2(k)
+        at_once = max(1, _PAIRS // padded)
+        token_ranks_kernel[(cdiv(tokens, at_once),)](
+            experts.contiguous(), rank_of.contiguous(), ranks, first, counts, tokens, size,
+            K=k, TOKENS=at_once, K_PAD=padded, RANKS=min(_RANKS, next_power_of_2(size)), num_warps=4,
+        )  # fmt: skip
+    return TokenRanks(ranks, first, counts)

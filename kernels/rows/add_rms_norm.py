@@ -1,0 +1,36 @@
+"""The residual addition of a decoder layer, and the RMSNorm after it, in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_engine.kernels.rows.rms_norm import rms_norm_reference, run_rms_norm
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+
+@operation(runs=cpu.runs_kernel)
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    also: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``residual + x``, and its RMSNorm: returns ``(normed, summed)``, both ``[T, width]``.
+
+    ``also [T, width]`` is added to x first, with a rounding of its own.
+    """
+    if x.shape != residual.shape or x.shape[-1] != weight.shape[0] or (also is not None and also.shape != x.shape):
+        second = "" if also is None else f" + {tuple(also.shape)}"
+        raise ValueError(
+            f"x {tuple(x.shape)}{second}, residual {tuple(residual.shape)} and weight {tuple(weight.shape)} do not fit "
+            "together"
+        )
+    native = cpu.serves(x, residual, weight) and (also is None or cpu.serves(also))
+    if not native and not runs_triton(x):
+        summed = residual + (x if also is None else x + also)
+        return rms_norm_reference(summed, weight, eps), summed
+    also = None if also is None else also.contiguous()
+    return run_rms_norm(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, also, native=native)

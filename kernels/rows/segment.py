@@ -1,0 +1,150 @@
+"""Segments: how a flat batch of tokens is cut into consecutive tokens of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from dsa_engine.kernels.runtime.transfer import upload
+
+
+class Segment(NamedTuple):
+    """``length`` consecutive query tokens of one sequence, lying at rows ``row …`` of the flat batch.
+
+    The token at row ``row + i`` has position ``start + i`` and sees the ``start + i + 1`` tokens up to itself.
+    """
+
+    row: int
+    length: int
+    sequence: int  # row of the block table
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Tokens that the last query sees."""
+        return self.start + self.length
+
+    @property
+    def visible_pairs(self) -> int:
+        """Query-key pairs under the causal mask."""
+        return self.length * self.start + self.length * (self.length + 1) // 2
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a batch, one after the other from row 0: on the host, for loops and launch sizes, and the same
+    per row on the device, for kernels."""
+
+    segments: tuple[Segment, ...]
+    sequences: torch.Tensor  # [rows] int32, each row's row of the block table
+    visible: torch.Tensor  # [rows] int32, how many tokens each row sees: its position + 1
+    _tiles: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _parts: dict[tuple[int, int], Segments] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment], device: torch.device | str = "cpu") -> Segments:
+        """Raises ``ValueError`` where a segment is empty or does not begin where the one before ends."""
+        segments = tuple(segments)
+        rows = 0
+        for s in segments:
+            if s.row != rows or s.length < 1:
+                raise ValueError(f"{s} must have a length and begin at row {rows}, where the segment before it ends")
+            rows += s.length
+        sequences = [s.sequence for s in segments for _ in range(s.length)]
+        visible = [count for s in segments for count in range(s.start + 1, s.end + 1)]
+        on_host = torch.tensor(sequences, dtype=torch.int32), torch.tensor(visible, dtype=torch.int32)
+        return cls(segments, upload(on_host[0], device), upload(on_host[1], device))
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self.segments)
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    @property
+    def rows(self) -> int:
+        return self.visible.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that any row sees; 0 without rows."""
+        return max((s.end for s in self.segments), default=0)
+
+    def part(self, first: int, last: int) -> Segments:
+        """The rows ``first … last-1``, numbered from 0; on the device these are views. The same object each time, with
+        its tiles, so that layers after the first copy nothing to the device."""
+        if (first, last) == (0, self.rows):
+            return self
+        if (first, last) not in self._parts:
+            self._parts[first, last] = self._part(first, last)
+        return self._parts[first, last]
+
+    def _part(self, first: int, last: int) -> Segments:
+        segments = []
+        for s in self.segments:
+            begin, end = max(s.row, first), min(s.row + s.length, last)
+            if begin < end:
+                segments.append(Segment(begin - first, end - begin, s.sequence, s.start + begin - s.row))
+        return Segments(tuple(segments), self.sequences[first:last], self.visible[first:last])
+
+    def tiles(self, size: int) -> torch.Tensor:
+        """int32 ``[tiles, 2]`` on the device: first row and row count of tiles of at most ``size`` rows, none of which
+        crosses a segment. Made once."""
+        if size not in self._tiles:
+            tiles = [
+                (s.row + done, min(size, s.length - done)) for s in self.segments for done in range(0, s.length, size)
+            ]
+            self._tiles[size] = upload(torch.tensor(tiles, dtype=torch.int32).view(-1, 2), self.visible.device)
+        return self._tiles[size]
+
+    def check(self, rows: int, block_tables: torch.Tensor, page_size: int) -> None:
+        """Raises ``ValueError`` unless these are ``rows`` rows, each within its block table."""
+        if self.rows != rows:
+            raise ValueError(f"the segments have {self.rows} rows, the batch has {rows}")
+        for s in self.segments:
+            if not 0 <= s.sequence < block_tables.shape[0]:
+                raise ValueError(f"{s} names a sequence outside of the block table with {block_tables.shape[0]} rows")
+            if s.start < 0 or s.end > block_tables.shape[1] * page_size:
+                raise ValueError(
+                    f"{s} ends at token {s.end}, its block table holds {block_tables.shape[1]} pages of "
+                    f"{page_size} tokens"
+                )
+
+
+@dataclass(frozen=True)
+class CuSeqlens:
+    """Which rows of a flat tensor belong to which sequence of a varlen call: rows ``offsets[i] … offsets[i+1]-1`` are
+    the i-th's."""
+
+    offsets: tuple[int, ...]  # n + 1 of them, from 0
+    on_device: torch.Tensor  # the same, int32
+    longest: int  # most rows of a sequence
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> CuSeqlens:
+        """Of the rows of each sequence, one behind the other."""
+        offsets = (0, *accumulate(lengths))
+        on_device = upload(torch.tensor(offsets, dtype=torch.int32), device)
+        return cls(offsets, on_device, max(lengths, default=0))
+
+    @property
+    def rows(self) -> int:
+        return self.offsets[-1]
+
+    def part(self, first: int, last: int) -> CuSeqlens:
+        """The sequences ``first … last-1``, with their rows numbered from 0."""
+        begin, *others = self.offsets[first : last + 1]
+        offsets = (0, *(offset - begin for offset in others))
+        longest = max((b - a for a, b in pairwise(offsets)), default=0)
+        return CuSeqlens(offsets, self.on_device[first : last + 1] - begin, longest)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """First row of each sequence, and the one behind its last."""
+        return pairwise(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1

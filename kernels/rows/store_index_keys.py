@@ -1,0 +1,219 @@
+"""The lightning indexer's cached key of a token, from the raw output of ``wk`` to its slot in one pass.
+
+    k = LayerNorm(x) · weight + bias            statistics and result in float32, rounded once
+    k[:rotated] = RoPE(k[:rotated])             the first dimensions only
+    k = Hadamard(k) · dim^-0.5                  in an FP8 pool: rounded once more, then quantised by one scale a key
+
+DeepSeek-V3.2-Exp, section 2.1, rounded in bfloat16 as its released code does; the formats of a pool are in
+:mod:`.formats.cache_format`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
+from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.fp8_cache import index_key_views
+from dsa_engine.kernels.formats.hadamard import check_size, hadamard_of_parts, hadamard_reference, rows_for
+from dsa_engine.kernels.formats.quantize import quantize_rows_reference
+from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_native, store_rows_reference
+from dsa_engine.kernels.rows.rope import (
+    check_angles,
+    load_angles,
+    load_pairs,
+    load_rest,
+    rotate_first_reference,
+    row_parts,
+    store_pairs,
+    turn,
+)
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Keys a program, where no product with signs asks for more: 16 are enough loads in flight.
+_ROWS, _WARPS = 16, 4
+
+
+def index_keys_reference(
+    projected: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float,
+    cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """``[T, dim]``, as a pool of the dtype of ``projected`` holds them."""
+    normed = F.layer_norm(projected.float(), norm_weight.shape, norm_weight, norm_bias, eps).to(projected.dtype)
+    return rotate_first_reference(normed, cos, sin, interleaved)
+
+
+def store_keys_reference(
+    pool: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor | None, key_format: IndexKeyFormat, power_of_two: bool
+) -> None:
+    """Stores ``keys [T, dim]`` in the pool's dtype; in FP8 they are transformed and quantised first."""
+    if not key_format.fp8:
+        store_rows_reference(pool, keys, slots)
+        return
+    dim = keys.shape[-1]
+    codes, scales = quantize_rows_reference(hadamard_reference(keys, dim**-0.5), dim, power_of_two)
+    pool_codes, pool_scales = index_key_views(pool)
+    store_rows_reference(pool_codes.view(torch.uint8), codes.view(torch.uint8), slots)
+    store_rows_reference(pool_scales.unsqueeze(-1), scales, slots)
+
+
+@triton.jit
+def layer_norm_parts(
+    a, b, rest, weight, bias, eps,
+    HALF: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, REST_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """LayerNorm of rows in three parts, whose padding is and stays zero."""
+    x, y = a.to(tl.float32), b.to(tl.float32)
+    total = tl.sum(x + y, axis=1, keep_dims=True)
+    pair = tl.arange(0, PADDED)[None, :] < HALF
+    if REST_PADDED > 0:
+        z = rest.to(tl.float32)
+        column = tl.arange(0, REST_PADDED)[None, :]
+        in_rest = column < DIM - 2 * HALF
+        total += tl.sum(z, axis=1, keep_dims=True)
+    mean = total / DIM
+    x, y = tl.where(pair, x - mean, 0.0), tl.where(pair, y - mean, 0.0)
+    squares = tl.sum(x * x + y * y, axis=1, keep_dims=True)
+    if REST_PADDED > 0:
+        z = tl.where(in_rest, z - mean, 0.0)
+        squares += tl.sum(z * z, axis=1, keep_dims=True)
+    scale = tl.rsqrt(squares / DIM + eps)
+    always = tl.full((1, 1), 1, tl.int1)
+    weight_a, weight_b = load_pairs(weight + tl.zeros((1, 1), tl.int32), always, HALF, PADDED, INTERLEAVED)
+    bias_a, bias_b = load_pairs(bias + tl.zeros((1, 1), tl.int32), always, HALF, PADDED, INTERLEAVED)
+    a = (x * scale * weight_a + bias_a).to(a.dtype)
+    b = (y * scale * weight_b + bias_b).to(b.dtype)
+    if REST_PADDED > 0:
+        weight_rest = tl.load(weight + 2 * HALF + column, mask=in_rest, other=0.0)
+        bias_rest = tl.load(bias + 2 * HALF + column, mask=in_rest, other=0.0)
+        rest = (z * scale * weight_rest + bias_rest).to(rest.dtype)
+    return a, b, rest
+
+
+@triton.jit(do_not_specialize=["count"])
+def store_index_keys_kernel(
+    x, weight, bias, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
+    DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr, SCALES_AT: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens a program. A key lies in three parts, so that its pairs meet without moving between threads.
+
+    FP8: the scales of a page lie behind the values of all its keys, from the byte SCALES_AT on."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)
+    page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
+    source, target = x + row[:, None] * x_stride, pool + page * page_stride + offset * DIM
+    a, b = load_pairs(source, keep, HALF, PADDED, INTERLEAVED)
+    rest = a
+    if REST_PADDED > 0:
+        rest, in_rest = load_rest(source, keep, HALF, DIM, REST_PADDED)
+    c = load_angles(cos, first, count, cos_stride, ROWS, 1, HALF, PADDED)
+    s = load_angles(sin, first, count, sin_stride, ROWS, 1, HALF, PADDED)
+    a, b, rest = layer_norm_parts(a, b, rest, weight, bias, eps, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
+    a, b = turn(a, b, c, s)
+    if FP8:
+        key = hadamard_of_parts(a, b, rest, HALF, PADDED, DIM, REST_PADDED, INTERLEAVED)
+        codes, scales = quantize_tile(key.to(a.dtype).to(tl.float32), POWER_OF_TWO, CONVERTS)
+        tl.store(target + tl.arange(0, DIM)[None, :], codes, mask=keep)
+        at_scale = (pool + page * page_stride + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32))
+        tl.store(at_scale, scales, mask=keep)
+    else:
+        element: tl.constexpr = pool.dtype.element_ty
+        store_pairs(target, a.to(element), b.to(element), keep, HALF, PADDED, INTERLEAVED)
+        if REST_PADDED > 0:
+            column = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
+            tl.store(target + column, rest.to(element), mask=in_rest)
+
+
+def _run_native(
+    projected: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float, cos: torch.Tensor,
+    sin: torch.Tensor, interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """By ``native/rows.cpp``."""
+    projected = projected if projected.stride(1) == 1 else projected.contiguous()
+    norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
+    slots = None if slots is None else slots.contiguous()
+    outside = cpu.kernels().dsa_store_index_keys(
+        projected.data_ptr(), norm_weight.data_ptr(), norm_bias.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        pool.data_ptr(), None if slots is None else slots.data_ptr(), *projected.shape, cos.shape[1],
+        projected.stride(0), cos.stride(0), sin.stride(0), slots is not None and slots.dtype == torch.int64,
+        pool.shape[0], pool.shape[1], pool.stride(0), interleaved, eps, cpu.row_threads(projected.numel()),
+    )  # fmt: skip
+    check_written(outside, pool)
+
+
+@operation(writes=("out",), runs=cpu.runs_kernel)
+def store_index_keys(
+    projected: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    out: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    *,
+    key_format: IndexKeyFormat,
+    interleaved: bool,
+    power_of_two: bool = False,
+) -> None:
+    """Norms, rotates and writes the index keys of T tokens.
+
+    Args:
+        projected: ``[T, dim]``, the output of wk; rows with any stride.
+        norm_weight, norm_bias: float32 ``[dim]``.
+        cos, sin: float32 ``[T, rotated / 2]``.
+        out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
+            width and dtype are ``columns`` and ``pool_dtype`` of ``key_format``; plain FP8 rows are values and scale.
+        slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
+        key_format: the format of the keys that are written.
+        interleaved: see :mod:`.rope`.
+        power_of_two: scales of FP8 keys are rounded up to powers of two.
+
+    Raises:
+        ValueError: shapes that do not fit, or an FP8 pool for a dim that is no power of two.
+        IndexError: on a CPU, slots outside of the pool.
+    """
+    tokens, dim = projected.shape
+    rotated = 2 * cos.shape[-1]
+    if norm_weight.shape != (dim,) or norm_bias.shape != (dim,):
+        raise ValueError(f"weight {tuple(norm_weight.shape)} and bias {tuple(norm_bias.shape)} must be [{dim}]")
+    if rotated > dim:
+        raise ValueError(f"{rotated} rotated columns do not fit keys of {dim}")
+    check_angles(cos, sin, tokens)
+    if (key_format.dim, key_format.pool_dtype) != (dim, out.dtype):
+        raise ValueError(f"keys of {dim} numbers in {out.dtype} do not have the format {key_format}")
+    fp8 = key_format.fp8
+    if fp8:
+        check_size(dim)
+    pool = as_pool(out, slots, tokens, key_format.columns)
+    if fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4 or dim % 4):
+        raise ValueError(f"FP8 keys must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
+
+    def store(keys: torch.Tensor) -> None:
+        store_keys_reference(pool, keys, slots, key_format, power_of_two)
+
+    if cpu.serves(projected, norm_weight, norm_bias, cos, sin):
+        run = partial(_run_native, projected, norm_weight, norm_bias, eps, cos, sin, interleaved)
+        store_native(run, store, pool, slots, projected, dim)
+    elif not runs_triton(projected):
+        store(index_keys_reference(projected, norm_weight, norm_bias, eps, cos, sin, interleaved))
+    elif tokens:
+        projected = projected if projected.stride(1) == 1 else projected.contiguous()
+        rows = rows_for(projected) if fp8 else _ROWS
+        store_index_keys_kernel[(cdiv(tokens, rows),)](
+            projected, norm_weight, norm_bias, cos, sin, pool, slots, tokens, eps,
+            projected.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
+            **row_parts(dim, rotated, 16 if fp8 else 1), PAGE_SIZE=0 if slots is None else pool.shape[1], ROWS=rows,
+            INTERLEAVED=interleaved, FP8=fp8, SCALES_AT=key_format.scales_at(pool.shape[1]), POWER_OF_TWO=power_of_two,
+            CONVERTS=converts_e4m3(projected), num_warps=_WARPS,
+        )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The latent cache row of a token, from the raw output of ``kv_a_proj`` to its slot in one pass.
+
+    row = [RMSNorm(c[:rank]) · weight | RoPE(c[rank:])]        c = compressed, [rank + rope]
+
+Rounded as the two operations round by themselves (:mod:`.rms_norm`, :mod:`.rope`), so that it does not matter by which
+way a row came to the cache. An FP8 pool quantises the rounded row; the formats are in :mod:`.formats.cache_format`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.formats.cache_format import LatentFormat
+from dsa_engine.kernels.formats.e4m3 import converts_e4m3, quantize_tile
+from dsa_engine.kernels.formats.fp8_cache import LATENT_BLOCK
+from dsa_engine.kernels.rows.paged import as_pool, check_written, page_and_offset, store_native, store_rows_reference
+from dsa_engine.kernels.rows.rms_norm import rms_norm_reference
+from dsa_engine.kernels.rows.rope import apply_rope_reference, check_angles, load_angles, load_pairs, store_pairs, turn
+from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+# Values of the latent part a program: a row of 512 in one warp, which sums it by itself. A multiprocessor holds 32 such
+# programs, more bytes in flight than the latency of memory needs.
+_TILE, _WARPS = 512, 1
+
+_SCALED = tl.constexpr(LATENT_BLOCK)
+
+
+def latent_rows_reference(
+    compressed: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """``[T, rank + rope]``, as a pool of the dtype of ``compressed`` holds them."""
+    latent, k_rope = compressed.split((norm_weight.shape[0], 2 * cos.shape[-1]), dim=-1)
+    turned = apply_rope_reference(k_rope, cos, sin, interleaved)
+    return torch.cat((rms_norm_reference(latent, norm_weight, eps), turned), dim=-1)
+
+
+@triton.jit
+def to_bfloat16(x, CONVERTS: tl.constexpr):
+    """To nearest, ties to even; Triton's interpreter, by its own conversion, would cut off instead."""
+    full = x.to(tl.float32)
+    if not CONVERTS:
+        bits = full.to(tl.int32, bitcast=True)
+        full = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+    return full.to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["count"])
+def store_latent_kernel(
+    x, weight, cos, sin, pool, slots, count, eps, x_stride, cos_stride, sin_stride, page_stride,
+    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, ROTATED_AT: tl.constexpr, ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens a program; a row of the pool has ROW elements, the first rotated number at ROTATED_AT."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)
+    page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
+    source, target = x + row[:, None] * x_stride, pool + page * page_stride + offset * ROW
+
+    column = tl.arange(0, RANK_PADDED)[None, :]
+    values = tl.load(source + column, mask=keep & (column < RANK), other=0.0)
+    a, b = load_pairs(source + RANK, keep, HALF, HALF_PADDED, INTERLEAVED)
+    c = load_angles(cos, first, count, cos_stride, ROWS, 1, HALF, HALF_PADDED)
+    s = load_angles(sin, first, count, sin_stride, ROWS, 1, HALF, HALF_PADDED)
+
+    full = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(full * full, axis=1, keep_dims=True) / RANK + eps)
+    # Rounded before the weight as well, as the model's definition does.
+    latent = tl.load(weight + column, mask=column < RANK, other=0.0) * (full * scale).to(values.dtype)
+    a, b = turn(a, b, c, s)
+    if FP8:
+        BLOCKS: tl.constexpr = RANK_PADDED // _SCALED
+        codes, scales = quantize_tile(
+            tl.reshape(latent.to(tl.float32), (ROWS * BLOCKS, _SCALED)), POWER_OF_TWO, CONVERTS
+        )
+        tl.store(target + column, tl.reshape(codes, (ROWS, RANK_PADDED)), mask=keep & (column < RANK))
+        block = tl.arange(0, BLOCKS)[None, :]
+        at_scales = (target + RANK).to(tl.pointer_type(tl.float32))
+        tl.store(at_scales + block, tl.reshape(scales, (ROWS, BLOCKS)), mask=keep & (block < RANK // _SCALED))
+        at_rope = (target + ROTATED_AT).to(tl.pointer_type(tl.bfloat16))
+        a, b = to_bfloat16(a, CONVERTS), to_bfloat16(b, CONVERTS)
+        store_pairs(at_rope, a, b, keep, HALF, HALF_PADDED, INTERLEAVED)
+    else:
+        element: tl.constexpr = pool.dtype.element_ty
+        tl.store(target + column, latent.to(element), mask=keep & (column < RANK))
+        store_pairs(target + ROTATED_AT, a.to(element), b.to(element), keep, HALF, HALF_PADDED, INTERLEAVED)
+
+
+def _run_native(
+    compressed: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor,
+    interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """By ``native/rows.cpp``."""
+    compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
+    norm_weight, slots = norm_weight.contiguous(), None if slots is None else slots.contiguous()
+    outside = cpu.kernels().dsa_store_latent(
+        compressed.data_ptr(), norm_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), pool.data_ptr(),
+        None if slots is None else slots.data_ptr(), len(compressed), len(norm_weight), cos.shape[1],
+        compressed.stride(0), cos.stride(0), sin.stride(0), slots is not None and slots.dtype == torch.int64,
+        pool.shape[0], pool.shape[1], pool.stride(0), interleaved, eps, cpu.row_threads(compressed.numel()),
+    )  # fmt: skip
+    check_written(outside, pool)
+
+
+@operation(writes=("out",), runs=cpu.runs_kernel)
+def store_latent(
+    compressed: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    out: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    *,
+    row_format: LatentFormat,
+    interleaved: bool,
+    power_of_two: bool = False,
+) -> None:
+    """Norms, rotates and writes the latent rows of T tokens.
+
+    Args:
+        compressed: ``[T, rank + rope]``, the output of kv_a_proj; rows with any stride.
+        norm_weight: ``[rank]``.
+        cos, sin: float32 ``[T, rope / 2]``.
+        out: a pool ``[pages, page_size, width]``, or without slots plain rows ``[T, width]`` with any row stride. The
+            width and dtype are ``columns`` and ``pool_dtype`` of ``row_format``.
+        slots: ``[T]`` int32 or int64; tokens with slot −1 are dropped.
+        row_format: the format of the rows that are written.
+        interleaved: see :mod:`.rope`.
+        power_of_two: scales of FP8 rows are rounded up to powers of two.
+
+    Raises:
+        ValueError: shapes that do not fit, or an FP8 pool for a rank that is no multiple of 128.
+        IndexError: on a CPU, slots outside of the pool.
+    """
+    tokens, rank, rope = compressed.shape[0], norm_weight.shape[0], 2 * cos.shape[-1]
+    if compressed.dim() != 2 or compressed.shape[1] != rank + rope:
+        raise ValueError(
+            f"compressed {tuple(compressed.shape)} must be [T, rank + rope], with {rank} norm weights and {rope} "
+            "rotated columns"
+        )
+    check_angles(cos, sin, tokens)
+    if (row_format.rank, row_format.rope, row_format.pool_dtype) != (rank, rope, out.dtype):
+        raise ValueError(f"rows of {rank} + {rope} numbers in {out.dtype} do not have the format {row_format}")
+    pool = as_pool(out, slots, tokens, row_format.columns)
+    if row_format.fp8 and (pool.stride(0) % 4 or pool.data_ptr() % 4):
+        raise ValueError(f"FP8 rows must begin at multiples of 4 bytes; the row stride is {pool.stride(0)}")
+
+    def store(rows: torch.Tensor) -> None:
+        store_rows_reference(pool, row_format.pack(rows, power_of_two), slots)
+
+    if cpu.serves(compressed, norm_weight, cos, sin):
+        run = partial(_run_native, compressed, norm_weight, eps, cos, sin, interleaved)
+        store_native(run, store, pool, slots, compressed, rank + rope)
+    elif not runs_triton(compressed):
+        store(latent_rows_reference(compressed, norm_weight, eps, cos, sin, interleaved))
+    elif tokens:
+        compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
+        padded = next_power_of_2(rank)
+        at_once = max(1, _TILE // padded)
+        store_latent_kernel[(cdiv(tokens, at_once),)](
+            compressed, norm_weight, cos, sin, pool, slots, tokens, eps,
+            compressed.stride(0), cos.stride(0), sin.stride(0), pool.stride(0),
+            RANK=rank, RANK_PADDED=padded, HALF=rope // 2, HALF_PADDED=next_power_of_2(rope // 2),
+            PAGE_SIZE=0 if slots is None else pool.shape[1], ROW=row_format.columns,
+            ROTATED_AT=row_format.rotated_at, ROWS=at_once, INTERLEAVED=interleaved, FP8=row_format.fp8,
+            POWER_OF_TWO=power_of_two, CONVERTS=converts_e4m3(compressed), num_warps=_WARPS,
+        )  # fmt: skip

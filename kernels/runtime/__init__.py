@@ -1,0 +1,1 @@
+"""How operations run: marking, launching, the CPU's library, compiling without a device, copies."""

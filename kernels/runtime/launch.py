@@ -1,0 +1,101 @@
+"""What every operation asks before it launches: Triton or the reference, and for which chip.
+
+A kernel runs on CUDA tensors. Under ``TRITON_INTERPRET=1`` it also runs on CPU tensors, in Triton's interpreter, which
+is slow and proves its arithmetic; elsewhere CPU tensors take the reference, or a kernel of the CPU's own
+(:mod:`.cpu`). Launch configurations stand beside each kernel, in a table by compute capability, with the device they
+were measured on; nothing is tuned while serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import triton
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# The interpreter has no chip of its own: it runs what Hopper would.
+_INTERPRETED_AS = 90
+_INTERPRETED_MULTIPROCESSORS = 4
+
+_compiling_for: int | None = None
+_references_only = False
+
+Config = TypeVar("Config")
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether the operation on ``x`` launches its kernel; if not, it runs its reference."""
+    return (x.is_cuda or INTERPRETED or _compiling_for is not None) and not _references_only
+
+
+def runs_native() -> bool:
+    """Whether CPU tensors may take the CPU's own kernels (`cpu.py`): neither Triton nor the
+    references are to run on them."""
+    return not (INTERPRETED or _references_only or _compiling_for is not None)
+
+
+def capability(x: torch.Tensor) -> int:
+    """Compute capability of the device of ``x``, as in ``sm_90``."""
+    if _compiling_for is not None:
+        return _compiling_for
+    if x.is_cuda:
+        major, minor = torch.cuda.get_device_capability(x.device)
+        return 10 * major + minor
+    return _INTERPRETED_AS
+
+
+def multiprocessors(x: torch.Tensor) -> int:
+    """How many programs the device of ``x`` runs at a time, at least; few in the interpreter, so that splits stay
+    small."""
+    if _compiling_for is not None:
+        return 132
+    if x.is_cuda:
+        return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return _INTERPRETED_MULTIPROCESSORS
+
+
+def config_for(table: Mapping[int, Config], x: torch.Tensor) -> Config:
+    """The entry of a launch table ``{capability: configuration}`` for the device of ``x``: its own, else that of the
+    nearest older chip, else the oldest."""
+    known = [c for c in sorted(table) if c <= capability(x)]
+    return table[known[-1] if known else min(table)]
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """``input_precision`` of a product: float32 operands keep float32's precision (Triton's default rounds to tf32)."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def use_references(*, always: bool) -> None:
+    """Lets every operation of this process run its reference from now on, or its kernel again."""
+    global _references_only
+    _references_only = always
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Within, every operation runs its reference."""
+    global _references_only
+    before, _references_only = _references_only, True
+    try:
+        yield
+    finally:
+        _references_only = before
+
+
+@contextmanager
+def compiling_for(target: int) -> Iterator[None]:
+    """Within, operations launch their kernels for CPU tensors as if those lay on a chip of this capability.
+
+    Only of use with a driver that compiles and does not launch: :mod:`dsa_engine.kernels.runtime.compile_only`.
+    """
+    global _compiling_for
+    before, _compiling_for = _compiling_for, target
+    try:
+        yield
+    finally:
+        _compiling_for = before

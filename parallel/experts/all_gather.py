@@ -1,0 +1,101 @@
+"""The all-gather dispatch: every rank gets every token, and a reduce-scatter adds the sums of all ranks.
+
+The bytes that travel do not depend on the routing, but the number of choices that a rank serves does. If they may be
+more than fit at a time, they are counted, and the rank's experts take the tokens in rounds: skew costs time and not
+memory. Nothing travels between rounds, so each rank has as many as it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+
+# A round is filled in steps of this fraction of its bound, or finer ones.
+_PARTS = 16
+
+
+class Part(NamedTuple):
+    """Consecutive gathered tokens, which make a round."""
+
+    first: int
+    last: int
+    served: int | None  # number of their choices that this rank serves; None: not counted
+
+
+def tokens_counted_together(max_pairs: int, choices: int) -> int:
+    """Number of consecutive tokens whose served choices are counted as one number.
+
+    Args:
+        max_pairs: bound on the token-expert pairs of a round.
+        choices: the largest number of choices of a token that a rank may serve.
+    """
+    return max(1, max_pairs // (_PARTS * choices))
+
+
+def parts_of(served: list[int], together: int, tokens: int, max_pairs: int) -> list[Part]:
+    """Cuts ``tokens`` tokens into as few rounds as possible, with about as many served choices each.
+
+    A round has at most ``max_pairs`` served choices, or those of one count if that is larger.
+
+    Args:
+        served: served choices of each ``together`` consecutive tokens; the last count may be of fewer tokens.
+    """
+    rounds = len(_filled(served, max_pairs))
+    even = cdiv(sum(served), rounds) + max(served)
+    groups = _filled(served, min(max_pairs, even))
+    offsets = [0, *accumulate(map(len, groups))]
+    return [
+        Part(first * together, min(last * together, tokens), sum(group))
+        for group, first, last in zip(groups, offsets[:-1], offsets[1:], strict=True)
+    ]
+
+
+def _filled(counts: list[int], maximum: int) -> list[list[int]]:
+    """Groups of consecutive counts; each has a sum of at most ``maximum`` or is a single count."""
+    groups: list[list[int]] = [[]]
+    total = 0
+    for n in counts:
+        if groups[-1] and total + n > maximum:
+            groups.append([])
+            total = 0
+        groups[-1].append(n)
+        total += n
+    return groups
+
+
+class AllGatherDispatch(Dispatch):
+    """Tokens that have been gathered, in the rounds of ``parts``.
+
+    Args:
+        combine: makes the sums for this rank's own tokens from those for all tokens.
+    """
+
+    def __init__(self, received: Received, parts: list[Part], combine: Callable[[torch.Tensor], torch.Tensor]):
+        self.rounds = len(parts)
+        self._received: Received | None = received
+        self._parts, self._combine = parts, combine
+        self._sums: list[torch.Tensor] = []
+
+    def receive(self, number: int) -> Received:
+        (first, last, served), received = self._parts[number], self._received
+        assert received is not None
+        if number == self.rounds - 1:
+            self._received = None  # its memory is free as soon as the experts are done with it
+        tokens, experts, weights = (tensor[first:last] for tensor in received[:3])
+        return Received(tokens, experts, weights, received.served_fraction, served)
+
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        self._sums.append(sums)
+        if number == self.rounds - 1:
+            sums = sums if self.rounds == 1 else torch.cat(self._sums)
+            self._sums.clear()
+            self._own = self._combine(sums)
+
+    def combine(self) -> torch.Tensor:
+        return self._own

@@ -1,0 +1,143 @@
+"""The all-to-all dispatch: only what is needed travels, in as many rounds as keep a rank's memory bounded.
+
+A token travels once to each rank that holds some of its experts. The number of tokens that come to a rank depends on
+the routing; under skewed routing, nearly all tokens of all ranks may choose the same expert. So the ranks tell each
+other how many token-expert pairs each of them is to serve. If the most loaded rank has more than fit at a time, all
+ranks send in rounds: skew costs time and not memory. A rank's own sums come back one by one and are added at the end,
+in the order of a token's choices: the same bits, for any number of rounds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from dsa_engine.kernels.moe.combine import combine as weighted_sum
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens
+from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received, unpacked
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.group import Group
+
+
+class RecvPlan(NamedTuple):
+    """The sizes of a round that the host must know."""
+
+    send: list[int]  # tokens of this rank to each rank
+    receive: list[int]  # tokens from each rank
+    served: int  # choices of the received tokens that this rank's experts serve
+
+
+class SendPlan(NamedTuple):
+    """The destinations of a rank's tokens; a row is one token on its way to one rank."""
+
+    order: Order  # rows sorted by rank and, within one, by token
+    ranks: torch.Tensor  # [T, k] int32: rank of every choice, −1 of a choice without an expert
+    counts: torch.Tensor  # [size, 2] int32: rows to each rank, and choices of them that it serves
+
+    @classmethod
+    def of(cls, experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
+        """The plan for physical experts ``[T, k]``; see :func:`~dsa_engine.kernels.moe.token_ranks.token_ranks`."""
+        ranks, first, counts = token_ranks(experts, rank_of, size)
+        return cls(expert_order(first, size), ranks, counts)
+
+
+class Rounds(NamedTuple):
+    """The rows in the order in which they travel: by round, then by rank, then by token."""
+
+    source: torch.Tensor  # [rows] the token of each row
+    choice_rows: torch.Tensor  # [T, k] int32: the row of each choice that is the first of its rank, −1 of others
+    counts: torch.Tensor  # [rounds, size, 2] int32
+
+
+def rounds_needed(served: int, max_pairs: int, size: int, k: int) -> int:
+    """Number of rounds that keep every rank at ``max_pairs`` token-expert pairs a round, or at ``size · (k + 1)`` if
+    that is more.
+
+    The rows from one rank to another are cut evenly, up to one choice and the other choices of its token.
+
+    Args:
+        served: pairs of the most loaded rank.
+    """
+    if served <= max_pairs:
+        return 1
+    return cdiv(served, max(size, max_pairs - size * k))
+
+
+def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
+    """Cuts the ``rows`` rows to each rank into ``rounds`` parts with about as many choices each."""
+    order, ranks, counts = plan
+    size, device = len(counts), ranks.device
+    source = order.tokens[:rows]
+    rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
+    served = (ranks[source] == rank[:, None]).sum(dim=1)
+    choices = counts[:, 1].long()
+    before = served.cumsum(0) - served - (choices.cumsum(0) - choices)[rank]  # choices of the same rank before a row's
+    number = before * rounds // choices[rank].clamp(min=1)
+    by_round = number.argsort(stable=True)
+    moved = torch.empty_like(by_round).scatter_(0, by_round, torch.arange(rows, device=device)).int()
+    choice_rows = order.pair_rows
+    if rows:
+        choice_rows = moved[choice_rows.clamp(min=0)].masked_fill_(choice_rows < 0, -1)
+    each = torch.zeros(rounds * size, 2, dtype=torch.int32, device=device)
+    values = torch.stack((torch.ones_like(served), served), dim=1).int()
+    each.scatter_add_(0, (number * size + rank)[:, None].expand(rows, 2), values)
+    return Rounds(source[by_round], choice_rows, each.view(rounds, size, 2))
+
+
+class AllToAllDispatch(Dispatch):
+    """Tokens travel to their experts and back.
+
+    Args:
+        source, choice_rows: see :class:`Rounds`.
+        plans: the sizes of each round.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        placement: ExpertPlacement,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        source: torch.Tensor,
+        choice_rows: torch.Tensor,
+        plans: list[RecvPlan],
+    ):
+        self.rounds = len(plans)
+        self._group, self._placement = group, placement
+        self._tokens, self._experts, self._weights = tokens, experts, weights
+        self._source, self._choice_rows = source, choice_rows
+        self._plans = plans
+        self._returned: torch.Tensor | None = None  # [rows, hidden]: at most k rows a token, under any routing
+        self._first = 0  # first row of the current round
+
+    def receive(self, number: int) -> Received:
+        send, receive, served = self._plans[number]
+        group, k = self._group, self._experts.shape[1]
+        source = self._source[self._first : self._first + sum(send)]
+        packed = pack_tokens(self._tokens, self._experts, self._weights, source=source)
+        return Received(
+            *unpacked(group.all_to_all(packed, send, receive), self._tokens, k, self._placement, group.index),
+            max(1 / k, self._placement.fraction(group.index)),  # a token comes for one choice at least
+            served,
+        )
+
+    def send_back(self, number: int, sums: torch.Tensor) -> None:
+        send, receive, _ = self._plans[number]
+        returned = self._group.all_to_all(sums, receive, send)
+        if self.rounds == 1:
+            self._returned = returned
+            return
+        if self._returned is None:
+            self._returned = returned.new_empty(len(self._source), returned.shape[1])
+        last = self._first + len(returned)
+        self._returned[self._first : last] = returned
+        self._first = last
+
+    def combine(self) -> torch.Tensor:
+        assert self._returned is not None
+        return weighted_sum(self._returned, self._choice_rows)

@@ -1,0 +1,1 @@
+"""Quality of the demo model: retrieval, perplexity, drafts, and what its indexer selects."""

@@ -1,0 +1,1 @@
+"""Forms of Multi-head Latent Attention compared: they give the same numbers and differ in cached bytes and work."""

@@ -1,0 +1,140 @@
+"""The commands of ``dsa-engine``: generate, info, chat, bench, env, token ids."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams, __version__
+from dsa_engine.cli import main
+from dsa_engine.demo import demo_folder
+
+
+@pytest.fixture(scope="module")
+def llm(demo_cache: Path) -> LLM:
+    return LLM("demo", device="cpu", max_model_len=400)
+
+
+def test_chat_keeps_the_conversation(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["key 4821 is 97", "What is key 4821?"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*asked, "/new", "", asked[1], "/exit", "not read"])))
+    main(["chat", "--system", "S", "--max-tokens", "4", "--device", "cpu", "--max-model-len", "400"])
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    messages, expected = [{"role": "system", "content": "S"}], []
+    for text in asked:
+        messages.append({"role": "user", "content": text})
+        (output,) = llm.chat(messages, params, use_tqdm=False)
+        messages.append({"role": "assistant", "content": output.text})
+        expected.append(output.text)
+    (output,) = llm.chat([messages[0], messages[3]], params, use_tqdm=False)
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in [*expected, output.text])
+
+
+def test_chat_goes_on_after_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'word ' * 50}\nhi\n"))
+    main(["chat", "--max-tokens", "1", "--device", "cpu", "--max-model-len", "40"])
+    captured = capsys.readouterr()
+    assert "max_model_len is 40" in captured.err and "/new begins another conversation" in captured.err
+    assert captured.out.count("\n") == 1
+
+
+def test_token_ids_of_a_folder_without_a_tokenizer(
+    demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_folder(), folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    options = ["--max-tokens", "3", "--temperature", "0", "--device", "cpu"]
+    main(["generate", "--model", str(folder), "--prompt-ids", "5, 6,7", *options])
+    llm = LLM(folder, device="cpu", progress=False)
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=3))
+    assert capsys.readouterr().out.split() == [str(token) for token in output.token_ids]
+    for words, message in (
+        (["--prompt-ids", "5,x"], "error: argument --prompt-ids: give token ids separated by commas"),
+        (["--prompt-ids", "5", "--chat"], "error: --chat takes a text"),
+        (["--prompt-ids", "5", "--prompt", "x"], "not allowed with argument"),
+        (["--prompt", "x", "--model", str(folder)], "has no tokenizer"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["generate", *words, "--device", "cpu"])
+        assert message in capsys.readouterr().err
+
+
+def test_what_an_llm_says_of_itself(llm: LLM) -> None:
+    layers, tokens = llm.engine.config.num_hidden_layers, f"{llm.engine.cache.pages * 64:,}"
+    start = f"LLM('demo': deepseek_v32, {layers} layers, float32 on cpu, rank 0 of 1, cache of {tokens} tokens in "
+    assert repr(llm).startswith(start), repr(llm)
+
+
+def test_bench(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--device", "cpu", "--repeat", "1", "--warmup", "0", "--json", "-"]
+    main(["bench", "prefill", "--seq-len", "100", *common])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["results"][0]["input_len"] == 100 and "100 tokens: TTFT" in captured.err
+    for metric in ("ttft", "tpot"):
+        main(["bench", metric, "--input-len", "40", "--output-len", "2", *common])
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["results"][0][f"median_{metric}_ms"] > 0
+        assert f"median {metric.upper()} ms" in captured.err
+    serve = ["--num-prompts", "2", "--random-input-len", "20", "--random-output-len", "2", "--num-warmups", "0"]
+    main(["bench", "serve", *serve, "--device", "cpu", "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["request_throughput"] > 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "tpot", "--input-lens", "40"])
+    answer = "did you mean --input-len?; see dsa-engine bench tpot --help"
+    assert capsys.readouterr().err == f"error: unrecognized arguments: --input-lens 40; {answer}\n"
+
+
+def test_env_as_a_module(tmp_path: Path) -> None:
+    """``python -m dsa_engine env``, without a folder to write to."""
+    command = [sys.executable, "-m", "dsa_engine", "env", "--json", "-"]
+    environment = {"PATH": "/usr/bin:/bin", "DSA_ENGINE_LOG_LEVEL": "error", "HF_TOKEN": "secret"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["versions"]["dsa_engine"] == __version__ and report["versions"]["torch"]
+    assert report["variables"]["DSA_ENGINE_LOG_LEVEL"] == "error" and "secret" not in done.stdout + done.stderr
+    assert report["devices"] and report["paths"]["working folder"] == str(tmp_path)
+    assert "versions:" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "--prompt", "def f():", "--max-tokens", "5", "--device", "cpu"])
+    text = capsys.readouterr().out
+    llm = LLM("demo", device="cpu")
+    assert text == llm.generate("def f():", SamplingParams(temperature=0.0, max_tokens=5))[0].text + "\n"
+    file = tmp_path / "prompt.txt"
+    file.write_text("def f():")
+    main(["generate", "--prompt-file", str(file), "--max-tokens", "5", "--device", "cpu"])
+    assert capsys.readouterr().out == text
+    main(["generate", "--prompt", "hi", "--chat", "--max-tokens", "2", "--device", "cpu"])
+    assert capsys.readouterr().out
+
+
+def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "info.json"
+    main(["info", "demo-random", "--memory", "1GB", "--ranks", "2", "--json", str(report)])
+    text = capsys.readouterr().out
+    info = json.loads(report.read_text())
+    assert f"{info['parameters']:,} parameters" in text and "cache per token" in text
+    by_format = {row["weights"]: row for row in info["per_format"]}
+    assert list(by_format) == ["fp8", "int8", "int4-experts", "bfloat16", "float32"]
+    assert "fp8: as the checkpoint stores them" in text
+    experts = 3 * 12 * 3 * 256 * 128  # layers, experts of a rank, matrices, their size: from 2 bytes to 4 + 1/8 bits
+    saved = by_format["bfloat16"]["weight_bytes"] - by_format["int4-experts"]["weight_bytes"]
+    assert saved == experts * 2 - experts // 2 - experts // 128 * 2
+    row = by_format["bfloat16"]
+    assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
+    assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "demo-random", "--ranks", "25"])
+    assert "error: --ranks 25 is more than the 24 routed experts" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Latent rows gathered from plain and FP8 pools, against their bytes read one by one."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from dsa_engine.kernels.attention.gather_latent import gather_latent
+from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
+
+
+def naive(row: torch.Tensor, rank: int) -> list[float]:
+    """The numbers of an FP8 row, from its bytes."""
+    given = bytes(row.tolist())
+    scales = struct.unpack_from(f"<{rank // 128}f", given, rank)
+    numbers = []
+    for i, code in enumerate(given[:rank]):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+        numbers.append((-size if code & 0x80 else size) * scales[i // 128])
+    rotated = struct.unpack_from(f"<{(len(given) - rank - rank // 32) // 2}H", given, rank + rank // 32)
+    return numbers + [struct.unpack("<f", struct.pack("<I", end << 16))[0] for end in rotated]
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("rank, rope", [(512, 64), (128, 16), (384, 10), (256, 0)])
+def test_fp8_rows(rank: int, rope: int, power_of_two: bool, dtype: torch.dtype, device: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    numbers = torch.randn(35, rank + rope, generator=g) * torch.randn(35, 1, generator=g).exp()
+    numbers[4, :128] = 0.0
+    pool = LatentFormat(rank, rope, FP8).pack(numbers, power_of_two).view(5, 7, -1)
+    slots = torch.randint(35, (21,), generator=g, dtype=torch.int32)  # some named twice
+    got = gather_latent(pool.to(device), slots.to(device), LatentFormat(rank, rope, FP8), dtype)
+    assert got.dtype == dtype and got.shape == (21, rank + rope)
+    wanted = torch.tensor([naive(row, rank) for row in pool.view(35, -1)[slots.long()]], dtype=torch.float64)
+    # The product of a code and a scale is made in float32; from there each is rounded once.
+    assert torch.equal(got.cpu(), wanted.float().to(dtype))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_plain_rows(index: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    pool = torch.randn(3, 4, 24, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    slots = torch.tensor([11, 0, 5, 5], dtype=index, device=device)
+    assert torch.equal(gather_latent(pool, slots, LatentFormat(16, 8, dtype), dtype), pool.view(12, 24)[slots.long()])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, FP8])
+def test_no_row(stored: torch.dtype, device: str) -> None:
+    row_format = LatentFormat(128, 8, stored)
+    pool = row_format.empty_pool(2, 2, torch.device(device))
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    assert gather_latent(pool, none, row_format, torch.float32).shape == (0, 136)
+
+
+def test_offsets_beyond_two_to_the_31(device: str) -> None:
+    """The last row of a pool of more than 2^31 bytes, of which no more is touched."""
+    row_format = LatentFormat(512, 64, FP8)
+    pages = 2**31 // (64 * row_format.columns) + 2
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * pages * 64 * row_format.columns:
+        pytest.skip("the pool needs as much free GPU memory")
+    pool = row_format.empty_pool(pages, 64, torch.device(device))
+    numbers = torch.randn(576, generator=torch.Generator().manual_seed(0))
+    pool[-1, -1] = row_format.pack(numbers).to(device)
+    slots = torch.tensor([pages * 64 - 1], dtype=torch.int32, device=device)
+    got = gather_latent(pool, slots, row_format, torch.float32)
+    assert torch.equal(got[0].cpu(), row_format.unpack(row_format.pack(numbers)))
+
+
+def test_bad_arguments() -> None:
+    slots = torch.zeros(1, dtype=torch.int32)
+    plain, packed = LatentFormat(16, 8, torch.float32), LatentFormat(128, 8, FP8)
+    with pytest.raises(ValueError, match="gathered in their dtype torch.float32, not in torch.float16"):
+        gather_latent(torch.ones(2, 4, 24), slots, plain, torch.float16)
+    with pytest.raises(ValueError, match=r"\[pages, page_size, 24\], not torch.float32 \[2, 4, 25\]"):
+        gather_latent(torch.ones(2, 4, 25), slots, plain, torch.float32)
+    with pytest.raises(ValueError, match=r"\[pages, page_size, 148\], not torch.uint8 \[2, 4, 147\]"):
+        gather_latent(torch.ones(2, 4, 147, dtype=torch.uint8), slots, packed, torch.float32)
+    with pytest.raises(ValueError, match=r"torch.uint8 \[pages, page_size, 148\], not torch.float32"):
+        gather_latent(torch.ones(2, 4, 148), slots, packed, torch.float32)

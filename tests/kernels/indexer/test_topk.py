@@ -1,0 +1,243 @@
+"""Selection against a sort in plain Python: ties to the lower position, ascending order, −inf never, NaN first.
+
+The kernel's own tests give it a launch with small buffers, so that short rows overflow them many times already.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsa_engine.kernels.indexer.topk import Config, select_by_kernel, select_topk, slices_of
+from dsa_engine.kernels.runtime.compile_only import compile_only
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+
+NAN, INF = math.nan, math.inf
+
+
+def by_sorting(row: list[float], k: int) -> tuple[list[int], int]:
+    """The best first: NaN, then the greater, then the lower position."""
+    order = sorted(
+        (i for i, score in enumerate(row) if score != -INF),
+        key=lambda i: (row[i] == row[i], 0.0 if row[i] != row[i] else -row[i], i),
+    )[:k]
+    return sorted(order) + [-1] * (k - len(order)), len(order)
+
+
+def compare(selected: tuple[torch.Tensor, torch.Tensor], rows: list[list[float]], k: int) -> None:
+    positions, counts = selected
+    expected = [by_sorting(row, k) for row in rows]
+    assert positions.dtype == counts.dtype == torch.int32
+    assert positions.shape == (len(rows), k) and counts.shape == (len(rows),)
+    assert positions.tolist() == [p for p, _ in expected]
+    assert counts.tolist() == [c for _, c in expected]
+
+
+def check(scores: torch.Tensor, k: int) -> None:
+    before = scores.clone()
+    compare(select_topk(scores, k), scores.tolist(), k)
+    assert torch.equal(scores.view(torch.int32), before.view(torch.int32)), "the scores were changed"
+
+
+FEW = st.sampled_from([-INF, -1.5, -0.0, 0.0, 1e-30, 0.5, 3.0, INF, NAN, -NAN])
+
+
+@settings(max_examples=20 if INTERPRETED else 200)
+@given(
+    st.integers(1, 30).flatmap(lambda w: st.lists(st.lists(FEW, min_size=w, max_size=w), min_size=1, max_size=5)),
+    st.integers(1, 40),
+)
+def test_rows_full_of_ties(device: str, rows: list[list[float]], k: int) -> None:
+    check(torch.tensor(rows, dtype=torch.float32, device=device), k)
+
+
+@pytest.mark.parametrize("width, k", [(1, 1), (777, 64), (3001, 256), (4096, 4096), (100, 101), (513, 512)])
+@pytest.mark.parametrize("levels", [0, 5, 300])
+def test_wide_rows(width: int, k: int, levels: int, device: str) -> None:
+    """Random scores, and scores rounded to a few levels, under a causal mask with rows of every length."""
+    rows = 4 if INTERPRETED else 23
+    scores = torch.randn(rows, width, generator=torch.Generator().manual_seed(width + levels))
+    if levels:
+        scores = (scores * levels / 4).round() * 4 / levels
+    visible = torch.arange(rows) * width // (rows - 1)  # from none to all
+    scores.masked_fill_(torch.arange(width) >= visible[:, None], -INF)
+    check(scores.to(device), k)
+
+
+def test_the_relu_case(device: str) -> None:
+    """Most scores are exactly zero, as with few index heads: the first zeros fill the selection."""
+    scores = torch.zeros(2, 1000)
+    scores[0, [999, 500]] = 1.0
+    positions, counts = select_topk(scores.to(device), 8)
+    assert positions.tolist() == [[0, 1, 2, 3, 4, 5, 500, 999], list(range(8))] and counts.tolist() == [8, 8]
+
+
+def test_lengths(device: str) -> None:
+    """What lies behind a row's length counts nothing, whatever it holds; a row shorter than k passes through."""
+    scores = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([0, 1, 7, 8, 30, 50], dtype=torch.int32)
+    masked = scores.masked_fill(torch.arange(50) >= lengths[:, None], -INF)
+    expected = [by_sorting(row, 8) for row in masked.tolist()]
+    undefined = torch.tensor([NAN, INF, 1e30])[torch.randint(3, (6, 50))]
+    scores = torch.where(masked == -INF, undefined, scores).to(device)
+    positions, counts = select_topk(scores, 8, lengths.to(device))
+    assert positions.tolist() == [p for p, _ in expected] and counts.tolist() == [c for _, c in expected]
+
+
+def test_a_view_and_no_rows(device: str) -> None:
+    wide = torch.randn(6, 90, generator=torch.Generator().manual_seed(0)).to(device)
+    check(wide[::2, 10:70], 7)
+    check(wide[:, ::2], 7)
+    positions, counts = select_topk(torch.empty(0, 9, device=device), 4)
+    assert positions.shape == (0, 4) and counts.shape == (0,)
+
+
+KERNEL_ONLY = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs the kernel to run")
+# Buffers for 128 candidates, worked on 64 at a time; chunks of 256 or 512 scores; without a guess, and with one.
+PLAIN = Config(warps=1, groups=2, piece=64, capacity=128, sample=0, resident=1, registers=128)
+GUESSING = Config(warps=1, groups=4, piece=64, capacity=128, sample=128, resident=1, registers=128)
+
+
+def awkward_rows(width: int, seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x, chance = torch.randn(width, generator=g), torch.rand(width, generator=g)
+    tiny = torch.finfo(torch.float32).smallest_normal
+    return {
+        "random": x,
+        "ascending": x.sort().values,
+        "descending": x.sort(descending=True).values,
+        "negative": -x.abs(),
+        "equal": torch.full((width,), 0.25),
+        "zeros of both signs": torch.where(chance < 0.5, 0.0, -0.0),
+        "zeros and some below": torch.where(chance < 0.03, -1.0, torch.where(chance < 0.5, 0.0, -0.0)),
+        "mostly zero": x.clamp(min=1.5) - 1.5,
+        "few levels": (2 * x).round(),
+        "nothing": torch.full((width,), -INF),
+        "little": torch.where(chance < 0.01, x, -INF),
+        "some NaN of both signs": torch.where(chance < 0.01, NAN, torch.where(chance < 0.02, -NAN, x)),
+        "negative NaN over equals": torch.where(chance < 0.01, -NAN, 0.25),
+        "only NaN": torch.full((width,), NAN),
+        "infinities": torch.where(chance < 0.1, INF, torch.where(chance < 0.5, -INF, x)),
+        "subnormal": x * tiny / 64,
+        "the greatest": torch.where(chance < 0.5, -1.0, 1.0) * torch.finfo(torch.float32).max,
+        "best at the sampled places": torch.where(torch.arange(width) % (width // 2) < 64, x + 9, x),
+        "best between": torch.where(torch.arange(width) % (width // 2) < 64, x - 9, x),
+    }
+
+
+@KERNEL_ONLY
+@pytest.mark.parametrize("config, k", [(PLAIN, 1), (PLAIN, 50), (GUESSING, 9), (GUESSING, 64)])
+def test_buffers_that_overflow(config: Config, k: int, device: str) -> None:
+    """k is at most half of the buffer: rows are cut down many times while they are read."""
+    rows = awkward_rows(443, seed=k)
+    scores = torch.stack(list(rows.values()))
+    positions, counts = select_by_kernel(scores.to(device), k, None, config, slices=1)
+    for i, name in enumerate(rows):
+        assert (name, positions[i].tolist(), int(counts[i])) == (name, *by_sorting(scores[i].tolist(), k))
+
+
+@KERNEL_ONLY
+@pytest.mark.parametrize("config, slices", [(PLAIN, 3), (GUESSING, 2)])
+def test_rows_cut_into_slices(config: Config, slices: int, device: str) -> None:
+    """Also with slices behind a row's length, or empty because slices are whole chunks."""
+    scores = torch.stack(list(awkward_rows(811, seed=slices).values())[::2])
+    lengths = torch.randint(0, 812, scores.shape[:1], generator=torch.Generator().manual_seed(slices))
+    lengths[:4] = torch.tensor([811, 0, 1, 256])
+    masked = scores.masked_fill(torch.arange(811) >= lengths[:, None], -INF)
+    compare(select_by_kernel(scores.to(device), 37, lengths.int().to(device), config, slices), masked.tolist(), 37)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_decode(rows: int, device: str) -> None:
+    """Few rows and a wide matrix; under the interpreter one row is cut into slices."""
+    scores = torch.randn(rows, 20_000, generator=torch.Generator().manual_seed(rows)).to(device)
+    lengths = torch.tensor([20_000, 12_345, 3], dtype=torch.int32)[:rows]
+    masked = scores.cpu().masked_fill(torch.arange(20_000) >= lengths[:, None], -INF)
+    compare(select_topk(scores, 100, lengths.to(device)), masked.tolist(), 100)
+
+
+def test_the_models_k(device: str) -> None:
+    scores = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)).to(device)
+    check(scores, 2048)
+    check(scores[:, :2048], 2048)
+    positions, counts = select_topk(scores, 2048, torch.tensor([2000, 4999], dtype=torch.int32, device=device))
+    assert positions[0].tolist() == [*range(2000), *[-1] * 48] and counts.tolist() == [2000, 2048]
+
+
+def test_the_same_numbers_as_torch_topk(device: str) -> None:
+    scores = torch.randn(3, 9001, generator=torch.Generator().manual_seed(1)).to(device)
+    positions, _ = select_topk(scores, 700)
+    assert torch.equal(
+        scores.gather(1, positions.long()).sort(dim=-1).values, scores.topk(700, dim=-1).values.sort(dim=-1).values
+    )
+    assert (positions.diff(dim=-1) > 0).all()
+
+
+def test_offsets_beyond_32_bits(device: str) -> None:
+    """The last row begins 2^31 elements behind the first: 9 GB, of which three rows are touched."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 9 GB")
+    stride = (1 << 30) + 16
+    rows = torch.empty(2 * stride + 700, device=device).as_strided((3, 700), (stride, 1))
+    rows.copy_(torch.randn(3, 700, generator=torch.Generator().manual_seed(0)))
+    check(rows, 20)
+
+
+def test_how_rows_are_cut() -> None:
+    assert slices_of(1, 131_072, 2048, 132) == 8  # 16K scores each, then 16K candidates
+    assert slices_of(16, 131_072, 2048, 132) == 8
+    assert slices_of(33, 131_072, 2048, 132) == 4
+    assert slices_of(34, 131_072, 2048, 132) == 1  # 3 slices would not pay for the second launch
+    assert slices_of(1, 20_000, 2048, 132) == 1
+    assert slices_of(8192, 131_072, 2048, 132) == 1
+    assert slices_of(1, 131_072, 1, 132) == 132
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize(
+    "chip, rows, width",
+    [(chip, rows, 131_072) for chip in (80, 90, 100) for rows in (1, 512)] + [(90, 300, 5001)],
+)
+def test_compiled(chip: int, rows: int, width: int) -> None:
+    """No spills, scores read 16 bytes at a time where rows are aligned; and kept scores are stored one by one: their
+    goals are declared adjacent, which they are not, for the sake of the layout."""
+    with compile_only(chip) as launches:
+        select_topk(torch.empty(rows, width), 2048, torch.empty(rows, dtype=torch.int32))
+    assert len(launches) == (2 if rows == 1 else 1)
+    for launch in launches:
+        ptx, resources = launch.kernel.asm["ptx"], launch.resources(launch.sass())
+        assert resources.spilled == 0 and resources.shared < 48 << 10
+        assert resources.loads_16 > 0
+        wide = re.findall(r"st\.global\S*\.v\d", ptx)
+        groups, sampled = (4, 8) if resources.warps == 4 else (2, 2)
+        assert len(wide) == groups + sampled
+
+
+@pytest.mark.parametrize("width", [300, 20])
+def test_into_rows_of_a_table(width: int, device: str) -> None:
+    scores = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(device)
+    table = torch.full((5, 30), 7, dtype=torch.int32, device=device)
+    selected = select_topk(scores, 30, out=table[1:4])
+    compare(selected, scores.tolist(), 30)
+    assert torch.equal(table[1:4], selected[0]) and (table[[0, 4]] == 7).all()
+
+
+def test_bad_arguments() -> None:
+    scores = torch.randn(2, 5)
+    with pytest.raises(ValueError, match=r"float32 \[rows, width > 0\], not torch.float64 \(2, 5\)"):
+        select_topk(scores.double(), 2)
+    with pytest.raises(ValueError, match=r"not torch.float32 \(5,\)"):
+        select_topk(scores[0], 2)
+    with pytest.raises(ValueError, match="width > 0"):
+        select_topk(torch.empty(3, 0), 2)
+    with pytest.raises(ValueError, match="k must be at least 1, not 0"):
+        select_topk(scores, 0)
+    with pytest.raises(ValueError, match=r"lengths must be \[2\], one for each row, not \(3,\)"):
+        select_topk(scores, 2, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"out must be contiguous int32 \[2, 3\], not torch.int64 \[2, 3\]"):
+        select_topk(torch.zeros(2, 8), 3, out=torch.zeros(2, 3, dtype=torch.int64))

@@ -1,0 +1,101 @@
+"""Block-scaled FP8 products against float64 sums of the same codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsa_engine.kernels.formats.fp8 import quantize_blocks
+from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.linear import block_scaled_matmul as module
+from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_linear, splits_for
+
+Error = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def spread(*shape: int, seed: int) -> torch.Tensor:
+    """Numbers of many sizes, so that every block has a scale of its own."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=g) * torch.randn(*shape[:-1], 1, generator=g).exp()
+
+
+def naive(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """float64 ``[R, out]``: block by block, as the definition says it."""
+    codes, x_scale = (t.cpu() for t in quantize_rows(x, 128, power_of_two))
+    weight, scale = weight.cpu(), scale.cpu()
+    out = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)
+    for b in range(scale.shape[1]):
+        inner = slice(128 * b, 128 * (b + 1))
+        for n in range(scale.shape[0]):
+            part = slice(128 * n, 128 * (n + 1))
+            product = codes[:, inner].double() @ weight[part, inner].double().t()
+            out[:, part] += x_scale[:, b, None].double() * scale[n, b].double() * product
+    return out
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(
+    "rows, out, inner", [(1, 128, 128), (5, 70, 300), (20, 200, 160), (130, 260, 96), (3, 8, 1200)]
+)
+def test_against_float64(
+    rows: int, out: int, inner: int, power_of_two: bool, dtype: torch.dtype, bound: float, device: str,
+    relative_error: Error,
+) -> None:  # fmt: skip
+    """Few and many rows, partial blocks and tiles at every edge, and sums in several parts."""
+    x = spread(rows, inner, seed=0).to(device, dtype)
+    weight, scale = (t.to(device) for t in quantize_blocks(spread(out, inner, seed=1), (128, 128)))
+    y = block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
+    assert y.shape == (rows, out) and y.dtype == dtype
+    assert relative_error(y, naive(x, weight, scale, power_of_two)) < bound
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_a_row_does_not_see_the_others(rows: int, device: str, relative_error: Error) -> None:
+    """Its codes, scales and sums are the same alone; no neighbour's outlier changes them."""
+    x = spread(rows, 300, seed=2).to(device)
+    weight, scale = (t.to(device) for t in quantize_blocks(spread(140, 300, seed=3), (128, 128)))
+    alone = torch.cat([block_scaled_linear(row[None], weight, scale) for row in x])
+    assert relative_error(block_scaled_linear(x, weight, scale), alone) < 1e-6
+    louder = x * torch.arange(1, rows + 1, device=device)[:, None] * 1e3
+    louder[0] = x[0]
+    assert relative_error(block_scaled_linear(louder, weight, scale)[0], alone[0]) < 1e-6
+
+
+def test_views_and_leading_dimensions(device: str) -> None:
+    weight, scale = (t.to(device) for t in quantize_blocks(spread(140, 96, seed=3), (128, 128)))
+    wide = spread(2, 6, 128, seed=4).to(device)
+    x = wide[..., 16:112]
+    y = block_scaled_linear(x, weight, scale)
+    assert y.shape == (2, 6, 140)
+    assert torch.equal(y, block_scaled_linear(x.reshape(12, 96).clone(), weight, scale).view(2, 6, 140))
+    assert block_scaled_linear(x[:0], weight, scale).shape == (0, 6, 140)
+
+
+def test_the_reference_expands_a_part_of_the_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, (weight, scale) = spread(4, 300, seed=5), quantize_blocks(spread(600, 300, seed=6), (128, 128))
+    codes = quantize_rows(x, 128)
+    whole = module.block_scaled_matmul_reference(*codes, weight, scale)
+    monkeypatch.setattr(module, "_REFERENCE_ELEMENTS", 1)
+    torch.testing.assert_close(module.block_scaled_matmul_reference(*codes, weight, scale), whole, rtol=1e-6, atol=1e-5)
+
+
+def test_how_many_programs_share_a_sum() -> None:
+    assert splits_for(tiles=1, blocks=56, resident=264) == 14
+    assert splits_for(tiles=12, blocks=56, resident=264) == 14
+    assert splits_for(tiles=56, blocks=128, resident=264) == 4
+    assert splits_for(tiles=300, blocks=56, resident=264) == 1
+    assert splits_for(tiles=1, blocks=3, resident=264) == 1
+
+
+def test_bad_arguments() -> None:
+    x, (weight, scale) = spread(2, 300, seed=0), quantize_blocks(spread(140, 300, seed=1), (128, 128))
+    with pytest.raises(ValueError, match=r"x \(2, 299\) and weight \(140, 300\) do not fit"):
+        block_scaled_linear(x[:, 1:], weight, scale)
+    with pytest.raises(ValueError, match=r"scales of a weight \[140, 300\] must be \[2, 3\], not \[1, 3\]"):
+        block_scaled_linear(x, weight, scale[:1])
+    with pytest.raises(TypeError, match="need float8_e4m3fn weights and float32 scales, not torch.float32 and"):
+        block_scaled_linear(x, weight.float(), scale)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        block_scaled_linear(x, quantize_blocks(spread(300, 140, seed=1), (128, 128))[0].t(), scale)

@@ -1,0 +1,112 @@
+"""FP8 experts against a loop over tokens and choices, in float64 sums of the same codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
+from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
+
+Error = Callable[[torch.Tensor, torch.Tensor], float]
+EXPERTS = 4
+
+
+def problem(tokens: int, k: int, hidden: int, width: int, elsewhere: float = 0.0) -> list[torch.Tensor]:
+    """x, experts (a share ``elsewhere`` of them −1, expert 2 never chosen), weights; codes and scales of gate and up,
+    and of down."""
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, hidden, generator=g)
+    served = torch.tensor([0, 1, 3])
+    experts = served[torch.randint(3, (tokens, k), generator=g)]
+    experts[torch.rand(experts.shape, generator=g) < elsewhere] = -1
+    gate_up = [quantize_blocks(torch.randn(width, hidden, generator=g) / 8, (128, 128)) for _ in range(2 * EXPERTS)]
+    down = [quantize_blocks(torch.randn(hidden, width, generator=g), (128, 128)) for _ in range(EXPERTS)]
+    stacked = [torch.stack(t).unflatten(0, (EXPERTS, 2)) for t in zip(*gate_up, strict=True)]
+    stacked += [torch.stack(t) for t in zip(*down, strict=True)]
+    return [x, experts.int(), torch.rand(tokens, k, generator=g), *stacked]
+
+
+def dequantized(x: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """float64 numbers of the codes that a row is quantised to."""
+    codes, scales = quantize_rows(x.cpu(), 128, power_of_two)
+    return codes.double() * scales.double().repeat_interleave(128, dim=-1)[..., : x.shape[-1]]
+
+
+def naive(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor,
+    down: torch.Tensor, down_scale: torch.Tensor, power_of_two: bool,
+) -> torch.Tensor:  # fmt: skip
+    rows, out = dequantized(x, power_of_two), torch.zeros(x.shape, dtype=torch.float64)
+    for t, row in enumerate(experts.tolist()):
+        for j, e in enumerate(row):
+            if e < 0:
+                continue
+            gate, up = (
+                dequantize_blocks(gate_up[e, i].cpu(), gate_up_scale[e, i].cpu(), (128, 128)).double() @ rows[t]
+                for i in range(2)
+            )
+            hidden = dequantized((gate / (1 + (-gate).exp()) * up).float()[None], power_of_two)[0]
+            out[t] += weights[t, j] * (
+                dequantize_blocks(down[e].cpu(), down_scale[e].cpu(), (128, 128)).double() @ hidden
+            )
+    return out
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(
+    "tokens, k, hidden, width", [(1, 1, 128, 128), (9, 2, 160, 96), (3, 3, 256, 200), (40, 2, 128, 40)]
+)
+def test_against_a_loop(
+    tokens: int, k: int, hidden: int, width: int, power_of_two: bool, device: str, relative_error: Error
+) -> None:
+    """Few and many rows an expert, widths that the block does not divide, choices that nobody serves."""
+    arguments = problem(tokens, k, hidden, width, elsewhere=0.3)
+    out = block_scaled_experts(*(a.to(device) for a in arguments), power_of_two=power_of_two)
+    assert out.shape == (tokens, hidden) and out.dtype == torch.float32
+    # Of the values between the products, one in thousands lies so near between two codes that rounding decides.
+    assert relative_error(out, naive(*arguments, power_of_two)) < 1e-3
+
+
+def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
+    x, *rest = problem(12, 2, 256, 128)
+    x = x.to(dtype)
+    out = block_scaled_experts(x.to(device), *(a.to(device) for a in rest))
+    assert out.dtype == dtype
+    assert relative_error(out, naive(x, *rest, power_of_two=False)) < max(bound, 1e-3)
+
+
+@pytest.mark.parametrize("uncounted_bytes", [0, 1 << 30], ids=["counted", "uncounted"])
+@pytest.mark.parametrize("elsewhere", [0.7, 1.0])
+def test_every_way_gives_the_same(uncounted_bytes: int, elsewhere: float, device: str, relative_error: Error) -> None:
+    arguments = [a.to(device) for a in problem(15, 4, 128, 96, elsewhere)]
+    once = block_scaled_experts(*arguments)
+    for fraction in (1e-3, 1000.0):
+        out = block_scaled_experts(*arguments, served_fraction=fraction, uncounted_bytes=uncounted_bytes)
+        assert relative_error(out, once) < 1e-3
+    if elsewhere == 1.0:
+        assert not once.any()
+
+
+def test_a_token_does_not_see_the_others(device: str, relative_error: Error) -> None:
+    x, experts, weights, *stored = (a.to(device) for a in problem(6, 2, 160, 96))
+    together = block_scaled_experts(x, experts, weights, *stored)
+    alone = [block_scaled_experts(x[t, None], experts[t, None], weights[t, None], *stored) for t in range(6)]
+    assert relative_error(together, torch.cat(alone)) < 1e-3
+
+
+def test_no_tokens(device: str) -> None:
+    assert block_scaled_experts(*(a.to(device) for a in problem(0, 2, 128, 128))).shape == (0, 128)
+
+
+def test_bad_arguments() -> None:
+    x, experts, weights, gate_up, gate_up_scale, down, down_scale = problem(4, 2, 128, 96)
+    with pytest.raises(ValueError, match=r"weights \(4, 1\)"):
+        block_scaled_experts(x, experts, weights[:, :1], gate_up, gate_up_scale, down, down_scale)
+    with pytest.raises(ValueError, match=r"x \(4, 127\), gate_up"):
+        block_scaled_experts(x[:, 1:], experts, weights, gate_up, gate_up_scale, down, down_scale)
+    with pytest.raises(ValueError, match=r"scales of a weight \[4, 128, 96\] must be \[4, 1, 1\], not \[4, 1\]"):
+        block_scaled_experts(x, experts, weights, gate_up, gate_up_scale, down, down_scale[..., 0])

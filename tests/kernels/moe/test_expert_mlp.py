@@ -1,0 +1,117 @@
+"""The experts against a loop over tokens and choices in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsa_engine.kernels.moe.expert_mlp import expert_mlp
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+
+Error = Callable[[torch.Tensor, torch.Tensor], float]
+
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
+EXPERTS, HIDDEN, WIDTH = 5, 12, 7
+
+
+def problem(tokens: int, k: int, elsewhere: float, seed: int = 0) -> list[torch.Tensor]:
+    """x, experts (a share ``elsewhere`` of them −1, expert 3 never chosen), weights, gate_up, down."""
+    g = torch.Generator().manual_seed(seed)
+    served = torch.tensor([0, 1, 2, 4])
+    experts = torch.stack([served[torch.randperm(4, generator=g)[:k]] for _ in range(tokens)]) if tokens else None
+    experts = torch.empty(0, k, dtype=torch.int64) if experts is None else experts
+    experts[torch.rand(experts.shape, generator=g) < elsewhere] = -1
+    weights = torch.rand(tokens, k, generator=g)
+    sizes = ((tokens, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
+    x, gate_up, down = (torch.randn(size, generator=g) for size in sizes)
+    return [x, experts.int(), weights, gate_up, down]
+
+
+def naive(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    x, weights, gate_up, down = (t.double() for t in (x, weights, gate_up, down))
+    width = down.shape[2]
+    out = torch.zeros_like(x)
+    for t, row in enumerate(experts.tolist()):
+        for j, expert in enumerate(row):
+            if expert >= 0:
+                gate, up = gate_up[expert, :width] @ x[t], gate_up[expert, width:] @ x[t]
+                out[t] += weights[t, j] * (down[expert] @ (gate / (1 + (-gate).exp()) * up))
+    return out
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tokens, k", [(0, 2), (1, 1), (1, 4), (50, 3)])
+def test_against_a_loop(tokens: int, k: int, elsewhere: float, device: str) -> None:
+    arguments = problem(tokens, k, elsewhere)
+    moved = [a.to(device) for a in arguments]
+    out = expert_mlp(*moved)
+    assert out.shape == (tokens, HIDDEN) and out.dtype == torch.float32
+    torch.testing.assert_close(out.double().cpu(), naive(*arguments), rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(moved, arguments, strict=True))
+    if elsewhere == 1.0:
+        assert not out.any()
+
+
+def test_dtypes(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
+    x, experts, weights, gate_up, down = (a.to(device) for a in problem(40, 3, 0.2))
+    x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    out = expert_mlp(x, experts, weights, gate_up, down)
+    assert out.dtype == dtype
+    assert relative_error(out, naive(*(a.cpu() for a in (x, experts, weights, gate_up, down)))) < bound
+
+
+@pytest.mark.parametrize("served_fraction", [1.0, 1e-3, 1000.0])
+@pytest.mark.parametrize("uncounted_bytes", [0, 1 << 30], ids=["counted", "uncounted"])
+@pytest.mark.parametrize("elsewhere", [0.7, 1.0])
+def test_every_way_gives_the_same(served_fraction: float, uncounted_bytes: int, elsewhere: float, device: str) -> None:
+    arguments = [a.to(device) for a in problem(30, 4, elsewhere)]
+    out = expert_mlp(*arguments, served_fraction=served_fraction, uncounted_bytes=uncounted_bytes)
+    torch.testing.assert_close(out, expert_mlp(*arguments), rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_pytorch(dtype: torch.dtype, bound: float, device: str, relative_error: Error) -> None:
+    """Many rows of widths that PyTorch's own grouped product takes, in bfloat16 on a GPU."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(70, 32, generator=g).to(dtype)
+    experts = torch.randint(-1, 2, (70, 2), generator=g, dtype=torch.int32)
+    weights = torch.rand(70, 2, generator=g)
+    gate_up, down = (torch.randn(s, generator=g).to(dtype) / 6 for s in ((2, 32, 32), (2, 32, 16)))
+    arguments = x, experts, weights, gate_up, down
+    for uncounted_bytes in (0, 1 << 30):
+        out = expert_mlp(*(a.to(device) for a in arguments), uncounted_bytes=uncounted_bytes)
+        assert relative_error(out, naive(*arguments)) < bound
+
+
+def test_the_same_bits_each_time(device: str) -> None:
+    arguments = [a.to(device) for a in problem(50, 3, 0.2)]
+    assert torch.equal(expert_mlp(*arguments), expert_mlp(*arguments))
+
+
+def test_bad_arguments() -> None:
+    x, experts, weights, gate_up, down = problem(4, 2, 0.0)
+    with pytest.raises(ValueError, match=r"weights \(4, 1\)"):
+        expert_mlp(x, experts, weights[:, :1], gate_up, down)
+    with pytest.raises(ValueError, match=r"x \(3, 12\)"):
+        expert_mlp(x[:3], experts, weights, gate_up, down)
+    with pytest.raises(ValueError, match=r"gate_up \(5, 14, 12\), down \(5, 12, 6\) do not fit"):
+        expert_mlp(x, experts, weights, gate_up, down[:, :, :6])
+    with pytest.raises(ValueError, match=r"gate_up \(5, 14, 11\), down \(5, 12, 7\) do not fit"):
+        expert_mlp(x, experts, weights, gate_up[:, :, :11], down)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what the CPU's own kernel and the reference are given")
+def test_what_does_not_lie_in_memory_is_not_read() -> None:
+    x, experts, weights, gate_up, down = problem(4, 2, 0.0)
+    halves = weights.bfloat16()
+    out = expert_mlp(x, experts, halves, gate_up, down)
+    torch.testing.assert_close(out, expert_mlp(x, experts, halves.float(), gate_up, down))
+    with pytest.raises(RuntimeError, match="dtype"):
+        expert_mlp(x, experts, weights, gate_up.bfloat16(), down.bfloat16())
+    experts[1, 1] = 1 << 20
+    with pytest.raises(IndexError):
+        expert_mlp(x, experts, weights, gate_up, down)

@@ -1,0 +1,147 @@
+"""The order of token-expert pairs against Python's sort, and the weighted sum against a loop in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dsa_engine.kernels.moe import expert_order as module
+from dsa_engine.kernels.moe.combine import combine
+from dsa_engine.kernels.moe.expert_order import expert_order, expert_order_reference
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+
+Error = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def choices(tokens: int, k: int, count: int, elsewhere: float, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    experts = torch.randint(0, count, (tokens, k), generator=g, dtype=torch.int32)
+    experts[torch.rand(experts.shape, generator=g) < elsewhere] = -1
+    return experts
+
+
+def check(order: module.Order, experts: torch.Tensor, count: int) -> None:
+    pairs = experts.flatten().tolist()
+    rows = sorted((i for i, e in enumerate(pairs) if e >= 0), key=lambda i: pairs[i])  # stable
+    k = experts.shape[1]
+    assert order.tokens.dtype == order.row_ends.dtype == order.pair_rows.dtype == torch.int32
+    assert order.tokens.shape == (len(pairs),) and order.pair_rows.shape == experts.shape
+    assert order.tokens[: len(rows)].tolist() == [i // k for i in rows]
+    # Also rows that are not served name a token, for who gathers them all.
+    assert all(0 <= token < experts.shape[0] for token in order.tokens.tolist())
+    assert order.row_ends.tolist() == [sum(0 <= pair <= e for pair in pairs) for e in range(count)]
+    pair_row = {pair: row for row, pair in enumerate(rows)}
+    assert order.pair_rows.flatten().tolist() == [pair_row.get(i, -1) for i in range(len(pairs))]
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "tokens, k, count", [(1, 1, 1), (1, 8, 256), (16, 8, 4), (37, 3, 5), (9, 1, 4), (0, 8, 32), (5, 0, 4), (3, 5, 300)]
+)
+def test_order(tokens: int, k: int, count: int, elsewhere: float, device: str) -> None:
+    experts = choices(tokens, k, count, elsewhere)
+    check(expert_order(experts.to(device), count), experts, count)
+
+
+@pytest.mark.parametrize(("tokens", "k", "count", "elsewhere"), [(1100, 8, 40, 0.0), (2800, 3, 150, 0.9)])
+def test_order_of_many(tokens: int, k: int, count: int, elsewhere: float, device: str) -> None:
+    """More pairs than are compared with all others; several blocks, the last of them not full."""
+    experts = choices(tokens, k, count, elsewhere)
+    assert experts.numel() > module.COMPARED_PAIRS and experts.numel() % module.BLOCK_PAIRS
+    check(expert_order(experts.to(device), count), experts, count)
+
+
+@pytest.mark.parametrize("same", [0, 39, -1])
+def test_order_of_many_that_are_alike(same: int, device: str) -> None:
+    """All pairs of an expert: the rows of one block stand behind those of the block before."""
+    experts = torch.full((1100, 8), same, dtype=torch.int32)
+    check(expert_order(experts.to(device), 40), experts, 40)
+
+
+def test_both_ways_agree(device: str) -> None:
+    experts = choices(60, 4, 9, 0.3).to(device)
+    counted, sorted_ = expert_order(experts, 9), expert_order_reference(experts, 9)
+    assert torch.equal(counted.row_ends, sorted_.row_ends) and torch.equal(counted.pair_rows, sorted_.pair_rows)
+    served = int(counted.row_ends[-1])
+    assert torch.equal(counted.tokens[:served], sorted_.tokens[:served])
+
+
+def test_a_column_of_a_wider_matrix(device: str) -> None:
+    """The dispatch hands over a slice of the words that travelled."""
+    experts = choices(12, 6, 5, 0.2)
+    check(expert_order(experts.to(device)[:, 2:5], 5), experts[:, 2:5], 5)
+
+
+def test_bad_choices() -> None:
+    with pytest.raises(ValueError, match=r"int32 \[tokens, choices\], not torch.int64"):
+        expert_order(torch.zeros(2, 2, dtype=torch.int64), 4)
+    with pytest.raises(ValueError, match=r"not torch.int32 \(2,\)"):
+        expert_order(torch.zeros(2, dtype=torch.int32), 4)
+    with pytest.raises(ValueError, match="0 experts"):
+        expert_order(torch.zeros(2, 2, dtype=torch.int32), 0)
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("tokens, k, width", [(1, 8, 7168), (2, 8, 6144), (9, 3, 50), (1, 1, 1), (0, 4, 16), (3, 0, 8)])
+def test_combine(
+    tokens: int,
+    k: int,
+    width: int,
+    elsewhere: float,
+    dtype: torch.dtype,
+    bound: float,
+    device: str,
+    relative_error: Error,
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    served = tokens * k
+    y = torch.randn(served + 1, width, generator=g).to(dtype)
+    y[served] = float("nan")  # a row that nobody asks for
+    pair_rows = torch.randperm(served, generator=g, dtype=torch.int32).view(tokens, k)
+    pair_rows[torch.rand(pair_rows.shape, generator=g) < elsewhere] = -1
+    weights = torch.rand(tokens, k, generator=g)
+    weights[pair_rows < 0] = float("nan")
+    out = combine(y.to(device), pair_rows.to(device), weights.to(device))
+    assert out.dtype == dtype and out.shape == (tokens, width)
+    wanted = torch.zeros(tokens, width, dtype=torch.float64)
+    for t in range(tokens):
+        for j in range(k):
+            if pair_rows[t, j] >= 0:
+                wanted[t] += weights[t, j].double() * y[pair_rows[t, j]].double()
+    assert relative_error(out, wanted) < bound
+    if elsewhere == 1.0:
+        assert not out.any()
+
+
+def test_sums_are_float32(device: str) -> None:
+    """8 rows of 1 with weight 2⁻¹² beside a row of 1: float16 would lose them all."""
+    pair_rows = torch.arange(9, dtype=torch.int32, device=device).view(1, 9)
+    weights = torch.tensor([[1.0] + [2**-12] * 8], device=device)
+    assert combine(torch.ones(9, 4, dtype=torch.float16, device=device), pair_rows, weights)[0, 0] == 1 + 2**-9
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="4 GiB that only the interpreter leaves untouched")
+def test_rows_beyond_2_to_the_31_elements() -> None:
+    width = 1 << 13
+    y = torch.empty((1 << 18) + 3, width, dtype=torch.float16)
+    pair_rows = torch.tensor([[5, (1 << 18) + 2]], dtype=torch.int32)
+    y[5], y[(1 << 18) + 2] = 1.0, 2.0
+    out = combine(y, pair_rows, torch.tensor([[1.0, 0.25]]))
+    assert bool((out == 1.5).all())
+
+
+def test_plain_sums(device: str) -> None:
+    """Without weights, as rows come back from other ranks; a token that went nowhere is zero."""
+    y = torch.tensor([[1.0, 2.0], [4.0, 8.0], [float("nan")] * 2], device=device)
+    pair_rows = torch.tensor([[1, -1, 0], [-1, -1, -1], [-1, 1, -1]], dtype=torch.int32, device=device)
+    assert combine(y, pair_rows).tolist() == [[5.0, 10.0], [0.0, 0.0], [4.0, 8.0]]
+
+
+def test_bad_sums() -> None:
+    y, pair_rows, weights = torch.ones(4, 3), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"pair_rows \(2, 2\), weights \(2, 1\) do not fit"):
+        combine(y, pair_rows, weights[:, :1])
+    with pytest.raises(ValueError, match="pair_rows must be int32 and weights float32, not torch.int64"):
+        combine(y, pair_rows.long(), weights)

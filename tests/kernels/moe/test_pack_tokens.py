@@ -1,0 +1,67 @@
+"""Tokens and choices in one row, against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words, tokens_of
+from dsa_engine.kernels.moe.unpack_choices import unpack_choices
+
+
+def random_tokens(
+    count: int, hidden: int, k: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(count * hidden + k)
+    tokens = torch.randn(count, hidden, generator=g).to(dtype)
+    experts = torch.randint(-1, 40, (count, k), generator=g, dtype=torch.int32)
+    return tokens.to(device), experts.to(device), torch.randn(count, k, generator=g).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("hidden", "k"), [(1, 1), (7, 3), (33, 8), (2049, 6)])
+def test_what_is_packed_is_what_arrives(hidden: int, k: int, dtype: torch.dtype, device: str) -> None:
+    tokens, experts, weights = random_tokens(5, hidden, k, dtype, device)
+    packed = pack_tokens(tokens, experts, weights, rows=9)
+    width = row_words(hidden, dtype, k)
+    assert packed.shape == (9, width) and width % 4 == 0 and 4 * width < hidden * dtype.itemsize + 8 * k + 4 + 16
+    seen = tokens_of(packed, hidden, dtype)
+    assert seen.data_ptr() == packed.data_ptr(), "tokens are read where they have arrived"
+    assert torch.equal(seen[:5].float(), tokens.float()) and not seen[5:].float().any()
+    local, carried = unpack_choices(packed, hidden, dtype, k, first=10, held=16)
+    expected = [[e - 10 if 10 <= e < 26 else -1 for e in row] for row in experts.tolist()] + [[-1] * k] * 4
+    assert local.tolist() == expected and local.dtype == torch.int32
+    assert torch.equal(carried[:5], weights) and not carried[5:].any(), "bit for bit"
+    assert local.is_contiguous() and carried.is_contiguous()
+
+
+def test_rows_in_another_order_and_several_times(device: str) -> None:
+    tokens, experts, weights = random_tokens(6, 40, 2, torch.float32, device)
+    strided = torch.cat((tokens, tokens), dim=1)[:, 20:60]
+    source = torch.tensor([4, 0, 0, 5], dtype=torch.int32, device=device)
+    packed = pack_tokens(strided, experts, weights, source=source)
+    assert torch.equal(tokens_of(packed, 40, torch.float32), strided[source.long()])
+    local, carried = unpack_choices(packed, 40, torch.float32, 2, first=0, held=40)
+    assert torch.equal(local, experts[source.long()]) and torch.equal(carried, weights[source.long()])
+
+
+def test_nothing_to_pack(device: str) -> None:
+    tokens, experts, weights = random_tokens(0, 12, 2, torch.bfloat16, device)
+    packed = pack_tokens(tokens, experts, weights, rows=2)
+    assert unpack_choices(packed, 12, torch.bfloat16, 2, 0, 4)[0].tolist() == [[-1, -1]] * 2
+    assert pack_tokens(tokens, experts, weights).shape == (0, row_words(12, torch.bfloat16, 2))
+    assert pack_tokens(tokens, experts, weights, source=torch.empty(0, dtype=torch.int32, device=device)).shape[0] == 0
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    tokens, experts, weights = random_tokens(3, 12, 2, torch.float32, device)
+    with pytest.raises(ValueError, match="do not fit"):
+        pack_tokens(tokens, experts[:2], weights)
+    with pytest.raises(ValueError, match="at most 4 bytes"):
+        pack_tokens(tokens.double(), experts, weights)
+    with pytest.raises(ValueError, match="3 tokens do not fit in 2 rows"):
+        pack_tokens(tokens, experts, weights, rows=2)
+    with pytest.raises(ValueError, match="as many as it names"):
+        pack_tokens(tokens, experts, weights, rows=2, source=experts[:, 0])
+    with pytest.raises(ValueError, match="rows of 16 int32"):
+        unpack_choices(torch.zeros(2, 12, dtype=torch.int32), 12, torch.float32, 2, 0, 4)

@@ -1,0 +1,165 @@
+"""The router against the paper's description, step by step in plain Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine.kernels.moe.router import route
+
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
+
+def naive(
+    logits: list[float], bias: list[float], top_k: int, groups: int, top_groups: int, normalise: bool, factor: float
+) -> dict[int, float]:
+    """Python's sort is stable: the lower number of equals comes first."""
+    scores = [1 / (1 + math.exp(-x)) for x in logits]
+    choice = [s + b for s, b in zip(scores, bias, strict=True)]
+    size = len(choice) // groups
+    ranks = [sum(sorted(choice[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+    best_groups = sorted(range(groups), key=lambda g: -ranks[g])[:top_groups]
+    allowed = [e for e in range(len(choice)) if e // size in best_groups]
+    chosen = sorted(allowed, key=lambda e: -choice[e])[:top_k]
+    total = sum(scores[e] for e in chosen) if normalise else 1.0
+    return {e: scores[e] / total * factor for e in chosen}
+
+
+def check(logits: torch.Tensor, bias: torch.Tensor, device: str, **kwargs: Any) -> None:
+    chosen, weights = route(logits.to(device), bias.to(device), **kwargs)
+    assert (chosen.dtype, weights.dtype) == (torch.int32, torch.float32)
+    assert chosen.shape == weights.shape == (logits.shape[0], kwargs["top_k"])
+    for row in range(logits.shape[0]):
+        expected = naive(logits[row].double().tolist(), bias.double().tolist(), **kwargs)
+        assert chosen[row].tolist() == list(expected)  # best first
+        assert weights[row].tolist() == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(
+    "experts, top_k, groups, top_groups",
+    [
+        (12, 3, 3, 2),
+        (16, 4, 4, 2),
+        (8, 8, 1, 1),
+        (6, 1, 1, 1),
+        (20, 5, 10, 3),
+        (12, 4, 2, 2),
+        (12, 4, 2, 1),
+        (24, 4, 3, 1),
+    ],
+)
+def test_choice_and_weights(
+    experts: int, top_k: int, groups: int, top_groups: int, normalise: bool, device: str
+) -> None:
+    g = torch.Generator().manual_seed(experts)
+    logits, bias = torch.randn(21, experts, generator=g) * 2, torch.randn(experts, generator=g) * 0.3
+    check(logits, bias, device, top_k=top_k, groups=groups, top_groups=top_groups, normalise=normalise, factor=2.5)
+
+
+@pytest.mark.parametrize("tokens", [1, 67])
+@pytest.mark.parametrize("groups, top_groups", [(8, 4), (1, 1)], ids=["DeepSeek-V3.2", "GLM-5"])
+def test_released_sizes(groups: int, top_groups: int, tokens: int, device: str) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    logits, bias = torch.randn(tokens, 256, generator=g), torch.randn(256, generator=g) * 0.1 + 4
+    check(logits, bias, device, top_k=8, groups=groups, top_groups=top_groups, normalise=True, factor=2.5)
+
+
+@pytest.mark.parametrize("tokens", [1, 66])
+@pytest.mark.parametrize("groups, top_groups", [(1, 1), (4, 2)])
+def test_the_lower_of_equals_is_chosen(groups: int, top_groups: int, tokens: int, device: str) -> None:
+    """Whole experts tie, and whole groups: logits of three values only."""
+    logits = torch.randint(0, 3, (tokens, 16), generator=torch.Generator().manual_seed(1)).float()
+    kwargs: dict[str, Any] = {"top_k": 5, "groups": groups, "top_groups": top_groups, "normalise": True, "factor": 1.0}
+    check(logits, torch.zeros(16), device, **kwargs)
+    check(torch.zeros(tokens, 16), torch.zeros(16), device, **kwargs)
+
+
+@pytest.mark.parametrize("tokens", [1, 67])
+def test_rows_that_are_no_tokens_choose_no_expert(tokens: int, device: str) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    logits, bias = torch.randn(tokens, 24, generator=g).to(device), torch.randn(24, generator=g).to(device)
+    live = (torch.arange(tokens) % 3 > 0).to(device)
+    kwargs: dict[str, Any] = {"top_k": 4, "groups": 3, "top_groups": 2, "normalise": True, "factor": 2.5}
+    all_live, weights = route(logits, bias, **kwargs)
+    chosen, same = route(logits, bias, **kwargs, live=live)
+    assert torch.equal(chosen, torch.where(live[:, None], all_live, -1)) and torch.equal(same, weights)
+    with pytest.raises(ValueError, match="live must be bool"):
+        route(logits, bias, **kwargs, live=live[:-1])
+
+
+def test_the_bias_chooses_but_never_weighs(device: str) -> None:
+    logits, bias = torch.tensor([[3.0, 2.0, -4.0, -5.0]]), torch.tensor([0.0, 0.0, 10.0, 10.0])
+    chosen, weights = route(
+        logits.to(device), bias.to(device), top_k=2, groups=1, top_groups=1, normalise=False, factor=1.0
+    )
+    assert chosen[0].tolist() == [2, 3]
+    assert weights[0].tolist() == pytest.approx([1 / (1 + math.exp(4)), 1 / (1 + math.exp(5))])
+
+
+def test_very_negative_choices_still_stay_within_the_best_groups(device: str) -> None:
+    """Closed groups are worth −inf, not 0: a bias far below zero does not let their experts in."""
+    bias = torch.tensor([-9.0, -9.1, -9.2, -9.3, -20.0, -20.0, -20.0, -20.0])
+    chosen, _ = route(
+        torch.zeros(1, 8, device=device), bias.to(device), top_k=3, groups=2, top_groups=1, normalise=True, factor=1.0
+    )
+    assert sorted(chosen[0].tolist()) == [0, 1, 2]
+
+
+def test_scores_that_vanish_are_normalised_without_nan(device: str) -> None:
+    logits = torch.full((1, 4), -200.0, device=device)
+    _, weights = route(
+        logits, torch.zeros(4, device=device), top_k=2, groups=1, top_groups=1, normalise=True, factor=1.0
+    )
+    assert bool(torch.isfinite(weights).all())
+
+
+@pytest.mark.parametrize("groups, top_groups", [(1, 1), (3, 2)])
+def test_nan_chooses_valid_experts(groups: int, top_groups: int, device: str) -> None:
+    """A broken model gives NaN, not an expert that does not exist."""
+    logits = torch.full((2, 12), float("nan"), device=device)
+    chosen, _ = route(
+        logits,
+        torch.zeros(12, device=device),
+        top_k=3,
+        groups=groups,
+        top_groups=top_groups,
+        normalise=True,
+        factor=1.0,
+    )
+    assert all(len(set(row)) == 3 and set(row) <= set(range(12)) for row in chosen.tolist())
+
+
+def test_no_tokens(device: str) -> None:
+    chosen, weights = route(
+        torch.empty(0, 4, device=device),
+        torch.zeros(4, device=device),
+        top_k=2,
+        groups=2,
+        top_groups=1,
+        normalise=True,
+        factor=1.0,
+    )
+    assert chosen.shape == weights.shape == (0, 2)
+
+
+def test_bad_arguments() -> None:
+    kwargs: dict[str, Any] = {"top_k": 2, "top_groups": 1, "normalise": True, "factor": 1.0}
+    logits, bias = torch.randn(3, 8), torch.zeros(8)
+    with pytest.raises(ValueError, match="float32; got logits torch.bfloat16"):
+        route(logits.bfloat16(), bias, groups=1, **kwargs)
+    with pytest.raises(ValueError, match="bias torch.float64"):
+        route(logits, bias.double(), groups=1, **kwargs)
+    with pytest.raises(ValueError, match=r"bias \(7,\)"):
+        route(logits, bias[:7], groups=1, **kwargs)
+    with pytest.raises(ValueError, match="3 groups do not fit"):
+        route(logits, bias, groups=3, **kwargs)
+    with pytest.raises(ValueError, match="8 experts in 8 groups: a group is ranked by 2"):
+        route(logits, bias, groups=8, **kwargs)
+    with pytest.raises(ValueError, match="top 5 experts within top 1 of 2 groups of 4 experts"):
+        route(logits, bias, groups=2, **kwargs | {"top_k": 5})
+    with pytest.raises(ValueError, match="top 2 experts within top 3 of 2 groups"):
+        route(logits, bias, groups=2, **kwargs | {"top_groups": 3})

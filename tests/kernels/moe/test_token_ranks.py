@@ -1,0 +1,44 @@
+"""Which ranks tokens go to, against sets and lists of Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsa_engine.kernels.moe.token_ranks import token_ranks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "size"),
+    [(1, 1, 1, 1), (37, 8, 24, 5), (130, 3, 130, 130), (300, 6, 8, 2), (0, 8, 8, 4), (5, 0, 4, 2)],
+)
+@pytest.mark.parametrize("unserved", [0.0, 0.4, 1.0])
+def test_token_ranks(tokens: int, k: int, experts: int, size: int, unserved: float, device: str) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    rank_of = torch.arange(size).repeat_interleave(experts // size + 1)[torch.randperm(experts, generator=generator)]
+    chosen = torch.randint(experts, (tokens, k), generator=generator, dtype=torch.int32)
+    chosen[torch.rand(tokens, k, generator=generator) < unserved] = -1
+    result = token_ranks(chosen.to(device), rank_of.int().to(device), size)
+    ranks = [[-1 if e < 0 else int(rank_of[e]) for e in row] for row in chosen.tolist()]
+    first = [[-1 if r in row[:j] else r for j, r in enumerate(row)] for row in ranks]
+    assert all(part.dtype == torch.int32 for part in result)
+    assert result.ranks.tolist() == ranks and result.first.tolist() == first
+    goes, served = ([r for row in table for r in row] for table in (first, ranks))
+    assert result.counts.tolist() == [[goes.count(r), served.count(r)] for r in range(size)]
+    assert result.counts.is_contiguous(), "it is what travels"
+
+
+def test_a_column_of_a_wider_matrix(device: str) -> None:
+    experts = torch.arange(12, dtype=torch.int32, device=device).view(3, 4)
+    rank_of = torch.tensor([0, 0, 1, 1] * 3, dtype=torch.int32, device=device)
+    assert token_ranks(experts[:, 1:3], rank_of, 2).first.tolist() == [[0, 1]] * 3
+
+
+def test_bad_choices() -> None:
+    experts, rank_of = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"must be int32 \[tokens, choices\].*, not torch.int64 \(2, 2\)"):
+        token_ranks(experts.long(), rank_of, 2)
+    with pytest.raises(ValueError, match=r"torch.int32 \(2, 2\) and torch.int64 \(4,\)"):
+        token_ranks(experts, rank_of.long(), 2)
+    with pytest.raises(ValueError, match="to 1 rank or more, not to 0"):
+        token_ranks(experts, rank_of, 0)

@@ -1,0 +1,130 @@
+"""The CPU's kernels are compiled once, by one of those who need them; without them the references run."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa_engine.kernels.runtime import cpu, launch
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+
+NO_COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A library of one function, which is compiled in half a second, and a cache of its own."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.cpp").write_text('extern "C" long one() { return 1; }\n')
+    monkeypatch.setattr(cpu, "_SOURCES", folder)
+    monkeypatch.setattr(cpu, "_FUNCTIONS", {"one": ([], ctypes.c_int64)})
+    monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("DSA_ENGINE_NATIVE", raising=False)
+    cached = cpu.library, cpu.digest
+    monkeypatch.setattr(cpu, "library", cached[0].__wrapped__)
+    monkeypatch.setattr(cpu, "digest", cached[1].__wrapped__)
+    yield folder
+
+
+def built(tmp_path: Path) -> list[str]:
+    return [path.suffix for path in sorted((tmp_path / "cache" / "native").iterdir())]
+
+
+@NO_COMPILER
+def test_compiled_once_by_one_of_many(sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(4) as pool:
+        libraries = [*pool.map(lambda _: cpu.library(), range(4))]
+    assert [library and library.one() for library in libraries] == [1] * 4
+    assert caplog.text.count("compiling the CPU kernels") == 1
+    assert built(tmp_path) == [".lock", ".so"]
+
+
+@NO_COMPILER
+def test_a_damaged_library_is_made_again(sources: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "native" / f"kernels-{cpu.digest()}.so"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"half of a library")
+    library = cpu.library()
+    assert library is not None and library.one() == 1
+
+
+@NO_COMPILER
+def test_other_sources_are_another_library(sources: Path, tmp_path: Path) -> None:
+    first = cpu.library()
+    (sources / "one.cpp").write_text('extern "C" long one() { return 2; }\n')
+    second = cpu.library()
+    assert first is not None and second is not None and (first.one(), second.one()) == (1, 2)
+    assert built(tmp_path) == [".lock", ".so"] * 2
+
+
+@pytest.mark.parametrize(
+    "fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX", "anybody's folder"]
+)
+def test_without_a_library_the_references_run(
+    fault: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "not used"
+    if fault == "does not compile":
+        (sources / "one.cpp").write_text("no program\n")
+        reason = "they do not compile: "
+    elif fault == "lacks a function":
+        (sources / "one.cpp").write_text('extern "C" long two() { return 2; }\n')
+        reason = "undefined symbol: one"
+    elif fault == "no compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+        reason = "there is no C++ compiler; install g++, or set CXX"
+    elif fault == "odd $CXX":
+        monkeypatch.setenv("CXX", "g++ 'half")
+        reason = "No closing quotation"
+    elif fault == "anybody's folder":
+        (tmp_path / "cache" / "native").mkdir(parents=True)
+        (tmp_path / "cache" / "native").chmod(0o777)
+        reason = "everybody may write to"
+    else:
+        (tmp_path / "cache").write_text("a file")
+        reason = "Not a directory"
+    if fault not in ("no compiler", "no folder") and not shutil.which("g++"):
+        pytest.skip("no C++ compiler")
+    assert cpu.library() is None and not cpu.serves(torch.empty(0))
+    assert "the CPU kernels are NOT used" in caplog.text and reason in caplog.text
+    if (tmp_path / "cache").is_dir() and fault == "does not compile":
+        assert built(tmp_path) == [".lock"], "nothing half-written"
+
+
+def test_switched_off(sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("DSA_ENGINE_NATIVE", "0")
+    assert cpu.library() is None and not caplog.text
+
+
+@NO_COMPILER
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter takes CPU tensors")
+def test_what_is_served() -> None:
+    x = torch.empty(2)
+    assert cpu.serves(x)
+    assert not cpu.serves(x.bfloat16()) and not cpu.serves(x.to("meta"))
+    assert not cpu.serves(x, x.double()) and not cpu.serves(x, torch.empty(2, requires_grad=True))
+    assert not cpu.serves(x.requires_grad_())
+    with torch.inference_mode():
+        assert cpu.serves(torch.empty(2))
+    with launch.references():
+        assert not cpu.serves(torch.empty(2))
+    with launch.compiling_for(90):
+        assert not cpu.serves(torch.empty(2))
+
+
+def test_no_more_threads_than_pytorchs() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert [cpu.threads_for(work) for work in (0, 1 << 18, 1 << 19, 1 << 40)] == [1, 1, 2, 3]
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,81 @@
+"""Options and files that a script refuses, each with one line and exit status 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    "script, options, message",
+    [
+        ("bench_prefill.py", ["--seq-len", "0"], "give positive numbers separated by commas"),
+        ("bench_prefill.py", ["--repeat", "0"], "--repeat must be at least 1"),
+        ("bench_prefill.py", ["--hf-overrides", "{"], "--hf-overrides is not valid JSON"),
+        ("bench_prefill.py", ["--prompt-file", "/nowhere/at/all"], "No such file"),
+        ("bench_prefill.py", ["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        ("bench_prefill.py", ["--model", "/nowhere"], "no such model folder: /nowhere"),
+        ("bench_prefill.py", ["--seq-len", "200000"], "max_model_len is 163840; shorten the prompt"),
+        ("bench_prefill.py", ["--cache-memory", "1MB"], "the cache is too small for this request"),
+        ("measure_tpot.py", ["--output-len", "1"], "--output-len must be at least 2"),
+        ("measure_tpot.py", ["--emulate-world", "0"], "emulate_world must be a positive integer, not 0"),
+        (
+            "measure_ttft.py",
+            ["--emulate-world", "4", "--emulate-rank", "4"],
+            "one of the ranks 0 … 3 of emulate_world 4",
+        ),
+        ("measure_ttft.py", ["--emulate-rank", "1"], "--emulate-rank needs --emulate-world"),
+        ("measure_ttft.py", ["--links", "x"], "--links needs --emulate-world"),
+        ("measure_ttft.py", ["--emulate-world", "25"], "n_routed_experts 24 cannot be divided over 25 ranks"),
+        ("measure_ttft.py", ["--emulate-world", "8", "--cp-size", "3"], "cp_size 3 does not divide the world size 8"),
+        ("measure_ttft.py", ["--emulate-world", "2", "--links", "/nowhere/at/all"], "No such file"),
+        ("measure_ttft.py", ["--emulate-world", "2", "--expert-loads", __file__], "is not valid JSON"),
+        (
+            "bench_prefill.py",
+            ["--emulate-world", "2", "--dump-logits", "x.npy"],
+            "logits of an emulated rank mean nothing",
+        ),
+        ("measure_tpot.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds max_num_seqs 64"),
+        (
+            "measure_tpot.py",
+            ["--input-len", "512", "--max-model-len", "514"],
+            "512 tokens and up to 64 new ones exceed",
+        ),
+        ("measure_ttft.py", ["--json", "/"], "cannot write /: it is a folder"),
+        ("measure_ttft.py", ["--plot", "x.pdf"], "give a name that ends in .png"),
+        ("compare_overlaps.py", ["--repeat", "0"], "--repeat and --batch-size at least 1"),
+        ("compare_overlaps.py", ["--batch-size", "65", "--input-len", "10"], "the batch size 65 exceeds"),
+        ("studies/compare_transformers.py", ["--threads", "0"], "must be at least 1"),
+        ("evaluate.py", ["--plot", "x.pdf"], "give a name that ends in .png"),
+        ("train_demo.py", ["--log", "/nowhere/at/all.jsonl"], "there is no folder /nowhere/at"),
+        ("demo.py", ["--tokens", "0"], "--tokens must be at least 1"),
+    ],
+)
+def test_bad_options_end_with_one_line(run: Run, script: str, options: list[str], message: str) -> None:
+    done = run(script, *options)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option, content, message",
+    [
+        ("--expert-loads", "[1, 2]", "there are 2 expert loads, the model has 24 routed experts; give one for each"),
+        ("--expert-loads", '{"0": 1}', "must hold a JSON list of numbers"),
+        ("--expert-loads", json.dumps([30] + [1] * 23), "expert 0 has 56.6% of the load"),
+        ("--expert-loads", json.dumps(["a"] * 24), "expert_loads must be numbers of at least 0"),
+        ("--links", '{"inside": {"bandwidth_gb_s": -1}}', "inside.bandwidth_gb_s must be a number above 0, not -1"),
+        ("--links", '{"pcie": {}}', "links has no key 'pcie'"),
+    ],
+)
+def test_bad_files_of_an_emulated_run(run: Run, tmp_path: Path, option: str, content: str, message: str) -> None:
+    path = tmp_path / "given.json"
+    path.write_text(content)
+    done = run("bench_prefill.py", "--emulate-world", "4", option, path)
+    assert done.returncode == 2 and message in done.stderr and "given.json" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,23 @@
+"""``compare_transformers.py`` on the random demo model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = Callable[..., Any]
+
+
+def test_compare_transformers(run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "compare.json"
+    sizes = ["--seq-len", 300, "--context", 280, "--batch-size", 2, "--output-len", 4, "--repeat", 1]
+    plot = tmp_path / "compare.png"
+    done = run("studies/compare_transformers.py", *sizes, "--threads", 1, "--json", report, "--plot", plot)
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    prefill, decode = json.loads(report.read_text())["results"]
+    assert prefill["relative_error"] < 1e-4 and decode["equal_tokens"] == decode["tokens"] == 8
+    assert prefill["ratio"] > 0 and decode["transformers_peak_bytes"] > 0
+    assert prefill["prefill_work"]["share_of_matmul"] > 0 and "of a matrix product (" in done.stdout

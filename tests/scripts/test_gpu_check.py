@@ -1,0 +1,55 @@
+"""``gpu_check.sh``: its parts, their limits, and its message without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    env = os.environ | {"PYTHON": sys.executable}
+    command = ["bash", str(SCRIPTS / "gpu_check.sh"), "all", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 1 and "needs a CUDA device" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_gpu_check_of_nothing() -> None:
+    done = subprocess.run(["bash", str(SCRIPTS / "gpu_check.sh")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "all|kernels|latency" in done.stderr
+
+
+PARTS = {
+    "all": ["doctor", "kernels", "ttft_rank_of_64", "overlaps_rank_of_64", "tests_graphs", "tests_kernels"],
+    "kernels": ["doctor", "tests_kernels", "kernels"],
+    "latency": ["doctor", "tests_graphs", "ttft_rank_of_64", "overlaps_rank_of_64"],
+}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_gpu_check_goes_on_after_a_part_that_fails(tmp_path: Path, what: str) -> None:
+    """Uses an interpreter that prints its arguments, and fails as the doctor."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "called: $*"\ncase "$*" in *doctor*) exit 3;; esac\n')
+    python.chmod(0o755)
+    out = tmp_path / "results"
+    command = ["bash", str(SCRIPTS / "gpu_check.sh"), what, str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHON": str(python)}
+    )
+    assert re.findall(r"^== (\w+) \(at most \d+ s\)$", done.stdout, re.M) == PARTS[what]
+    assert "== doctor: exit status 3" in done.stdout and "FAILED: doctor (" in done.stdout and done.returncode == 1
+    assert sorted(path.name for path in out.iterdir()) == sorted(f"{part}.log" for part in PARTS[what])
+    for part in PARTS[what]:
+        assert re.search(rf"{out}/{part}\.(json|xml)", (out / f"{part}.log").read_text()), "each leaves a result"
+    limits = sum(map(int, re.findall(r"at most (\d+) s", done.stdout)))
+    assert limits <= (1560 if what == "all" else 600)

@@ -1,0 +1,93 @@
+"""``measure_ttft.py`` and ``measure_tpot.py`` in one process, also as one rank of many."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+
+
+def test_latency_scripts(run: Run, tmp_path: Path) -> None:
+    for script, metric in (("measure_ttft.py", "ttft"), ("measure_tpot.py", "tpot")):
+        report, plot, trace = (tmp_path / f"{metric}.{kind}" for kind in ("json", "png", "trace"))
+        options = ["--input-len", "100,300", "--batch-size", "1,3", "--repeat", 2]
+        options += ["--json", report, "--plot", plot, "--profile", trace]
+        done = run(script, *options, *(["--output-len", 4] if metric == "tpot" else []))
+        assert done.returncode == 0, done.stderr
+        results = json.loads(report.read_text())["results"]
+        assert [(r["input_len"], r["batch_size"]) for r in results] == [(100, 1), (100, 3), (300, 1), (300, 3)]
+        for r in results:
+            assert 0 < r[f"median_{metric}_ms"] <= r[f"p90_{metric}_ms"] <= r[f"p99_{metric}_ms"]
+            assert r["input_throughput"] == pytest.approx(
+                1e3 * r["input_len"] * r["batch_size"] / r["median_prefill_ms"]
+            )
+            assert r["stage_ms"]["prefill"][0]["MLA prolog"] > 0
+            assert r["median_prefill_ms"] >= r["median_ttft_ms"] > 0
+            assert ("decode" in r["stage_ms"]) == (metric == "tpot")
+        if metric == "tpot":
+            assert "decode stage" in done.stdout and r["output_throughput_per_device"] == r["output_throughput"]
+            assert 0 < r["min_itl_ms"] <= r["median_itl_ms"] <= r["p99_itl_ms"]
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {"schedule", "launch", "read tokens", "lightning indexer"} <= names
+        assert f"median {metric.upper()} ms" in done.stdout
+
+
+def test_caches_filled_instead_of_computed(run: Run, tmp_path: Path) -> None:
+    """TPOT at a length without its prefill, which would take thousands of times as long."""
+    report = tmp_path / "tpot.json"
+    options = ["--fill-cache", "random", "--output-len", 3, "--repeat", 1, "--json", report]
+    done = run("measure_tpot.py", "--input-len", 3000, "--batch-size", "1,2", *options)
+    assert done.returncode == 0, done.stderr
+    for r in json.loads(report.read_text())["results"]:
+        assert r["median_tpot_ms"] > 0 and r["cache"] == "filled with random rows"
+        assert "median_ttft_ms" not in r and list(r["stage_ms"]) == ["decode"]
+    done = run("measure_ttft.py", "--input-len", 300, "--fill-cache", "random")
+    assert done.returncode == 2 and "unrecognized arguments: --fill-cache" in done.stderr
+
+
+def test_one_rank_of_many(run: Run, tmp_path: Path) -> None:
+    """Every output says what is emulated, modelled and scaled, and no measured name holds any of it."""
+    loads, links = tmp_path / "loads.json", tmp_path / "links.json"
+    loads.write_text(json.dumps([1 + i % 2 for i in range(24)]))
+    links.write_text(json.dumps({"between": {"name": "Ethernet", "bandwidth_gb_s": 12.5}}))
+    fewer = ["--hf-overrides", '{"num_hidden_layers": 3}', "--load-format", "dummy"]
+    world = ["--emulate-world", 12, "--emulate-rank", 7, "--expert-loads", loads, "--links", links, *fewer]
+    for script, metric in (("bench_prefill.py", "ttft"), ("measure_ttft.py", "ttft"), ("measure_tpot.py", "tpot")):
+        report, plot = tmp_path / f"{script}.json", tmp_path / f"{script}.png"
+        length = "--seq-len" if script == "bench_prefill.py" else "--input-len"
+        options = [length, 400, "--repeat", 1, "--warmup", 0, "--json", report, "--plot", plot, *world]
+        done = run(script, *options, *(["--output-len", 3, "--batch-size", 12] if metric == "tpot" else []))
+        assert done.returncode == 0, done.stderr
+        assert "EMULATED: rank 7 of 12, in one process, given expert loads; tokens mean nothing" in done.stdout
+        assert "communication is modelled, not measured: NVLink 360 GB/s" in done.stdout
+        assert "Ethernet 12.5 GB/s" in done.stdout and "SCALED, not measured" in done.stdout
+        result = json.loads(report.read_text())
+        about = result["emulated"]
+        assert (about["world_size"], about["rank"], len(about["expert_loads"])) == (12, 7, 24)
+        assert about["links"]["between"]["name"] == "Ethernet" and result["world_size"] == 1
+        (r,) = result["results"]
+        assert f"median_{metric}_ms" not in r and r[f"median_computed_{metric}_ms"] > 0
+        times = r[f"{metric}_ms"]
+        assert 0 < times["computed"] < times["overlapped"] <= times["not_overlapped"] + 1e-9
+        scaled = r["scaled_to_full_depth"]
+        assert (scaled["num_hidden_layers"], scaled["measured_layers"]) == (4, 3)
+        assert scaled[f"{metric}_ms_computed"] > times["computed"]
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_fewer_layers_are_scaled_on_a_line_of_their_own(run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "out.json"
+    options = ["--hf-overrides", '{"num_hidden_layers": 2}', "--load-format", "dummy", "--json", report]
+    done = run("measure_tpot.py", "--input-len", 300, "--output-len", 3, "--repeat", 1, "--warmup", 0, *options)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("SCALED, not measured: 300 × 1")]
+    assert "with all 4 layers instead of 2: TPOT" in line
+    (r,) = json.loads(report.read_text())["results"]
+    assert "emulated" not in json.loads(report.read_text())
+    assert r["scaled_to_full_depth"]["tpot_ms"] > r["median_tpot_ms"]

@@ -1,0 +1,89 @@
+"""The forms of MLA: the same outputs, the published counts, and nothing timed that is not equal."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla.forms import FORMS, SIZES, AbsorbedMoveElision, MLAForm, MLASize, MLAWeights
+from mla.study import MLAStudy, count
+
+SMALL = MLASize(hidden=48, heads=6, q_rank=40, kv_rank=32, nope=24, rope=8, value=20)
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "studies" / "compare_mla.py"
+
+
+def naive(w: MLAWeights, q_latent: torch.Tensor, angle: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor):
+    """DeepSeek-V2's equations in float64, head by head."""
+    out = torch.zeros(q_latent.shape[0], w.size.hidden, dtype=torch.float64)
+    for b in range(q_latent.shape[0]):
+        for h in range(w.size.heads):
+            turned = torch.empty(w.size.rope, dtype=torch.float64)
+            q_rotated = w.qr[h].double() @ q_latent[b].double()
+            for i in range(w.size.rope // 2):
+                x, y = q_rotated[2 * i], q_rotated[2 * i + 1]
+                c, s = angle[b, i].cos(), angle[b, i].sin()
+                turned[2 * i], turned[2 * i + 1] = x * c - y * s, y * c + x * s
+            keys = torch.cat((latent[b].double() @ w.uk[h].double().t(), rotated[b].double()), dim=-1)
+            q = torch.cat((w.uq[h].double() @ q_latent[b].double(), turned))
+            p = (keys @ q / (w.size.nope + w.size.rope) ** 0.5).softmax(0)
+            out[b] += (p @ (latent[b].double() @ w.uv[h].double().t())) @ w.o[h].double()
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("context", [1, 64, 150])
+def test_every_form_is_the_attention_of_the_paper(form: type[MLAForm], context: int) -> None:
+    weights = MLAWeights.random(SMALL, torch.float32, "cpu", seed=3)
+    generator = torch.Generator().manual_seed(context)
+    latent, rotated, q = (
+        torch.randn(shape, generator=generator)
+        for shape in ((2, context, SMALL.kv_rank), (2, context, SMALL.rope), (2, SMALL.q_rank))
+    )
+    angle = torch.randn(2, SMALL.rope // 2, generator=generator)
+    made = form(weights)
+    out = made.decode(q, angle.cos(), angle.sin(), made.cache(latent, rotated))
+    expected = naive(weights, q, angle.double(), latent, rotated)
+    assert (out.double() - expected).norm() / expected.norm() < 1e-5
+
+
+def test_the_published_counts_of_v2_come_out() -> None:
+    """81.92 kB and 1.152 kB a token; 0.08, 33.64 and 0.28 MFLOP a cached token."""
+    counts = {form.name: count(form, SIZES["v2"]) for form in FORMS}
+    assert {n: c.cache_bytes_per_token for n, c in counts.items()} == {"CD": 81_920} | dict.fromkeys(
+        ("CC", "A_CC", "A_CC_ME", "AM_CC_ME", "engine"), 1_152
+    )
+    flops = {name: round(c.flops_per_cached_token / 1e6, 2) for name, c in counts.items()}
+    assert flops == {"CD": 0.08, "CC": 33.64, "A_CC": 0.28, "A_CC_ME": 0.28, "AM_CC_ME": 0.28, "engine": 0.28}
+    assert counts["AM_CC_ME"].weight_bytes > 3 * counts["A_CC"].weight_bytes
+
+
+def test_a_form_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = MLAStudy(SMALL, torch.float32, torch.device("cpu"))
+    results = study.measure(2, 70, 2, 1e-4)
+    assert [r.form for r in results] == [form.name for form in FORMS]
+    assert all(len(r.seconds) == 2 and r.relative_error < 1e-4 for r in results)
+    rows = {r.form: r.cache_bytes for r in results}
+    assert rows["CD"] == 2 * 70 * 6 * (24 + 8 + 20) * 4 and rows["A_CC"] == 2 * 70 * (32 + 8) * 4
+    assert rows["engine"] == 2 * 128 * (32 + 8) * 4, "whole pages"
+    right = AbsorbedMoveElision.decode
+    monkeypatch.setattr(AbsorbedMoveElision, "decode", lambda self, *args: right(self, *args) * 1.001)
+    with pytest.raises(RuntimeError, match="A_CC_ME differs from CD by .*: not timed"):
+        study.measure(1, 8, 1, 1e-4)
+
+
+def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(SIZES, "v2", SMALL)
+    report, plot = tmp_path / "mla.json", tmp_path / "mla.png"
+    options = ["--size", "v2", "--context", "8,16", "--batch-size", "1,2", "--repeat", "1", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["compare_mla.py", *options, "--json", str(report), "--plot", str(plot)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    result = json.loads(report.read_text())
+    assert len(result["results"]) == 4 * len(FORMS) and set(result["counted"]) == {form.name for form in FORMS}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert text.count("Measured, batch") == 4 and "Read both together" in text

@@ -1,0 +1,110 @@
+"""The part of ``torch.cuda`` that the engine uses, for a fake device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from fake_cuda.events import Launch
+
+if TYPE_CHECKING:
+    from fake_cuda.device import FakeDevice
+
+_MULTIPROCESSORS = 132
+
+
+class _Stream:
+    """A stream of a device; number 0 is the default one."""
+
+    def __init__(self, device: FakeDevice, number: int):
+        self._device = device
+        self._number = number
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        self._before = self._device.stream
+        self._device.stream = self._number
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._device.stream = self._before
+
+
+@contextmanager
+def replaced(device: FakeDevice) -> Iterator[None]:
+    """Inside the context ``torch.cuda`` describes ``device``."""
+
+    class Event:
+        def __init__(self, **_: Any):
+            pass
+
+        def record(self, stream: Any = None) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            device.wait("event")
+
+    streams, pools = itertools.count(1), itertools.count(1)
+
+    class Graph:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            if device.stream == 0:
+                raise RuntimeError("CUDA captures no graph on the default stream")
+            self._pool = pool
+            device.begin_capture()
+
+        def capture_end(self) -> None:
+            device.end_capture(self._pool)
+
+        def replay(self) -> None:
+            device.launch(Launch("graph", "replay"))
+
+        def reset(self) -> None:
+            pass
+
+    instead: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "current_stream": lambda *_: _Stream(device, device.stream),
+        "Stream": lambda *_, **__: _Stream(device, next(streams)),
+        "stream": lambda s: s,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: (0, next(pools)),
+        "is_current_stream_capturing": lambda: device.capturing,
+        "synchronize": lambda *_: device.wait("synchronize"),
+        "empty_cache": device.empty_cache,
+        "mem_get_info": lambda *_: (device.memory - device.outside - device.reserved, device.memory),
+        "memory_reserved": lambda *_: device.reserved,
+        "memory_allocated": lambda *_: device.live,
+        "max_memory_allocated": lambda *_: device.peak,
+        "reset_peak_memory_stats": lambda *_: setattr(device, "peak", device.live),
+        "get_device_capability": lambda *_: divmod(device.capability, 10),
+        "get_device_name": lambda *_: f"fake sm_{device.capability}",
+        "get_device_properties": lambda *_: SimpleNamespace(
+            multi_processor_count=_MULTIPROCESSORS,
+            total_memory=device.memory,
+            name=f"fake sm_{device.capability}",
+            major=device.capability // 10,
+            minor=device.capability % 10,
+        ),
+    }
+    with ExitStack() as stack:
+        for name, value in instead.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        on_host = torch.Generator  # a device has a generator of another type
+        stack.enter_context(mock.patch.object(torch, "Generator", lambda *_: on_host()))
+        yield

@@ -1,0 +1,129 @@
+"""The other ranks of a fake device's world: collectives that allocate their results and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.device import choose_device
+from dsa_engine.parallel.experts.all_to_all import RecvPlan
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.group import Group
+from fake_cuda.device import FakeDevice
+from fake_cuda.events import Launch
+
+# Assumed: memory that a library allocates for the links of a collective at its first run.
+LINK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class FakeConfig(ParallelConfig):
+    """One rank of a world on a :class:`~.device.FakeDevice`.
+
+    Attributes:
+        device: the device of this rank.
+        world: number of ranks.
+        skew: tokens that reach this rank's experts in a prefill, over those of a balanced routing.
+    """
+
+    device: FakeDevice | None = None
+    world: int = 1
+    skew: float = 1.0
+
+    def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> FakeMesh:
+        return FakeMesh(self, 0, self.world, choose_device(device))
+
+
+class FakeMesh(Mesh):
+    """A mesh of which only rank 0 exists."""
+
+    config: FakeConfig
+
+    def all_gather_int(self, value: int) -> list[int]:
+        return [value] * self.world_size
+
+    def barrier(self, wait_s: float) -> None:
+        pass
+
+    def _host_group(self) -> Group:
+        return Group((0,), 0, None)
+
+    def _group(self, size: int) -> FakeGroup:
+        return FakeGroup(tuple(range(size)), 0, None, device=self.config.device)
+
+    def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
+        parallel = FakeExpertParallel(self.ep, placement)
+        parallel.skew = self.config.skew
+        return parallel
+
+
+@dataclass
+class FakeGroup(Group):
+    """A group of which only rank 0 exists."""
+
+    device: FakeDevice | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def _launched(self, name: str, *shape: int, like: torch.Tensor) -> torch.Tensor:
+        assert self.device is not None
+        if like.is_cuda:
+            self.device.launch(Launch("collective", name))
+            if (name, self.size) not in self.device.connected:
+                self.device.connected.add((name, self.size))
+                self.device.outside += LINK_BYTES
+        return like.new_empty(*shape)
+
+    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        gathered = self._launched("all_gather", self.size * rows.shape[0], *rows.shape[1:], like=rows)
+        return lambda: gathered
+
+    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._launched("reduce_scatter", rows.shape[0] // self.size, *rows.shape[1:], like=rows)
+
+    def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
+        count = rows.shape[0] if receive is None else sum(receive)
+        return self._launched("all_to_all", count, *rows.shape[1:], like=rows)
+
+
+class FakeExpertParallel(ExpertParallel):
+    """Routing that sends each token to the maximum number of ranks, and equally many tokens to every rank; ``skew``
+    times as many to this one."""
+
+    skew = 1.0
+
+    def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
+        super().exchange_counts(sent)
+        total, size = self.choices, self.group.size
+        each = [total // size] * size
+        served = self._skewed(total)
+        return RecvPlan(each, [self._skewed(n) for n in each], served), served
+
+    def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
+        parts = len(super().count_served(experts, together))
+        return _even(min(self._skewed(experts.numel() // self.group.size), experts.numel()), parts)
+
+    def _skewed(self, balanced: int) -> int:
+        """Number of tokens for this rank in place of a balanced number."""
+        return int(self.skew * balanced)
+
+    def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:
+        super().exchange_rounds(sent)
+        rounds, size = sent.shape[:2]
+        total = self.choices // size * size
+        send, receive = _even(total, rounds), _even(self._skewed(total), rounds)
+        return [RecvPlan(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
+
+    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
+        self.choices = experts.numel()
+        return super().to_physical(experts)
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]

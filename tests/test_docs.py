@@ -1,0 +1,92 @@
+"""The README and the docs: what they name exists, every room is on a page, and the first example of the README runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+ROOM_PAGES = sorted((ROOT / "docs" / "architecture").glob("*.md"))
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *ROOM_PAGES)
+
+# Folders in which a path may begin; pages add the folder that they are about.
+FOLDERS = ("", "dsa_engine", "dsa_engine/engine", "dsa_engine/measure", "dsa_engine/commands/bench")
+FOLDERS_OF_PAGES = {
+    "CONTRIBUTING.md": "scripts/kernel_bench",
+    "QUANTIZATION.md": "benchmarks/results",
+    "RUNNING.md": "scripts",
+    "TRAINING.md": "benchmarks/results",
+    "kernels.md": "kernels",
+    "measure.md": "dsa_engine/measure/emulation",
+    "model.md": "dsa_engine/model",
+    "parallel.md": "parallel",
+    "weights.md": "dsa_engine/quantization",
+}
+ENDINGS = r"(?:py|md|cpp|json|jsonl|png|sh|toml)"
+
+# Files of checkpoints, results of commands on the pages, and files of other projects.
+NOT_OURS = {
+    "config.json",
+    "generation_config.json",
+    "message/",
+    "program.py",
+    "python/sglang/srt/models/deepseek_nextn.py",
+    "vllm/model_executor/models/deepseek_mtp.py",
+}
+
+
+def without_blocks(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def paths(page: Path) -> Iterator[str]:
+    """Files and folders that a page names in code quotes, and scripts in its commands."""
+    for quoted in re.findall(r"`([^`\n]+)`", without_blocks(page)):
+        for word in quoted.replace(",", " ").split():
+            word = word.removesuffix(":")
+            if re.fullmatch(rf"[\w./*-]+\.{ENDINGS}", word) or re.fullmatch(r"[\w-]+(/[\w-]+)*/", word):
+                yield word
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        yield from re.findall(r"\bscripts/[\w/]+\.(?:py|sh)", block)
+
+
+def files(page: Path, path: str) -> list[Path]:
+    """The files or folders of the repository that a path on a page may mean; a bare name may be anywhere."""
+    path, folders = path.rstrip("/"), (*FOLDERS, FOLDERS_OF_PAGES.get(page.name, ""))
+    found = [file for folder in folders for file in (ROOT / folder).glob(path)]
+    tops = ("dsa_engine", "kernels", "parallel", "scripts") if not found and "/" not in path else ()
+    return found + [file for top in tops for file in (ROOT / top).rglob(path)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", without_blocks(page)) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert sorted({path for path in paths(page) if path not in NOT_OURS and not files(page, path)}) == []
+    for path, name in re.findall(r"`([\w/]+\.py): ([\w.]+)`", without_blocks(page)):
+        assert any(name in file.read_text(encoding="utf-8") for file in files(page, path)), f"{path}: {name}"
+
+
+def test_every_room_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in ROOM_PAGES)
+    rooms = [path.parent for top in ("kernels", "parallel") for path in (ROOT / top).glob("*/__init__.py")]
+    rooms += [path.parent for path in (ROOT / "dsa_engine").glob("*/__init__.py")]
+    assert len(rooms) > 10
+    assert [room.name for room in rooms if f"{room.name}/" not in text] == []
+
+
+def test_pages_are_short() -> None:
+    lines = {page.name: len(page.read_text(encoding="utf-8").splitlines()) for page in (README, *ROOM_PAGES)}
+    assert lines.pop("README.md") <= 150 and len(lines) > 5
+    assert max(lines.values()) <= 80, lines
+
+
+def test_the_first_example(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the README, on a CPU."""
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+    exec(compile(block.replace('LLM("demo")', 'LLM("demo", device="cpu", progress=False)'), str(README), "exec"), {})
+    assert "length" in capsys.readouterr().out

@@ -1,0 +1,183 @@
+"""Tokens to text, piece by piece: unfinished characters and possible stop strings are held back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsa_engine.demo import demo_folder
+from dsa_engine.text.stream import TextStream
+from dsa_engine.text.tokenizer import Tokenizer
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class Pieces:
+    """A tokenizer whose tokens are strings of any length; a space at the beginning of a text is lost, as in Llama's."""
+
+    def __init__(self, pieces: list[str]):
+        self.pieces = pieces
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.pieces[i] for i in ids).removeprefix(" ")
+
+
+def run(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> tuple[list[str], str, bool]:
+    """The pieces that come, the whole text, and whether it stopped (the rest of the tokens is then not given)."""
+    stream = TextStream(tokenizer, stop)
+    pieces = []
+    for token in tokens:
+        stream.add(token)
+        if stream.stopped:
+            break
+        pieces.append(stream.new_text())
+    whole = stream.finish()
+    pieces.append(stream.new_text())
+    return pieces, whole, stream.stopped
+
+
+def test_characters_of_several_tokens() -> None:
+    pieces, text, stopped = run(Bytes(), list("aé€😀z".encode()), ())
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "z", ""]
+    assert (text, stopped) == ("aé€😀z", False)
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_it_stands() -> None:
+    pieces, text, _ = run(Bytes(), list("ab€".encode())[:-1], ())
+    assert text == "ab\ufffd" and "".join(pieces) == text and pieces[:4] == ["a", "b", "", ""]
+
+
+def test_spaces_between_words_survive() -> None:
+    tokenizer = Pieces([" Hello", " world", " and", " all"])
+    pieces, text, _ = run(tokenizer, [0, 1, 2, 3], ())
+    assert text == "Hello world and all" and pieces[:4] == ["Hello", " world", " and", " all"]
+
+
+@pytest.mark.parametrize(
+    "text, stop, expected, pieces",
+    [
+        ("one END two", ("END",), "one ", ["o", "n", "e", " ", "", "", ""]),
+        ("EEND", ("END",), "E", ["", "E", "", ""]),
+        ("abcabd", ("abd",), "abc", ["", "", "abc", "", "", ""]),
+        ("xaby", ("ab", "b"), "x", ["x", "", ""]),
+        ("the en", ("end",), "the en", ["t", "h", "", "e ", "", "", "en"]),
+        ("no stop", (), "no stop", [*"no stop", ""]),
+    ],
+)
+def test_stop_strings_over_several_tokens(text: str, stop: tuple[str, ...], expected: str, pieces: list[str]) -> None:
+    actual, whole, stopped = run(Bytes(), list(text.encode()), stop)
+    assert whole == expected and "".join(actual) == expected
+    assert stopped == (expected != text)
+    if "e " not in pieces:  # that case is there for its whole text
+        assert actual == pieces
+
+
+def test_a_stop_string_within_one_token_and_over_a_border() -> None:
+    tokenizer = Pieces(["one", " two STOP three", "ST", "OP", "!"])
+    assert run(tokenizer, [0, 1, 4], ("STOP",))[1:] == ("one two ", True)
+    assert run(tokenizer, [0, 2, 3, 4], ("STOP",))[1:] == ("one", True)
+    assert run(tokenizer, [0, 2, 4, 3], ("STOP",))[1:] == ("oneST!OP", False)
+    assert run(tokenizer, [0, 1], ("three", "two"))[1:] == ("one ", True)
+
+
+TEXTS = st.text(st.sampled_from("ab é€😀\ufffd"), max_size=25)
+STOPS = st.lists(st.text(st.sampled_from("ab é"), min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@given(TEXTS, STOPS)
+def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: tuple[str, ...]) -> None:
+    pieces, whole, stopped = run(Bytes(), list(text.encode()), stop)
+    # The stop string that is complete first ends the text; where it begins, the text is cut.
+    expected = text
+    for end in range(len(text) + 1):
+        starts = [text[:end].find(s) for s in stop if s in text[:end]]
+        if starts:
+            expected = text[: min(starts)]
+            break
+    assert whole == expected and stopped == (expected != text)
+    assert "".join(pieces) == whole
+
+
+@given(st.lists(st.integers(0, 255), max_size=30), STOPS)
+def test_any_bytes(tokens: list[int], stop: tuple[str, ...]) -> None:
+    """The bytes of an untrained model, which are no text: a piece that was given never changes."""
+    pieces, whole, stopped = run(Bytes(), tokens, stop)
+    assert "".join(pieces) == whole
+    assert bytes(tokens).decode("utf-8", errors="replace").startswith(whole)
+    if not stopped:
+        assert whole == bytes(tokens).decode("utf-8", errors="replace")
+        assert not any(s in whole for s in stop) or whole.endswith("\ufffd")
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xE2, 0xFF])
+def test_tokens_that_never_complete_a_character(byte: int) -> None:
+    """The work for a token does not grow with those before it, and what can no longer change is given."""
+    decoded: list[int] = []
+
+    class Counted(Bytes):
+        def decode(self, ids: list[int]) -> str:
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    tokens = [*b"text ", *[byte] * 500, *"€".encode()]
+    pieces, whole, _ = run(Counted(), tokens, ())
+    assert whole == bytes(tokens).decode("utf-8", errors="replace") == "".join(pieces)
+    assert max(decoded) < 40 and sum(len(piece) for piece in pieces[:400]) > 350
+
+
+@pytest.fixture(scope="module")
+def demo_tokenizer(demo_cache: Path) -> Tokenizer:
+    return Tokenizer(demo_folder())
+
+
+def test_demo_tokenizer_streams_what_it_decodes(demo_tokenizer: Tokenizer) -> None:
+    text = "Grüße, 世界! 😀 def f(x):\n\treturn x"
+    ids = demo_tokenizer.encode(text)
+    assert demo_tokenizer.decode(ids) == text
+    assert len(ids) == 1 + len(text.encode())  # the begin-of-sentence token, and a token a byte
+    pieces, whole, _ = run(demo_tokenizer, ids, ())
+    assert whole == text and "".join(pieces) == text
+    assert run(demo_tokenizer, ids, ("界!",))[1:] == ("Grüße, 世", True)
+
+
+def test_chat(demo_tokenizer: Tokenizer) -> None:
+    ids = demo_tokenizer.chat([{"role": "user", "content": "Hi"}])
+    assert ids[0] == 0 and ids.count(0) == 1, "the template writes the first token, and nothing writes it again"
+    assert ids == [0, 2, *demo_tokenizer.encode("Hi")[1:], 3]
+
+
+def test_where_a_tokenizer_lies(tmp_path: Path) -> None:
+    assert not Tokenizer.lies_in(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert Tokenizer.lies_in(tmp_path)
+
+
+def test_a_folder_may_not_run_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does transformers ask on stdin: a pipe with the prompt might hold a "y"."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked on stdin"))
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\nclass Own:\n    pass\n")
+    with pytest.raises(
+        ValueError, match="cannot be read: .*wants to run Python code of that folder.*trust_remote_code"
+    ):
+        Tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with pytest.raises(ValueError, match=r"^the tokenizer in .* cannot be read: [^\n]*$"):
+        Tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Who may import whom (docs: the layout of the package): the imports of every file, read without running it."""
+"""Layers of the package (docs: its layout): the imports of every file, read without running it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 
-# From the top: a module imports from its own row and the rows below it. A room stands for its modules that have no row
-# of their own.
+# From the top: a module imports from its own row and the rows below it. The row of a room holds for all of its modules
+# that are not in another row.
 LAYERS = (
     ("__main__",),
     ("cli",),
@@ -56,7 +56,7 @@ LAYERS = (
     ("kernels",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LEVEL["__init__"] = -1  # dsa_engine itself: it exports LLM, so it stands above everything
+LEVEL["__init__"] = -1  # dsa_engine itself: it exports LLM, so it is above everything
 
 # The two folders at the top of the repository use these packages only, and of ours only the rooms in USES.
 STANDALONE = {"kernels": {"torch", "triton", "flash_attn", "flash_attn_interface"}, "parallel": {"torch"}}
@@ -110,7 +110,7 @@ def exists(part: str) -> bool:
 
 
 def violations(source: str, module: str) -> list[str]:
-    """What the imports of one file break, a sentence each."""
+    """A sentence for each import of one file that breaks the layers."""
     broken = []
     in_package = module.startswith("dsa_engine.")
     own = unit(module) if in_package else ""
@@ -132,7 +132,7 @@ def violations(source: str, module: str) -> list[str]:
             elif target not in LEVEL:
                 broken.append(f"{where}; dsa_engine.{target} has no layer: add it to LAYERS of tests/test_layering.py")
             elif LEVEL[target] < LEVEL[own]:
-                broken.append(f"{where}, which stands above it")
+                broken.append(f"{where}, which is above it")
         elif own in STANDALONE and top not in STANDALONE[own] and top not in sys.stdlib_module_names:
             broken.append(f"{where}; {own} may use the standard library and {', '.join(sorted(STANDALONE[own]))}")
     return broken

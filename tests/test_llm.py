@@ -39,7 +39,7 @@ def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
 
 
 def test_greedy_follows_the_prompt_logits(llm: LLM) -> None:
-    """Every token is the best after all that stand before it, by a prefill of them all."""
+    """Every token is the best one after those before it, by a prefill of all of them."""
     output = llm.generate(TEXT, GREEDY)[0]
     ids = output.prompt_token_ids + output.token_ids
     logits = llm.prompt_logits(ids)

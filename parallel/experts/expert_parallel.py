@@ -1,7 +1,7 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/moe/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, even if it
+row (`kernels/moe/pack_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, even if it
 has chosen several of that rank's experts.
 
 * "all_to_all": only what is needed travels, in rounds if much comes to one rank (`all_to_all.py`). The counts depend on

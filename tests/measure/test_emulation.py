@@ -243,7 +243,7 @@ def test_a_watched_step_knows_its_collectives(emulated: LLM) -> None:
 
 
 def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
-    """Of DeepSeek-V3.2's sizes: 656 + 132 bytes a row, padded to 800, where bfloat16 takes 1,408."""
+    """DeepSeek-V3.2's sizes: 656 + 132 bytes a row, padded to 800, where bfloat16 takes 1,408."""
     small = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -286,7 +286,7 @@ def test_copies_of_fp8_cache_rows_have_scales_of_their_own() -> None:
     assert torch.equal(got[5:10], rows)
     scales = got[:, 8:12].contiguous().view(torch.float32)
     assert len(scales.unique()) == 15 and bool((scales > 0).all())
-    latents = torch.ones(2, 8, dtype=torch.uint8)  # of a layer without index keys
+    latents = torch.ones(2, 8, dtype=torch.uint8)  # a layer without index keys
     assert torch.equal(group.all_gather(latents), torch.ones(6, 8, dtype=torch.uint8))
 
 

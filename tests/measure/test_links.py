@@ -21,7 +21,7 @@ LINKS = Links(
 
 
 def even(kind: Kind, ranks: range | tuple[int, ...], part: int, index: int = 0) -> Collective:
-    """Equal parts to and from everybody."""
+    """Equal parts to and from every other rank."""
     counts = tuple(0 if i == index else part for i in range(len(ranks)))
     return Collective(kind, tuple(ranks), index, counts, counts)
 

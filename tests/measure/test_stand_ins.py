@@ -38,7 +38,7 @@ def test_every_call_is_run_again_as_often_as_it_was_made() -> None:
     noted, first, second = StandIns(), Made(), Made()
     with noted.noting():
         assert [stand_in("layer", first), stand_in("layer", first), stand_in("head", second)] == [1, 2, 1]
-    stand_in("layer", first)  # nobody notes
+    stand_in("layer", first)  # not noted
     before = (first.times, second.times)
     assert noted.seconds(CPU) > 0
     runs = second.times - before[1]

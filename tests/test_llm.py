@@ -81,7 +81,7 @@ def test_metrics(llm: LLM) -> None:
     assert many.metrics.ttft_s > 0 and many.metrics.tpot_s is not None and many.metrics.tpot_s > 0
 
 
-def test_more_requests_than_slots_and_pages(demo_cache: Path) -> None:
+def test_more_requests_than_run_at_once_and_than_pages(demo_cache: Path) -> None:
     small = load(max_model_len=256, max_num_seqs=2, cache_memory="1MiB", max_num_batched_tokens=50)
     prompts = [TEXT[: 20 + 17 * i] for i in range(7)]
     large = load(max_model_len=256)

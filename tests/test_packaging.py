@@ -39,13 +39,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheels(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A wheel built from the tree, and one built from the source distribution."""
-    built = {}
+    wheels = {}
     # In this order: a build leaves lists of files in the tree, which must not help the source distribution.
     for origin, options in {"sdist": [], "tree": ["--wheel"]}.items():
         out = tmp_path_factory.mktemp(f"dist-{origin}")
         run(sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", out, tree, cwd=out)
-        (built[origin],) = out.glob("*.whl")
-    return built
+        (wheels[origin],) = out.glob("*.whl")
+    return wheels
 
 
 @pytest.mark.parametrize("origin", ["tree", "sdist"])
@@ -106,7 +106,7 @@ def test_the_interpreter_of_the_tests_sees_no_top_level_kernels(tmp_path: Path) 
 
 
 def assert_not_ours(python: Path, cwd: Path, *folders: Path) -> None:
-    """``kernels`` and ``parallel`` are unknown to ``python``, or another package's: not found in ``folders``."""
+    """``kernels`` and ``parallel`` are unknown to ``python``, or another package's: absent from ``folders``."""
     program = (
         "import importlib.util as u\n"
         "for name in ('kernels', 'parallel'):\n"

@@ -37,6 +37,6 @@ def check_batch(capacity: Capacity, requests: int, prompt_len: int, max_tokens: 
     each = cdiv(requests, capacity.world_size)
     need = each * capacity.max_pages(prompt_len, max_tokens)
     if requests > 1 and capacity.cp_size > 1 and not filled:
-        need += pages_for(prompt_len, capacity.page_size)  # of another rank's request, while it is prefilled
+        need += pages_for(prompt_len, capacity.page_size)  # for another rank's request during its prefill
     what = f"{requests} such requests at once on {capacity.world_size} rank(s), {each} on each"
     capacity.require(what, need, prompt_len, max_tokens)

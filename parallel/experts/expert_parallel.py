@@ -1,8 +1,8 @@
 """Expert parallelism: every rank of the group holds a part of the routed experts (`placement.py`).
 
 A dispatch (`dispatch.py`) brings tokens to the ranks that hold their experts, each with its choices and weights in one
-row (`kernels/packed_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, even if it has
-chosen several of that rank's experts.
+row (`kernels/moe/pack_tokens.py`), and the sums back. Both dispatches send a token to a rank at most once, even if it
+has chosen several of that rank's experts.
 
 * "all_to_all": only what is needed travels, in rounds if much comes to one rank (`all_to_all.py`). The counts depend on
   the routing, and the host waits for them. Sums add in float32, in the order of a token's choices: the same bits each
@@ -33,7 +33,7 @@ class ExpertParallel:
     Attributes:
         group: the ranks that hold the experts.
         placement: the experts of each rank.
-        even: spread choices evenly over the ranks, whatever the router says: the largest step that memory must fit.
+        even: spread choices evenly over the ranks instead of routing them (:meth:`.mesh.Mesh.even_routing`).
     """
 
     def __init__(self, group: Group, placement: ExpertPlacement):

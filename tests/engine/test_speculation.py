@@ -65,11 +65,11 @@ def test_drafts_are_those_of_the_equations(
     rows: list[torch.Tensor] = []
     original = engine.model.logits
 
-    def kept(hidden: torch.Tensor, padded_rows: int, head: torch.Tensor | None = None) -> torch.Tensor:
+    def recorded(hidden: torch.Tensor, padded_rows: int, head: torch.Tensor | None = None) -> torch.Tensor:
         rows.append(original(hidden, padded_rows, head))
         return rows[-1]
 
-    engine.model.logits = kept  # type: ignore[method-assign]
+    engine.model.logits = recorded  # type: ignore[method-assign]
     request = engine.add(prompt, replace(GREEDY, max_tokens=12))
     while not request.output:
         engine.step()

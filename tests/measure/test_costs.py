@@ -136,7 +136,7 @@ def test_experts_that_are_hit() -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = [
         len(torch.rand(20, 64, generator=generator).topk(4).indices.unique()) for _ in range(400)
-    ]  # of all 64, by 20 tokens  # fmt: skip
+    ]  # among 64, by 20 tokens  # fmt: skip
     served = Served.evenly(tokens=20, top_k=4, held=64, experts=64)
     assert served.pairs == 80
     assert served.experts == pytest.approx(sum(drawn) / len(drawn), rel=0.01)

@@ -37,8 +37,8 @@ LENGTHS = (50, 33, 5, 48, 21)
 COUNT = 20  # tokens to generate: the longest requests come to select, 64 of 69
 PAGES, PAGE_SIZE = 45, 2
 
-# float32 rounding depends on the number of rows that are multiplied. Now and then it gives a value near the middle of two
-# codes the other code: with FP8 weights, that has moved a row's logits by up to 3% of their norm.
+# float32 rounding depends on the number of rows that are multiplied. Now and then it gives a value near the middle of
+# two codes the other code: with FP8 weights, that has moved a row's logits by up to 3% of their norm.
 NEAR_TIE = 0.05  # nats
 
 

@@ -93,7 +93,7 @@ def measure_prefill(
     return PrefillResult(
         input_len=len(prompt),
         world_size=mesh.world_size,
-        seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # of the slowest rank
+        seconds=[max(row[first + i] for row in ranks) for i in range(repeat)],  # the slowest rank's
         peak_memory_bytes=[int(row[0]) for row in ranks],
         attention_pairs=[pairs[rank] for rank in mesh.processes.ranks],
         imbalance=max(pairs) * len(pairs) / sum(pairs),

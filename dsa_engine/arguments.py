@@ -85,6 +85,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser.add_argument_group("parallel (under torchrun)"), ParallelConfig)
 
 
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``, the option of every script that writes its result."""
+    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+
+
 def parallel_from(args: argparse.Namespace, **changes: Any) -> ParallelConfig:
     """The :class:`ParallelConfig` that the arguments describe; ``changes`` add to them."""
     return ParallelConfig(**(_values(args, ParallelConfig) | changes))

@@ -155,12 +155,12 @@ class Mesh:
 
     @property
     def processes(self) -> Group:
-        """The ranks that are processes: all of them, if the mesh communicates."""
+        """The ranks that are processes: all ranks, if the mesh communicates."""
         return self.world
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process speaks for the mesh."""
+        """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
     def expert_parallel(self, experts: int) -> ExpertParallel:
@@ -176,7 +176,8 @@ class Mesh:
 
     @contextmanager
     def even_routing(self) -> Iterator[None]:
-        """Within, tokens choose experts that are spread over the ranks as evenly as can be, whatever a router says."""
+        """Within the block, choices are spread evenly over the ranks instead of routed, so that the startup can measure
+        the memory of a full round."""
         before = [(one, one.even) for one in self._expert_parallel.values()]
         for one, _ in before:
             one.even = True
@@ -190,8 +191,7 @@ class Mesh:
         return ExpertParallel(self.ep, placement)
 
     def set_machines(self, machines: Sequence[int]) -> None:
-        """Says on which machine each rank stands; warns where the neighbours of a tensor-parallel group do not share
-        one."""
+        """Sets the machine of each rank; warns if the neighbours of a tensor-parallel group are on different ones."""
         self.machines = tuple(machines)
         size = self.config.tp_size
         for first in range(0, self.world_size, size):
@@ -205,28 +205,28 @@ class Mesh:
                 break
 
     def _exchange_machines(self) -> list[int]:
-        """One exchange of host names, by digest: machines are numbered in the order of their first rank."""
+        """Gathers digests of host names; machines are numbered in the order of their first rank."""
         digest = blake2b(socket.gethostname().encode(), digest_size=7).digest()
         names = self.all_gather_int(int.from_bytes(digest, "big"))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
 
     def all_gather_int(self, value: int) -> list[int]:
-        """A number of every rank of the mesh, below 2⁶³; every rank calls it."""
+        """The number of every rank of the mesh, below 2⁶³; every rank calls it."""
         return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
     def barrier(self, wait_s: float) -> None:
-        """Waits until all ranks of the mesh have come here, in no collective, whose own timeout may be shorter.
+        """Waits until all ranks of the mesh have called this. It uses no collective, whose timeout may be shorter.
 
         Raises:
-            TimeoutError: one has not come within so many seconds.
+            TimeoutError: a rank has not called it within this many seconds.
         """
         if not self.world.alone:
             compare({}, self.global_ranks, self.global_ranks[self.rank], wait_s)
 
     @property
     def static_decode(self) -> bool:
-        """Whether no shape in a decode step depends on the routing: the host need not ask the device for it."""
+        """Whether the shapes of a decode step are independent of the routing, so that the host need not wait for it."""
         return self.world_size == 1 or self.config.decode_dispatch == "all_gather"
 
     def cp_ranks(self, cp_group: int) -> range:
@@ -235,7 +235,7 @@ class Mesh:
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of the mesh as the run counts them."""
+        """The ranks of the mesh, numbered in the run."""
         return list(range(self.world_size)) if self._ranks is None else list(self._ranks)
 
     def _host_group(self) -> Group:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, reported, run
+from dsa_engine.arguments import add_engine_arguments, add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
 from dsa_engine.kernels.runtime.error_line import error_line
@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=64, help="tokens per request")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, after one that is not counted")
     parser.add_argument("--only", metavar="NAMES", help=f"some of: {', '.join(VARIANTS)}; separated by commas")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--add", action="store_true", help="keep what the file of --json holds, and add to it")
     add_engine_arguments(parser)
     add_emulation_arguments(parser)

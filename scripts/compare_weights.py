@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from dsa_engine import LLM
-from dsa_engine.arguments import argument_parser, run
+from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.commands.bench.generation_benchmark import check_latency, measure_latency
 from dsa_engine.measure.report import format_table, model_name, run_report, write_json
 from dsa_engine.system.output_files import check_outputs
@@ -27,7 +27,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="runs of each, in turn, after one that is not counted")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     args = parser.parse_args()
     if args.output_len < 2 or min(args.repeat, args.batch_size, args.input_len) < 1:
         raise ValueError("--output-len must be at least 2, --repeat, --batch-size and --input-len at least 1")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import argument_parser, read_text, run
+from dsa_engine.arguments import add_json_argument, argument_parser, read_text, run
 from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--depth", type=float, default=0.3, help="which fact is asked for: 0 the first, 1 the last")
     parser.add_argument("--max-tokens", type=int, default=16, help="maximum number of tokens of the answer")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
     return parser.parse_args()
 

@@ -17,7 +17,15 @@ from demo_model.evaluation.selection import SELECTIONS
 from demo_model.export import load_checkpoint
 from demo_model.pictures import plot_retrieval
 from dsa_engine import LLM
-from dsa_engine.arguments import add_engine_arguments, argument_parser, lengths, llm_from, reported, run
+from dsa_engine.arguments import (
+    add_engine_arguments,
+    add_json_argument,
+    argument_parser,
+    lengths,
+    llm_from,
+    reported,
+    run,
+)
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import caption, format_table, run_report, write_json
@@ -42,7 +50,7 @@ def parse() -> argparse.Namespace:
         "--kl-to", metavar="MODEL", help="on the texts of --perplexity, also the KL divergence from MODEL in float32"
     )
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="the MTP module on N texts and N conversations")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--plot", metavar="PATH", help="draw length by depth (PNG)")
     add_engine_arguments(parser)
     return parser.parse_args()

@@ -10,7 +10,7 @@ import json
 
 from demo_model.evaluation.drafting import measure_drafting, report
 from demo_model.evaluation.quality import held_out
-from dsa_engine.arguments import add_engine_arguments, argument_parser, llm_from, reported, run
+from dsa_engine.arguments import add_engine_arguments, add_json_argument, argument_parser, llm_from, reported, run
 from dsa_engine.commands.bench.latency_command import draft_counts
 from dsa_engine.measure.report import format_table, run_report, write_json
 from dsa_engine.system.output_files import check_outputs
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", type=draft_counts, default=[0, 1, 2, 3], help="drafts a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the prompts")
     parser.add_argument("--cases", type=int, default=10, help="prompts of each kind")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     add_engine_arguments(parser)
     args = parser.parse_args()
     check_outputs(args.json)

@@ -1,4 +1,4 @@
-"""Where and how a model runs: mesh, dtype, weight format, workspace, side streams."""
+"""The surroundings of a model: mesh, dtype, weight format, workspace, side streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsa_engine.quantization import WeightFormat
 
 @dataclass(frozen=True)
 class Runtime:
-    """The surroundings of a model's layers."""
+    """Everything that layers share: mesh, dtype, weight format, limits."""
 
     mesh: Mesh
     dtype: torch.dtype  # dtype of activations and of the weights that are never quantised

@@ -33,7 +33,7 @@ class ExpertParallel:
     Attributes:
         group: the ranks that hold the experts.
         placement: the experts of each rank.
-        even: spread choices evenly over the ranks, whatever the router says: the largest step that memory must fit.
+        even: spread choices evenly over the ranks instead of routing them (:meth:`.mesh.Mesh.even_routing`).
     """
 
     def __init__(self, group: Group, placement: ExpertPlacement):

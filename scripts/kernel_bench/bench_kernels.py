@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import argument_parser, run
+from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.commands.doctor.lost_device import in_another_process, is_lost
 from dsa_engine.config.model import DTYPES
 from dsa_engine.kernels.runtime.error_line import error_line
@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small sizes, to try the script on a CPU")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no further case after this long")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--add", action="store_true", help="keep what the file of --json holds, and add to it")
     return parser.parse_args()
 

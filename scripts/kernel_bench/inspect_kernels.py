@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from dsa_engine.arguments import argument_parser, run
+from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from kernel_cases.cases import CASES, named
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
         "--target", type=int, nargs="+", default=[90], choices=sorted(SHARED_LIMIT), help="compute capabilities"
     )
     parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--counts", metavar="PATH", help="renew in this file what this Triton compiles for the targets")
     return parser.parse_args()
 

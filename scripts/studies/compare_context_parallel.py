@@ -22,7 +22,7 @@ from context_parallel.layer import SIZES, DSASize, Layer
 from context_parallel.many_ranks import Counted, count
 from context_parallel.plot import plot_forms
 from context_parallel.study import FORMS, ContextParallelStudy, FormResult
-from dsa_engine.arguments import argument_parser, lengths, reported, run
+from dsa_engine.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.config.model import DTYPES
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
     counted.add_argument("--counted-size", choices=SIZES, default="v3.2", help="size of the layer")
     counted.add_argument("--assumed-tflops", type=float, default=400, help="a rank's rate, 10^12 operations a second")
     counted.add_argument("--links", metavar="FILE", help="the links, as bench_prefill.py takes them")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--plot", metavar="PATH", help="draw measured and counted times here (.png)")
     args = parser.parse_args()
     for name, least in (("repeat", 1), ("counted_ranks", 2)):

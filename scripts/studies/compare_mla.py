@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsa_engine.arguments import argument_parser, lengths, reported, run
+from dsa_engine.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.config.model import DTYPES
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_so_far
@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and caches")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--plot", metavar="PATH", help="draw times and counts here (.png)")
     args = parser.parse_args()
     if args.repeat < 1:

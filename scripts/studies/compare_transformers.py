@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM
-from dsa_engine.arguments import argument_parser, lengths, run
+from dsa_engine.arguments import add_json_argument, argument_parser, lengths, run
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_json
@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=16, help="tokens to decode")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, in turn")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of both")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--plot", metavar="PATH", help="draw rates and memory here (.png)")
     return parser.parse_args()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.arguments import argument_parser, run
+from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.measure.across_ranks import from_all_ranks
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import format_table, run_report, write_json
@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=64, help="tokens of an output")
     parser.add_argument("--repeat", type=int, default=5, help="runs, after one that is not counted")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     args = parser.parse_args()
     if args.output_len < 2 or min(args.repeat, args.batch_size, args.input_len) < 1:
         raise ValueError("--output-len must be at least 2, --repeat, --batch-size and --input-len at least 1")

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from dsa_engine.arguments import add_engine_arguments, json_object, lengths, reported
+from dsa_engine.arguments import add_engine_arguments, add_json_argument, json_object, lengths, reported
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_latency, measure_latency
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
     parser.add_argument("--output-len", type=int, default=OUTPUT_LEN[metric], help="tokens per request")
     parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
     parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
     parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
     if metric == "tpot":

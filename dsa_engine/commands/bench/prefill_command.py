@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dsa_engine.arguments import add_engine_arguments, lengths, read_text, reported
+from dsa_engine.arguments import add_engine_arguments, add_json_argument, lengths, read_text, reported
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_prefill
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
     parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
     parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     parser.add_argument("--dump-logits", metavar="PATH", help="write the last position's logits (.npy) here")
     parser.add_argument("--plot", metavar="PATH", help="draw TTFT and stages here (.png)")
     parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")

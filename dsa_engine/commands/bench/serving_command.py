@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from dsa_engine.arguments import add_engine_arguments, llm_from, reported
+from dsa_engine.arguments import add_engine_arguments, add_json_argument, llm_from, reported
 from dsa_engine.commands.bench.serving_benchmark import ServingLoad, check_serving, measure_serving
 from dsa_engine.commands.bench.serving_tables import print_serving, read_goals
 from dsa_engine.measure.report import run_report, write_json
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--goodput", nargs="+", metavar="NAME:MS", help="such as ttft:2000 tpot:50 e2el:8000")
     parser.add_argument("--num-warmups", type=int, default=1, help="requests before, not counted")
-    parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
+    add_json_argument(parser)
     add_engine_arguments(parser)
 
 

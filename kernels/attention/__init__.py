@@ -1,1 +1,2 @@
-"""Attention over the latent cache and over expanded keys and values, and what merges and gathers for it."""
+"""Attention over the latent cache, dense and sparse, and over expanded keys and values; merging of partial results and
+gathering of latent rows."""

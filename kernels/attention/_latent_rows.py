@@ -1,11 +1,11 @@
 """Loads of latent rows within a kernel, from a pool as :meth:`.formats.cache_format.LatentFormat.rows` shows it.
 
-Plain rows are loaded as they are. FP8 rows take two steps, to words and from words to numbers, so that a loop can have
-the words of a later step under way while it works with the numbers of this one. Words they are since registers hold
-32 bits: bytes that a loop carries would take four times as many.
+Plain rows are loaded as they are. FP8 rows take two steps, to words and from words to numbers, so that a loop can load
+the words of a later step while it works with the numbers of this one. They are words because registers hold 32 bits:
+bytes that a loop carries would take four times as many.
 
 No row is masked: a predicate for each of a thread's copies took a fifth of the attention's instructions. So all must be
-rows that were written, also those that :func:`._online_softmax.attend` leaves out: 0 · NaN is NaN.
+written rows, also those that :func:`._online_softmax.attend` leaves out: 0 · NaN is NaN.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 
 @triton.jit
 def value_columns(BLOCK: tl.constexpr, FP8: tl.constexpr):
-    """Which column of a row stands where in a tile of values ``[rows, BLOCK]``. Of FP8 rows a thread has 16 neighbours,
-    32 bytes as numbers: all first halves stand before all second ones, so that threads that write to shared memory at
-    the same time write 16 bytes beside each other. In their own places they would meet in half of its banks."""
+    """The column of a row at each index of a tile of values ``[rows, BLOCK]``. A thread has 16 neighbouring values of
+    an FP8 row, 32 bytes as numbers: all first halves come before all second halves, so that threads that write to
+    shared memory at the same time write 16 bytes beside each other. In order they would meet in half of its banks."""
     index = tl.arange(0, BLOCK)
     if FP8:
         columns = index % (BLOCK // 2) // 8 * 16 + index // (BLOCK // 2) * 8 + index % 8
@@ -74,8 +74,8 @@ def load_fp8_rows(
 
 @triton.jit
 def expand_fp8_rows(words, scale, pairs, dtype: tl.constexpr, E4M3: tl.constexpr):
-    """What :func:`load_fp8_rows` returned, as :func:`load_plain_rows` would return it, in ``dtype``, but for the order
-    of the values, which is that of :func:`value_columns`."""
+    """Converts the results of :func:`load_fp8_rows` to those of :func:`load_plain_rows`, in ``dtype``, with the values
+    in the order of :func:`value_columns`."""
     even = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
     odd = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
     codes = tl.join(even, odd).reshape(words.shape[0], words.shape[1], 128)

@@ -1,5 +1,5 @@
-"""What attention over latent rows shares, whichever way the rows are found: the tile sizes, the queries and results of
-a program, and one step of the online softmax. Rows are loaded by :mod:`._latent_rows`.
+"""The common part of attention over latent rows: tile sizes, queries and results of a program, one step of the online
+softmax, and the loop over the rows. Rows are loaded by :mod:`._latent_rows`.
 
     s = scale · log2(e) · q · rowᵀ      top' = max(top, s)      p = 2^(s − top')      r = 2^(top − top')
     total' = r · total + Σ p            acc' = r · acc + p · row[:value_dim]
@@ -41,15 +41,15 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 class Tiles(NamedTuple):
-    heads: int  # a program, at most
-    rows: int  # a step
+    heads: int  # largest number for a program
+    rows: int  # rows of a step
     warps: int
     stages: int
-    least: int = 16  # heads; where there are fewer, the last one is computed more than once
+    least: int = 16  # smallest number of heads; of fewer, the last one is computed more than once
 
 
 class Tilings(NamedTuple):
-    """Tiles by what lies in shared memory."""
+    """Tiles by the type of the rows in shared memory."""
 
     half: Tiles  # rows of 2 bytes a number
     fp8: Tiles  # rows of 656 bytes, and their 2-byte numbers
@@ -58,17 +58,17 @@ class Tilings(NamedTuple):
 
 # Compiled for each chip (inspect_kernels.py), not yet measured on a device. On sm_90 none spills and all fit.
 #
-# sm_90, half: 64 x 64 is the most for which the 64 x 512 float32 accumulator (128 of a thread's 255 registers, with 8
-# warps) and two buffers of rows (2 x 72 KB, beside 72 KB of queries) fit. The third stage is no third buffer: it reads
-# the numbers of the rows a step ahead, so that their copies wait for nothing. With 32 rows there would be room for more
-# copies in flight, but a warpgroup's half of the scores would be 16 columns wide, and its products limited by reading
-# the queries from shared memory.
+# sm_90, half: 64 x 64 is the largest tile for which the 64 x 512 float32 accumulator (128 of a thread's 255 registers,
+# with 8 warps) and two buffers of rows (2 x 72 KB, beside 72 KB of queries) fit. The third stage is no third buffer: it
+# reads the numbers of the rows a step ahead, so that their copies wait for nothing. With 32 rows there would be room
+# for more copies in flight, but a warpgroup's half of the scores would be 16 columns wide, and its products limited by
+# reading the queries from shared memory.
 # fp8: the bytes of the next step's rows wait in registers (40 of a thread's on sm_90) while this step multiplies, and
 # shared memory takes rows as numbers only; nothing is left for stages to do. With 64 rows a warpgroup's product of
 # scores is 32 columns wide, with 32 rows 16, which takes 20 cycles to read its operands and 8 to multiply. Wgmma takes
-# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the most that fits in registers: of 32
-# heads 4 warps compute the scores twice and 8 warps four times, and tcgen05, which takes 64, spills 104 bytes and more.
-# float32 products are no tensor core's: small tiles, for correctness.
+# 64 heads, and mma.sync over 16 or 32 takes longer for the same rows. Elsewhere the largest that fits in registers: of
+# 32 heads 4 warps compute the scores twice and 8 warps four times, and tcgen05, which takes 64, spills 104 bytes and
+# more. float32 products are no tensor core's: small tiles, for correctness.
 TILINGS = {
     80: Tilings(half=Tiles(64, 32, 8, 2), fp8=Tiles(64, 16, 8, 1), full=Tiles(16, 16, 8, 1)),
     90: Tilings(half=Tiles(64, 64, 8, 3), fp8=Tiles(64, 64, 8, 1, least=64), full=Tiles(16, 16, 8, 1)),
@@ -91,11 +91,11 @@ def check_queries(q: torch.Tensor, pool: torch.Tensor, row_format: LatentFormat)
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, steps: int, processors: int, max_splits: int) -> int:
-    """Into how many parts, at most ``most``, the steps of each of ``programs`` programs are cut to end first.
+    """Number of parts, at most ``max_splits``, into which the steps of each of ``programs`` programs are cut to finish
+    first.
 
-    Counted in steps, of about 2 µs: as many rounds as the parts need on the chip, each as long as its steps and
-    another two to begin and end; and a thirtieth for each part, which writes 128 KB and has them read again to be
-    merged.
+    The cost is counted in steps of about 2 µs: the rounds that the parts need on the chip, each with its steps and two
+    more to begin and end; and a thirtieth for each part, whose 128 KB are written and read again to be merged.
     """
 
     def cost(splits: int) -> float:
@@ -107,16 +107,16 @@ def choose_splits(programs: int, steps: int, processors: int, max_splits: int) -
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """How a kernel of this kind is launched for queries and a pool."""
+    """The launch of a kernel of this kind for queries and a pool."""
 
     q: torch.Tensor
     value_dim: int
-    programs: int  # of each split
-    rows: int  # a step
-    constants: dict[str, Any]  # what is fixed when the kernel is compiled, and its warps and stages
+    programs: int  # programs of each split
+    rows: int  # rows of a step
+    constants: dict[str, Any]  # constants of the kernel, its warps and stages
 
     def splits(self, longest: int, workspace: int) -> int:
-        """Parts for at most ``longest`` rows a query, whose float32 results fit in ``workspace`` bytes."""
+        """Number of parts for at most ``longest`` rows a query, whose float32 results fit in ``workspace`` bytes."""
         tokens, heads, _ = self.q.shape
         room = workspace // max(1, 4 * tokens * heads * (self.value_dim + 1))
         steps = cdiv(longest, self.rows)
@@ -157,8 +157,8 @@ def load_queries(
     q, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Tiles ``[BLOCK_HEADS, BLOCK_VALUE]`` and ``[BLOCK_HEADS, BLOCK_ROTATED]``; where there is no head, the last
-    one's, whose results are not stored twice."""
+    """Tiles ``[BLOCK_HEADS, BLOCK_VALUE]`` and ``[BLOCK_HEADS, BLOCK_ROTATED]``. Heads beyond the last repeat it, and
+    their results are not stored."""
     first = q + (token * HEADS + tl.minimum(head, HEADS - 1))[:, None] * (VALUE + ROTATED)
     value = load_tile(first, value_columns(BLOCK_VALUE, FP8), VALUE, BLOCK_VALUE)
     return value, load_tile(first + VALUE, tl.arange(0, BLOCK_ROTATED), ROTATED, BLOCK_ROTATED)
@@ -169,14 +169,14 @@ def attend(
     q_value, q_rotated, tile, rotated, entry, stop, partial, slots, top, total, acc, scale,
     ROTATED: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step: the rows ``tile [BLOCK_ROWS, BLOCK_VALUE]`` and ``ends [BLOCK_ROWS, BLOCK_ROTATED]``, numbered
+    """One step: the rows ``tile [BLOCK_ROWS, BLOCK_VALUE]`` and ``rotated [BLOCK_ROWS, BLOCK_ROTATED]``, numbered
     ``entry [BLOCK_ROWS]`` among those that the query sees. With ``partial`` (a scalar) those from ``stop`` on are left
     out and, with HOLES, those where ``slots`` is negative. ``scale`` holds log2(e)."""
     # Scaled before they are added: else Triton makes the sum the first product's accumulator, and see below.
     scores = tl.dot(q_value, tl.trans(tile), input_precision=PRECISION) * scale
     if ROTATED:
         scores += tl.dot(q_rotated, tl.trans(rotated), input_precision=PRECISION) * scale
-    # The branch is more than a saving. Where Triton sees that one product feeds another, it puts all warps along the
+    # The branch is more than a saving. When Triton sees that one product feeds another, it puts all warps along the
     # heads, and two warpgroups with 64 heads do the same work twice; a branch between the products hides it.
     if partial:
         attended = entry < stop
@@ -196,8 +196,8 @@ def store_results(
     out, lse, tokens, token, head, top, total, acc, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     FP8: tl.constexpr,
 ):  # fmt: skip
-    """A program's share of ``out [splits, tokens, HEADS, VALUE]`` and ``lse [splits, tokens, HEADS]``, after one step
-    at least. ``token`` is int64."""
+    """Stores a program's part of ``out [splits, tokens, HEADS, VALUE]`` and ``lse [splits, tokens, HEADS]``, after one
+    step at least. ``token`` is int64."""
     columns = value_columns(BLOCK_VALUE, FP8)[None, :]
     known = head < HEADS
     row = (tl.program_id(1) * tokens + token) * HEADS + head
@@ -208,8 +208,8 @@ def store_results(
 
 @triton.jit
 def store_nothing(out, lse, tokens, token, head, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
-    """The same where there is nothing to attend to: zeros and −inf. A kernel ends with it early: where its loop might
-    take no step, ptxas was seen to order a step's products one after the other."""
+    """Stores the results of a program without rows: zeros and −inf. A kernel returns early with it: ptxas was seen to
+    order a step's products one after the other in a loop that might take no step."""
     columns = tl.arange(0, BLOCK_VALUE)[None, :]
     known = head < HEADS
     row = (tl.program_id(1) * tokens + token) * HEADS + head
@@ -245,9 +245,10 @@ def attend_to_rows(
 ):  # fmt: skip
     """Attention of a program's heads to the rows ``first … stop-1`` of its token, one at least, and its results.
 
-    ``ROW(INDEX(source, entry, stop), source, entry, stop)`` are the rows of the pool at ``entry [BLOCK_ROWS]``, and
-    those of the last one from ``stop`` on: loads need no mask. INDEX loads what ROW computes with. ``hole`` is the
-    first entry that is left out, for HOLES in ``source[0]``, else ``stop``."""
+    ``INDEX(source, entry, stop)`` loads the slots or pages of the entries ``entry [BLOCK_ROWS]``, and
+    ``ROW(index, source, entry, stop)`` computes their rows of the pool; entries from ``stop`` on repeat the last one,
+    so that loads need no mask. The steps before ``hole`` leave out no entry. With HOLES ``source[0]`` points to slots,
+    and entries whose slot is negative are left out."""
     q_value, q_rotated = load_queries(q, token, head, HEADS, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED, FP8)
     top = tl.full([BLOCK_HEADS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)

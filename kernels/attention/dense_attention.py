@@ -3,7 +3,7 @@
     out[i, h] = softmax(scale · q[i, h] · k[0 … S−n+i, h]ᵀ) · v[0 … S−n+i, h]
 
 The n queries of a sequence are the last n of its S tokens (the causal mask is aligned at the bottom right). Sequences
-lie one behind the other, as ``cu_seqlens`` say; each has keys of its own, so two segments of a request's tokens, which
+lie one after the other, as ``cu_seqlens`` say; each has its own keys, so two segments of a request's tokens, which
 see different numbers of them, are two sequences with their keys given twice.
 """
 
@@ -96,11 +96,11 @@ def dense_attention(
         q: ``[T, heads, dim]``, T the queries of all sequences.
         k: ``[K, heads, dim]``, K the tokens that the last query of each sees, of all sequences.
         v: ``[K, heads, value_dim]``.
-        cu_seqlens_q: which rows of q belong to each sequence.
-        cu_seqlens_k: which rows of k and v.
+        cu_seqlens_q: the rows of q of each sequence.
+        cu_seqlens_k: the rows of k and v of each sequence.
         scale: softmax scale.
         workspace: bytes that masks and scores may take; queries are taken in blocks where it would be more.
-        out: where the result goes, of any strides; default: a new tensor.
+        out: tensor for the result, of any strides; default: a new one.
 
     Returns:
         ``[T, heads, value_dim]`` in q's dtype.

@@ -32,14 +32,14 @@ from dsa_engine.kernels.runtime.operation import operation
 def dense_mla_block_reference(
     q: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``visible [T]``: how many of ``rows [R, width]`` each query sees."""
+    """``visible [T]``: the number of ``rows [R, width]`` that each query sees."""
     count, heads, width = q.shape
     rows = rows.float()
     scores = (q.reshape(-1, width).float() @ rows.t()).view(count, heads, -1).mul_(scale)
     unseen = torch.arange(len(rows), device=q.device) >= visible[:, None]
     scores.masked_fill_(unseen[:, None], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
-    # Of a row that sees nothing, padding, the log-sum-exp is -inf; with 0 in its place its probabilities are 0.
+    # A padding row sees nothing and has a log-sum-exp of −inf; 0 instead makes its probabilities 0.
     top = lse.masked_fill(lse == float("-inf"), 0.0)
     out = scores.sub_(top[..., None]).exp_().view(count * heads, -1) @ rows[:, :value_dim]
     return out.view(count, heads, value_dim).to(q.dtype), lse
@@ -58,7 +58,7 @@ def dense_mla_reference(
     value_dim = row_format.rank
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
-    # What rows see is the device's to say: in a padded step the segments on the host are those of the bucket.
+    # The device knows how many tokens a row sees: in a padded step the segments on the host are those of the bucket.
     visible = segments.visible.tolist()
     for segment in segments:
         end = max(visible[segment.row : segment.row + segment.length])
@@ -145,8 +145,9 @@ def dense_mla(
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
         pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: of the queries.
-        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
+        segments: segments of the queries.
+        row_format: format of the pool; plain rows have q's dtype, and the first ``rank`` numbers of a row are its
+            value.
         scale: softmax scale.
         workspace: bytes for the scores (reference) or for partial results (kernel, where few queries are split).
 

@@ -1,6 +1,6 @@
 """Rows of the latent cache side by side as plain numbers, for the MHA form, which expands them to keys and values.
 
-    out[i] = row[slots[i]]            of FP8 rows: e4m3 · scale, and the rotated part, in the dtype of the run
+    out[i] = row[slots[i]]            FP8 rows: e4m3 · scale, and the rotated part, in the dtype of the run
 
 The formats are in `formats/cache_format.py`. The numbers are those that the absorbed form computes with, rounded once.
 """
@@ -19,7 +19,7 @@ from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import capability, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Rows of 656 bytes a program: 10 KiB under way for each of many programs to a multiprocessor.
+# Rows of 656 bytes a program: 10 KiB in flight for each of many programs of a multiprocessor.
 _ROWS, _WARPS = 16, 4
 
 
@@ -31,7 +31,7 @@ def gather_latent_kernel(
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     known = (entry < count)[:, None]
-    row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves behind the end
+    row = tl.load(slots + tl.minimum(entry, count - 1)).to(tl.uint32)  # no mask: the last one serves beyond the end
     words, scales, pairs = load_fp8_rows(pool, row, STRIDE, VALUE, ROTATED, BLOCK_VALUE, BLOCK_ROTATED)
     tile, rotated = expand_fp8_rows(words, scales, pairs, out.dtype.element_ty, E4M3)
     target = out + entry[:, None] * (VALUE + ROTATED)
@@ -50,8 +50,8 @@ def gather_latent(
     Args:
         pool: ``[pages, page_size, columns]`` in ``row_format``.
         slots: ``[n]`` int32 or int64 rows of the flattened pool, in any order, none of them −1.
-        row_format: the pool's; plain rows have the dtype ``dtype``.
-        dtype: of the result.
+        row_format: format of the pool; plain rows have the dtype ``dtype``.
+        dtype: dtype of the result.
 
     Returns:
         ``[n, rank + rope]`` in ``dtype``.

@@ -60,7 +60,7 @@ def merge_splits(
     Args:
         partial_out: ``[S, T, heads, value_dim]`` float32, contiguous.
         partial_lse: ``[S, T, heads]`` float32 natural logarithms, contiguous; −inf for a part without rows.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         out ``[T, heads, value_dim]`` and log-sum-exp ``[T, heads]`` float32.

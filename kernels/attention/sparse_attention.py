@@ -3,7 +3,7 @@
     p[t, h] = softmax(scale · q[t, h] · row[slots[t]]ᵀ)      out[t, h] = p[t, h] · row[slots[t]][:value_dim]
 
 A latent row serves as key (whole) and as value (its first ``value_dim`` columns), for all heads. Slot −1 is skipped
-wherever it stands; a query without a single slot yields zeros and a log-sum-exp of −inf.
+anywhere; a query without a single slot yields zeros and a log-sum-exp of −inf.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sparse_attention_reference(
         scores = torch.bmm(q[part].float(), rows.transpose(1, 2)).mul_(scale)  # [n, heads, k]
         scores.masked_fill_(skipped[:, None], float("-inf"))
         lse[part] = torch.logsumexp(scores, dim=-1)
-        # An empty row has a log-sum-exp of −inf; 0 in its place makes its probabilities exp(−inf) = 0, not NaN.
+        # An empty row has a log-sum-exp of −inf; 0 instead makes its probabilities exp(−inf) = 0, not NaN.
         top = lse[part].masked_fill(lse[part] == float("-inf"), 0.0)
         out[part] = torch.bmm(scores.sub_(top[..., None]).exp_(), rows[..., :value_dim])
     return out, lse
@@ -67,8 +67,8 @@ def sparse_attention_reference(
 
 @triton.jit
 def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
-    """Of the entries ``first … stop-1``, at most BLOCK: the first that is −1, the one after the last slot, and the
-    greatest slot."""
+    """Three numbers of the entries ``first … stop-1``, at most BLOCK: the first that is −1, the one after the last
+    slot, and the greatest slot."""
     entry = first + tl.arange(0, BLOCK)
     inside = entry < stop
     slot = tl.load(slots + entry, mask=inside, other=-1)
@@ -136,7 +136,7 @@ def _launch(
 def _run_native(
     q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None, value_dim: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By ``native/sparse_attention.cpp``: a token at a time and thread, whose rows are all gathered."""
+    """Runs ``native/sparse_attention.cpp``: a thread takes a token at a time and gathers all its rows."""
     (tokens, heads, width), k = q.shape, slots.shape[1]
     library = cpu.kernels()
     out, lse = q.new_empty(tokens, heads, value_dim), q.new_empty(tokens, heads)
@@ -172,10 +172,11 @@ def sparse_attention(
         q: ``[T, heads, width]`` absorbed queries, float32, float16 or bfloat16.
         pool: latent pool ``[pages, page_size, columns]`` in ``row_format``.
         slots: ``[T, k]`` int32 rows of the flattened pool, unsorted is fine, −1 skipped.
-        row_format: the pool's; plain rows have q's dtype, and the first ``rank`` numbers of a row are its value.
+        row_format: format of the pool; plain rows have q's dtype, and the first ``rank`` numbers of a row are its
+            value.
         scale: softmax scale.
-        counts: ``[T]`` int32, how many leading entries of each row of ``slots`` count (k if left out); the entries
-            behind them may be anything.
+        counts: ``[T]`` int32, the number of leading entries of each row of ``slots`` that count (k if not given); later
+            entries may be anything.
         workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split);
             the CPU's kernel takes what the rows of a token for each thread need.
 

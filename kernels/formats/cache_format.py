@@ -1,11 +1,11 @@
-"""What a row of the paged caches is: which numbers it holds, how they are stored, where they lie, what they take.
+"""The format of a row of the paged caches: its numbers, how they are stored, at which columns, in how many bytes.
 
     latent row   [rank numbers, normed | rope numbers, rotated]      the key of all heads; the first part is their value
     index key    [dim numbers]
 
-Stored either as plain numbers of one floating dtype, or in FP8 as :mod:`.fp8_cache` defines it, in uint8 pools. Whoever
-makes a pool, counts its bytes, writes its rows or reads them asks a format. Whether a pool is FP8 is asked in one
-place, :func:`stored_dtype`; launches hand what follows from it to their kernels as constants.
+Rows are stored either as plain numbers of one floating dtype, or in FP8 as :mod:`.fp8_cache` defines it, in uint8
+pools. Code that makes a pool, counts its bytes, writes its rows or reads them is given a format; no operation guesses
+it from a pool's dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROW_ALIGNMENT = 16  # bytes: a row of the packed buffer is loaded 16 bytes at a 
 
 
 class RowFormat(ABC):
-    """What both kinds of rows have in common. ``dtype`` is what numbers are stored as; float8_e4m3fn means FP8."""
+    """The common part of both kinds of rows. ``dtype`` is that of the stored numbers; float8_e4m3fn means FP8."""
 
     dtype: torch.dtype
 
@@ -86,7 +86,7 @@ class RowFormat(ABC):
 
 @dataclass(frozen=True)
 class LatentFormat(RowFormat):
-    """Of latent rows.
+    """Format of latent rows.
 
     Raises:
         ValueError: FP8 for a rank that is no multiple of 128, or for an odd number of rotated numbers.
@@ -121,7 +121,7 @@ class LatentFormat(RowFormat):
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a pool, ``[..., columns]``, as numbers ``[..., width]``: in their dtype, or in float32 from FP8."""
-        return unpack_latent_rows(rows, self.width) if self.fp8 else rows
+        return unpack_latent_rows(rows, self.rank) if self.fp8 else rows
 
     def pack_pages(self, rows: torch.Tensor) -> torch.Tensor:
         return self.pack(rows)
@@ -138,7 +138,7 @@ class LatentFormat(RowFormat):
 
 @dataclass(frozen=True)
 class IndexKeyFormat(RowFormat):
-    """Of index keys. In an FP8 pool the scales of a page's keys lie behind the values of all of them."""
+    """Format of index keys. In an FP8 pool the scales of a page's keys lie after the values of all of them."""
 
     dim: int
     dtype: torch.dtype
@@ -170,13 +170,14 @@ class IndexKeyFormat(RowFormat):
         return values if scales is None else values.float() * scales[..., None]
 
     def views(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Values ``[pages, page_size, dim]``, plain or e4m3, and of FP8 the float32 scales ``[pages, page_size]``."""
+        """Values ``[pages, page_size, dim]``, plain or e4m3, and float32 scales ``[pages, page_size]`` in FP8, else
+        None."""
         return index_key_views(pool) if self.fp8 else (pool, None)
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Of both caches of a model."""
+    """Formats of both caches of a model."""
 
     latent: LatentFormat
     index_key: IndexKeyFormat | None  # None: the model has no indexer
@@ -205,7 +206,7 @@ class CacheFormat:
         return self.latent.fp8
 
     def packed_width(self, index_key: bool = True) -> int:
-        """Columns of a buffer whose rows hold a latent row and, with ``index_key``, an index key behind it, padded so
+        """Columns of a buffer whose rows hold a latent row and, with ``index_key``, an index key after it, padded so
         that every row begins at a multiple of 16 bytes: 704 for 576 + 128 numbers of 2 bytes, 800 for 656 + 132
         bytes."""
         columns = self.latent.columns + (self.index_key.columns if index_key and self.index_key else 0)

@@ -47,7 +47,7 @@ def decode_e4m3(code, CONVERTS: tl.constexpr):
         x = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         bits = code.to(tl.int32)
-        # Exponent and mantissa in their places of a float32 are 2^120 too small, subnormals included.
+        # Exponent and mantissa at their bits of a float32 are 2^120 too small, subnormals included.
         x = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
         x = tl.where((bits & 0x7F) == 0x7F, float("nan"), tl.where(bits >= 0x80, -x, x))
     return x

@@ -8,8 +8,8 @@ This is the format of released DeepSeek and GLM checkpoints (``NAME.weight`` and
     scale_inv  [ceil(rows / block_rows), ceil(columns / block_columns)]     float32
 
 Blocks at the lower and right edge may be partial. A rank that keeps a part of a matrix need not cut at block borders:
-``start`` says where the part begins in the whole, and ``scale_inv`` then holds the scales of exactly those blocks that
-the part touches, so that ``scale_inv[0, 0]`` belongs to ``weight[0, 0]``.
+``start`` is the row and column of the whole where it begins, and ``scale_inv`` then holds the scales of exactly those
+blocks that the part touches, so that ``scale_inv[0, 0]`` belongs to ``weight[0, 0]``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _REFERENCE_ROWS = 256
 def scale_shape(
     shape: tuple[int, int], block_size: tuple[int, int], start: tuple[int, int] = (0, 0)
 ) -> tuple[int, int]:
-    """How many blocks, down and across, a part of ``shape`` touches that begins at ``start`` of the whole matrix."""
+    """Number of blocks, down and across, that a part of ``shape`` touches which begins at ``start`` of the whole
+    matrix."""
     rows, columns = (
         (offset % block + size + block - 1) // block
         for size, block, offset in zip(shape, block_size, start, strict=True)
@@ -86,7 +87,7 @@ def dequantize_blocks_kernel(
 ):  # fmt: skip
     """A tile of one block a program, so that it has one scale; a block is ``down_tiles · across_tiles`` programs."""
     row_block, column_block = tl.program_id(1) // down_tiles, tl.program_id(0) // across_tiles
-    # Places in the block first: the matrix may begin, and end, inside of one.
+    # Indices within the block first: the matrix may begin, and end, inside of one.
     row = tl.program_id(1) % down_tiles * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) % across_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < BLOCK_ROWS) & (column < BLOCK_COLUMNS)
@@ -134,8 +135,8 @@ def dequantize_blocks(
         weight: ``[rows, columns]`` float8_e4m3fn, the whole matrix or a part of it.
         scale_inv: float32, the scales of the blocks that ``weight`` touches (shape: :func:`scale_shape`).
         block_size: rows and columns of a block.
-        start: row and column of the whole matrix at which ``weight`` begins; only the place inside a block matters.
-        dtype: of the result; each product is made in float32 and rounded once.
+        start: row and column of the whole matrix at which ``weight`` begins; only the offset inside a block matters.
+        dtype: dtype of the result; each product is made in float32 and rounded once.
 
     Returns:
         ``[rows, columns]``, a new tensor on the device of ``weight``.

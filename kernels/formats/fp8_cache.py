@@ -1,14 +1,13 @@
-"""The FP8 cache formats, as the field's other kernels share them. Both pools are uint8.
+"""The FP8 cache formats, which other kernels of the field use too. Both pools are uint8.
 
     latent row   [rank e4m3 | rank/128 float32 scales | rope bfloat16]      656 bytes for 512 + 64
     index keys   of one page: page_size · dim e4m3, then page_size float32 scales      132 bytes a key for 128
 
 A scale belongs to 128 values of a latent row, and to a whole index key: ``value = e4m3 · scale``. The rotated part of a
-latent row stays in bfloat16. In the index-key pool ``[pages, page_size, dim + 4]`` only the page has a meaning of its
-own: values of all its keys lie before their scales.
+latent row stays in bfloat16. A row of the index-key pool ``[pages, page_size, dim + 4]`` is no key: values of all keys
+of a page lie before their scales.
 
-These functions define the formats and serve :mod:`.cache_format`, which everybody asks; kernels read and write the
-bytes themselves.
+These functions define the formats and serve :mod:`.cache_format`; kernels read and write the bytes themselves.
 """
 
 from __future__ import annotations
@@ -26,19 +25,6 @@ def latent_row_bytes(rank: int, rope: int) -> int:
     return rank + SCALE_BYTES * (rank // LATENT_BLOCK) + 2 * rope
 
 
-def latent_rank(row_bytes: int, width: int) -> int:
-    """Rank of FP8 latent rows of ``row_bytes`` that hold ``width`` numbers: the inverse of :func:`latent_row_bytes`.
-
-    Raises:
-        ValueError: no multiple of 128 fits.
-    """
-    # row_bytes = rank + rank / 32 + 2 (width - rank)
-    rank = (2 * width - row_bytes) * 32 // 31
-    if rank < LATENT_BLOCK or rank % LATENT_BLOCK or latent_row_bytes(rank, width - rank) != row_bytes:
-        raise ValueError(f"no FP8 latent row of {width} numbers has {row_bytes} bytes (ranks are multiples of 128)")
-    return rank
-
-
 def pack_latent_rows(rows: torch.Tensor, rank: int, power_of_two: bool = False) -> torch.Tensor:
     """``rows [..., rank + rope]`` to uint8 ``[..., latent_row_bytes(rank, rope)]``."""
     values, scales = quantize_rows_reference(rows[..., :rank], LATENT_BLOCK, power_of_two)
@@ -46,10 +32,9 @@ def pack_latent_rows(rows: torch.Tensor, rank: int, power_of_two: bool = False) 
     return torch.cat((values.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8)), dim=-1)
 
 
-def unpack_latent_rows(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """uint8 ``[..., bytes]`` to float32 ``[..., width]``: the numbers that a kernel computes with."""
-    rank = latent_rank(packed.shape[-1], width)
-    values, scales, rope = packed.split((rank, rank // 32, 2 * (width - rank)), dim=-1)
+def unpack_latent_rows(packed: torch.Tensor, rank: int) -> torch.Tensor:
+    """The inverse of :func:`pack_latent_rows`, in float32: the numbers that a kernel computes with."""
+    values, scales, rope = packed.tensor_split((rank, rank + rank // 32), dim=-1)
     blocks = values.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, LATENT_BLOCK))
     latent = blocks * scales.contiguous().view(torch.float32)[..., None]
     return torch.cat((latent.flatten(-2), rope.contiguous().view(torch.bfloat16).float()), dim=-1)

@@ -62,7 +62,7 @@ def hadamard_of_parts(
     a, b, rest, HALF: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, REST_PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The transform ``[rows, DIM]``, scaled by DIM^-0.5, of rows held as the pairs (a, b) and the rest behind them:
+    """The transform ``[rows, DIM]``, scaled by DIM^-0.5, of rows held as the pairs (a, b) and the rest after them:
     each part meets the rows of the matrix that belong to its dimensions."""
     if INTERLEAVED:
         summed = tl.dot(a, sign_rows(0, 2, PADDED, DIM, a.dtype), input_precision=PRECISION)

@@ -4,7 +4,7 @@
     w[i, j]             = scale[i, j // group] · code[i, j]
     packed[i, j // 8]   has  code[i, j] + 8  in its bits  4 · (j mod 8) …,   int32 [rows, columns / 8]
 
-so that, byte by byte, even columns are the low halves and odd columns the high ones.
+so that even columns are the low halves and odd columns the high ones.
 
 In memory every 32 columns (16 bytes) are arranged in planes of consecutive columns, 4 of 8 for products of 16 bits
 (W4A16) and 2 of 16 for products of 8 bits (W4A8). With n planes, column ``32/n · p + u`` of the 32 is nibble ``p`` of
@@ -30,7 +30,7 @@ GROUP_SIZES = (32, 64, 128)
 
 STORED = 1  # "planes" of the stored order
 
-# Columns that are arranged together, and words in which that is done at a time.
+# Columns that are arranged together, and words that are arranged at a time.
 _ARRANGED = 32
 _ARRANGED_WORDS = 1 << 21
 
@@ -43,7 +43,7 @@ _SHRINK = tuple(1 - i / 32 for i in range(13))
 
 
 def planes_for(int8_activations: bool) -> int:
-    """In how many planes the weights of a product lie in memory."""
+    """Number of planes in which the weights of a product lie in memory."""
     return 2 if int8_activations else 4
 
 
@@ -69,9 +69,9 @@ def unpack_int4(packed: torch.Tensor, planes: int = STORED) -> torch.Tensor:
 
 
 def arrange_int4_(packed: torch.Tensor, planes: int) -> None:
-    """From the stored order to planes, in place, some rows at a time: int32 ``[..., columns / 8]``, contiguous, columns
-    in 32s."""
-    if packed.is_meta:  # a model of which only the sizes are asked would take many thousand steps
+    """Rearranges the stored order into planes within the tensor, some rows at a time: int32 ``[..., columns / 8]``,
+    contiguous, columns in 32s."""
+    if packed.is_meta:  # sizes of a model alone would take many thousand steps
         return
     rows = packed.view(-1, packed.shape[-1])
     for part in rows.split(max(1, _ARRANGED_WORDS // max(1, rows.shape[1]))):
@@ -86,8 +86,8 @@ def dequantize_int4(
     Args:
         packed: int32 ``[rows, columns / 8]``.
         scale: ``[rows, columns / group]``, floating point.
-        dtype: of the result; each product is made in float32 and rounded once.
-        planes: in which the columns lie.
+        dtype: dtype of the result; each product is made in float32 and rounded once.
+        planes: number of planes in which the columns lie.
 
     Returns:
         ``[rows, columns]``.
@@ -109,7 +109,7 @@ def quantize_int4(
     Args:
         weight: ``[rows, columns]``, floating point; ``group_size`` divides the columns.
         group_size: consecutive columns with one scale: 32, 64 or 128.
-        scale_dtype: of the scales; codes are chosen for the scales as they are stored.
+        scale_dtype: dtype of the scales; codes are chosen for the scales as they are stored.
 
     Returns:
         int32 ``[rows, columns / 8]`` and scales ``[rows, columns / group_size]``.
@@ -142,7 +142,7 @@ def _quantize_rows(groups: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torc
     maximum = groups.abs().amax(dim=-1)
     best = error = None
     for shrink in _SHRINK:
-        # 7.5: the range has one step more below zero than above, and half a step more is rounded to its ends.
+        # 7.5: the range has one step more below zero than above, and half a step more is rounded into it.
         scale = (maximum * (shrink / 7.5)).to(scale_dtype).float().clamp_min(torch.finfo(scale_dtype).tiny)
         off = _codes(groups, scale).mul_(scale[..., None]).sub_(groups).square_().sum(dim=-1)
         if best is None or error is None:

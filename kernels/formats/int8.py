@@ -19,7 +19,7 @@ from dsa_engine.kernels.runtime.operation import operation
 
 INT8_MAX = 127
 
-# Most values of a row that a program holds at once; longer rows are read twice.
+# Largest number of values of a row that a program holds at once; longer rows are read twice.
 _LONGEST = 16384
 
 
@@ -42,7 +42,7 @@ def quantize_rows_int8_reference(
 def nearest_int8(x):
     """The integer nearest to x, ties to even, as int8; |x| is at most 127, or is cut to it."""
     # Beside 1.5 · 2^23 the steps of float32 are 1: the addition rounds.
-    rounded = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # NaN: of rows that nobody serves
+    rounded = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # NaN: rows that no expert here serves
     return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
 
@@ -50,7 +50,7 @@ def nearest_int8(x):
 def quantize_rows_int8_kernel(
     x, largest, codes, scales, width, x_stride, GIVEN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A row a program. GIVEN: its largest magnitude is read, not found. WHOLE: BLOCK is not shorter than the row."""
+    """A row a program. GIVEN: its largest magnitude is read, not computed. WHOLE: BLOCK is not shorter than the row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
@@ -76,7 +76,7 @@ def quantize_rows_int8_kernel(
 
 @operation()
 def quantize_rows_int8(values: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises each row of ``values [rows, width]`` by a scale of its own.
+    """Quantises each row of ``values [rows, width]`` by its own scale.
 
     Args:
         values: bfloat16, float16 or float32.

@@ -1,6 +1,6 @@
-"""1×block quantisation of activations to e4m3, as block-scaled FP8 products and the FP8 caches need it.
+"""1×block quantisation of activations to e4m3, for block-scaled FP8 products and FP8 caches.
 
-    scale = max(1e-4, max |x|) · (1/448)     of each run of ``block`` values; where asked, rounded up to a power of two
+    scale = max(1e-4, max |x|) · (1/448)     of each run of ``block`` values; on demand rounded up to a power of two
     value = e4m3(x / scale)                  rounded to nearest, ties to even
 
 DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; floor and product, in float32, as in the code that was
@@ -36,7 +36,7 @@ def scales_of(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """To the next powers of two."""
+    """The next powers of two."""
     mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
     return torch.ldexp(torch.ones_like(scales), torch.where(mantissa > 0.5, exponent, exponent - 1))
 
@@ -76,7 +76,7 @@ def quantize_rows_kernel(
 def quantize_rows(
     values: torch.Tensor, block: int = 128, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises ``values [..., width]``, each run of ``block`` values by a scale of its own.
+    """Quantises ``values [..., width]``, each run of ``block`` values by its own scale.
 
     Args:
         values: bfloat16, float16 or float32; the last dimension contiguous.

@@ -1,11 +1,11 @@
-"""Matrix products of consecutive groups of rows, each group with a matrix of its own.
+"""Matrix products of consecutive groups of rows, each group with its own matrix.
 
 out[r] = weight[g] · x[source[r]]   for rows r of group g,  row_ends[g − 1] <= r < row_ends[g];  source[r] = r if absent
 
 With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and the sums go through it before they are
 rounded:  out[r] = silu(gate[g] · x[source[r]]) · (up[g] · x[source[r]]).
 
-The ends of the groups stay on the device, where each program works out what tiles there are and which of them it takes.
+The ends of the groups stay on the device, where each program computes which tiles it takes.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def grouped_matmul_kernel(
     )  # fmt: skip
 
 
-# By capability: the first with room for a group's rows is taken, else the last. Few rows: the weights' way from memory
-# is what takes time, so programs are small and each keeps 48 KB of weights under way. Many: 128 × 256, the most that 8
-# warps can sum up in registers, with products by warpgroup (Hopper).
+# By capability: the first with room for a group's rows is taken, else the last. Few rows: reading the weights takes
+# the time, so programs are small and each has 48 KB of weights in flight. Many: 128 × 256, the largest tile
+# that 8 warps can sum up in registers, with products by warpgroup (Hopper).
 # Compiled for sm_90 and sm_120 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
     80: (Tiles(16, 64, 128, 4, 4, 2), Tiles(64, 128, 64, 4, 3, 3), Tiles(128, 128, 64, 8, 3, 1)),
@@ -72,7 +72,7 @@ _SMALL = {80: (Tiles(16, 64, 32, 4, 3, 4), Tiles(64, 64, 32, 8, 3, 2))}
 
 
 def tiles_for(x: torch.Tensor, rows_per_group: float) -> Tiles:
-    """Tiles for products with rows like those of ``x``, where a group has so many of them on average."""
+    """Tiles for products with rows like those of ``x`` and this average number of rows in a group."""
     aligned = all(length * x.element_size() % 16 == 0 for length in (x.shape[1], x.stride(0)))
     choices = config_for(_CONFIGS if x.element_size() == 2 and aligned else _SMALL, x)
     return fitting(choices, rows_per_group)
@@ -93,8 +93,8 @@ def grouped_matmul_triton(
         x: ``[R, in]``, or ``[S, in]`` with ``source``, any row stride.
         weight: ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
         row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
-        source: int32 ``[R]``, which row of x each row is made from.
-        expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
+        source: int32 ``[R]``, the row of x that each row is made from.
+        expected: number of served rows, as far as the host knows; R if not given. Chooses tiles only.
 
     Returns:
         ``[R, out]`` in the dtype of x; rows beyond the last end are not written.
@@ -132,7 +132,7 @@ def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
-    """PyTorch's, where :func:`torch_has_it`; rows beyond the last end hold anything."""
+    """PyTorch's product, if :func:`torch_has_it`; rows beyond the last end hold anything."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=row_ends)
 
 
@@ -140,7 +140,7 @@ def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiplies each group of rows by its own matrix.
 
-    PyTorch's ``grouped_mm`` where it applies, as nobody has measured yet that the kernel here is faster; where it does
+    PyTorch's ``grouped_mm`` where it applies, as it is not yet measured that the kernel here is faster; where it does
     not, the kernel; on a CPU a loop over the groups, which is faster than ``grouped_mm`` there.
 
     Args:

@@ -29,11 +29,11 @@ def block_products(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Sums a tile over the blocks ``begin`` … ``end - 1`` of the inner dimension: float32 ``[ROWS, COLUMNS]``, or with
-    SWAPPED ``[COLUMNS, ROWS]``, for a warpgroup's products have 64 rows and few columns.
+    SWAPPED ``[COLUMNS, ROWS]``, as a warpgroup's products have 64 rows and few columns.
 
     ``x_at [ROWS, 128]``, ``x_scale_at [ROWS]``, ``weight_at [COLUMNS, 128]`` and ``weight_scale_at`` point to what
     belongs to block ``begin``; all COLUMNS lie in one block of the weight. WHOLE: the last block is not partial. GATED:
-    columns are in turns of two weights, the scales of the second ``to_up_scale`` behind those of the first.
+    columns are in turns of two weights, the scales of the second ``to_up_scale`` after those of the first.
     """
     depth = tl.arange(0, _BLOCK)
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
@@ -145,8 +145,8 @@ def gate_and_up(
         source: int32 ``[R]``, the row of ``x`` that each row is made from.
         row_ends: int32 ``[groups]``, the index after the last row of each group.
         weight, weight_scale: ``[groups, 2, width, in]`` codes and ``[groups, 2, …]`` scales.
-        power_of_two: of the result's scales.
-        expected: how many rows are served, as far as the host can tell; chooses tiles, nothing else.
+        power_of_two: whether the result's scales are powers of two.
+        expected: number of served rows, as far as the host knows; chooses tiles only.
 
     Returns:
         Codes ``[R, width]`` and scales ``[R, ceil(width / 128)]``; rows beyond the last group hold anything.

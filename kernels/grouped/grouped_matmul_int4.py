@@ -2,7 +2,7 @@
 
 out[r] = Σ_c scale[g, :, c] · (code[g, :, c] · x[source[r], c])    for the rows r of group g, c the groups of columns
 
-W4A16 multiplies x in its own dtype. W4A8 multiplies INT8 codes of x (``int8.py``), which have a scale for each row.
+W4A16 multiplies x in its dtype. W4A8 multiplies INT8 codes of x (``int8.py``), which have a scale for each row.
 Weights leave memory packed and are unpacked in registers; each group of columns is summed without scales (in int32, or
 exact in the products of W4A16), then scaled in float32. With ``gated`` the halves of a matrix are gate and up of a
 SwiGLU layer, and the sums go through it before they are rounded.
@@ -101,8 +101,8 @@ def grouped_matmul_int4_kernel(
     )  # fmt: skip
 
 
-# By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns, whatever
-# ``depth`` says. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+# By capability: the first with room for a group's rows is taken, else the last. A step is a group of columns;
+# ``depth`` is not used. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
 _CONFIGS = {
     80: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 64, 0, 4, 3, 2), Tiles(128, 64, 0, 8, 3, 1)),
     90: (Tiles(16, 64, 0, 4, 4, 2), Tiles(64, 128, 0, 8, 3, 1), Tiles(128, 128, 0, 8, 3, 1)),
@@ -135,9 +135,9 @@ def grouped_matmul_int4_triton(
             ``[groups, 2 · out, in / 8]``, gate before up.
         scale: floating point ``[groups, out, in / size]``, or with 2 · out rows.
         row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
-        dtype: of the result.
-        source: int32 ``[R]``, which row of x each row is made from.
-        expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
+        dtype: dtype of the result.
+        source: int32 ``[R]``, the row of x that each row is made from.
+        expected: number of served rows, as far as the host knows; R if not given. Chooses tiles only.
 
     Returns:
         ``[R, out]``; rows beyond the last end are not written.

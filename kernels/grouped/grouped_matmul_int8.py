@@ -1,10 +1,10 @@
-"""INT8 products of consecutive groups of rows, each group with a matrix of its own; one group is a linear layer.
+"""INT8 products of consecutive groups of rows, each group with its own matrix; one group is a linear layer.
 
 out[r] = x_scale[s] · scale[g] · (weight[g] · x[s])    for the rows r of group g,  row_ends[g − 1] <= r < row_ends[g]
 
-with s = source[r], or r where absent. Codes are multiplied and summed in int32, without error; scales are one for each
-row of x and one for each row of a matrix. With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer, and
-the sums go through it before they are rounded.
+with s = source[r], or r without a source. Codes are multiplied and summed in int32, without error; scales are one for
+each row of x and one for each row of a matrix. With ``gated`` the halves of a matrix are gate and up of a SwiGLU layer,
+and the sums go through it before they are rounded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def grouped_matmul_int8_kernel(
 
 
 # By capability: the first with room for a group's rows is taken, else the last. A byte a weight: twice the depth of
-# bfloat16 keeps as many bytes under way. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
+# bfloat16 keeps as many bytes in flight. Compiled for sm_80, sm_90 and sm_100, not yet measured on a device.
 _CONFIGS = {
     80: (Tiles(16, 64, 256, 4, 4, 2), Tiles(64, 128, 128, 4, 3, 3), Tiles(128, 128, 128, 8, 3, 1)),
     90: (Tiles(16, 64, 256, 4, 4, 2, swapped=True), Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 256, 128, 8, 4, 1)),
@@ -113,9 +113,9 @@ def grouped_matmul_int8_triton(
         weight: int8 ``[groups, out, in]``; with ``gated`` ``[groups, 2 · out, in]``, gate before up.
         scale: float32, one for each row of each matrix.
         row_ends: int32 ``[groups]`` on the device: the index after the last row of each group, at most R.
-        dtype: of the result.
-        source: int32 ``[R]``, which row of x each row is made from.
-        expected: how many rows are served, as far as the host can tell; R if not given. Chooses tiles, nothing else.
+        dtype: dtype of the result.
+        source: int32 ``[R]``, the row of x that each row is made from.
+        expected: number of served rows, as far as the host knows; R if not given. Chooses tiles only.
 
     Returns:
         ``[R, out]``; rows beyond the last end are not written.

@@ -1,5 +1,5 @@
 """The device's side of grouped products, the same for every weight format: :func:`multiply_groups` finds the tiles of a
-program from the ends of the groups, has a format's function multiply each, and stores the results.
+program from the ends of the groups, calls a format's function to multiply each, and stores the results.
 
 With GATED the halves of a matrix are gate and up of a SwiGLU layer. The columns of a tile are those of gate and of up
 in turns, so that both sums of a result lie in one thread.

@@ -1,4 +1,4 @@
-"""What the indexer's operations are given: queries, head weights and a paged pool of index keys."""
+"""Checks of the arguments of the indexer's operations: queries, head weights and a paged pool of index keys."""
 
 from __future__ import annotations
 

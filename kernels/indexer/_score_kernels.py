@@ -27,7 +27,7 @@ def _load_rows(rows, exist, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
 @triton.jit
 def _store_sums(products, w, key_scale, line, line_stride, exists, second_exists, QUERIES: tl.constexpr):
     """Weighs the products ``[keys, queries · heads]``, sums them over heads and stores the scores of one query at
-    ``line [keys]``, of a second one a stride behind."""
+    ``line [keys]``, of a second one a stride later."""
     weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
     if QUERIES == 1:
         first = tl.sum(weighted, axis=1)
@@ -52,7 +52,7 @@ def score_tile_kernel(
 ):  # fmt: skip
     """One tile of keys against one tile of queries, QUERIES at a time. No accumulator outlives a step."""
     # The keys' axis is the fast one: all programs that run together read the same queries, the operand that streams,
-    # and each reads its keys once. Last tiles first: in a causal batch they tend to see the most.
+    # and each reads its keys once. Last tiles first: in a causal batch they tend to see more tokens.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row = tl.load(tiles + 2 * tile).to(tl.int64)
     count = tl.load(tiles + 2 * tile + 1)
@@ -75,7 +75,8 @@ def score_tile_kernel(
     head = lane % BLOCK_HEADS
     q += row * HEADS * DIM
     weights += row * HEADS
-    # The number of stages is the launch's: given to the loop it would stage the weights too, and two programs not fit.
+    # The launch sets the number of stages: set here, the loop would stage the weights too, and two programs would not
+    # fit.
     for i in tl.range(begin, count, QUERIES):
         known = (i + query < count) & (head < HEADS)
         line = (i + query) * HEADS + head

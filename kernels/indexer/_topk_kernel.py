@@ -15,7 +15,8 @@ search for the k-th best halves a range of *keys*: integers in the order of the 
 *line* is a key that separates the scores above it from the rest. Zero has the key −1 (0, the other zero, acts alike).
 Rows are read forward: a score that equals the worst of k candidates comes too late, which is the rule for ties.
 
-Buffers lie in global memory and stay in the caches; a barrier stands between what one thread stores and another loads.
+Buffers lie in global memory and stay in the caches; a barrier separates the stores of one thread from the loads of
+another.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _above(scores, line):
 @triton.jit
 def _find_line(scores, held, floor, k, max_kept, PIECE: tl.constexpr):
     """Keys low < high: at least k of the held scores are above low, fewer than k above high. Ends when no more than
-    ``most`` are above low, or when no key lies between. All held scores are above ``floor - 1``, and the last piece is
-    filled up with −inf. Returns low, how many are above it, high, how many are above that."""
+    ``max_kept`` are above low, or when no key lies between. All held scores are above ``floor - 1``, and the last piece
+    is filled up with −inf. Returns low, the number above it, high, and the number above that."""
     slots = tl.arange(0, PIECE)
     peak = tl.full([PIECE], -(2**31), tl.int32)
     for first in range(0, held, PIECE):
@@ -62,8 +63,8 @@ def _find_line(scores, held, floor, k, max_kept, PIECE: tl.constexpr):
 def _cut(
     scores, columns, held, floor, k, max_kept, out_scores, out_columns, KEEP_SCORES: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
-    """Copies the best of the held candidates, in order: k to ``most`` of them, exactly k where ties decide, all if they
-    are no more. The goal may be the place where they lie. Returns how many, and the floor that they set."""
+    """Copies the best of the held candidates, in order: k to ``max_kept`` of them, exactly k where ties decide, all if
+    they are no more. They may be copied over themselves. Returns their number, and the floor that they set."""
     slots = tl.arange(0, PIECE)
     tl.debug_barrier()  # the candidates are stored
     padding = held + slots
@@ -85,7 +86,7 @@ def _cut(
         selected = above | (level & (levels < ties))
         goal = done + (before & 0xFFFF) + tl.minimum(levels, ties)
         goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)  # untrue: see _flush
-        tl.debug_barrier()  # all have read this piece: what is kept moves to its beginning or further down
+        tl.debug_barrier()  # this piece is read: selected candidates move to its beginning or before it
         tl.store(out_columns + goal, positions_of, mask=selected)
         if KEEP_SCORES:
             tl.store(out_scores + goal, values, mask=selected)
@@ -100,13 +101,13 @@ def _flush(
     scores, columns, payload, staged, held, floor, k, max_kept,
     HAS_PAYLOAD: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """The scores above the floor of the staged groups join the candidates; returns how many these are now, and the
+    """The scores above the floor of the staged groups join the candidates; returns their number, and the
     floor."""
     tl.debug_barrier()  # the groups are stored
     for first in range(0, 4 * staged, PIECE):
         slots = first + tl.arange(0, PIECE)
         values = tl.load(scores + CAPACITY + slots)
-        values = tl.where(values == values, values, float("nan"))  # of either sign: this one
+        values = tl.where(values == values, values, float("nan"))  # one NaN for those of either sign
         values = tl.where(slots < 4 * staged, values, float("-inf"))
         added = tl.sum(_above(values, floor).to(tl.int32))
         if (held + added > CAPACITY) & (floor < NAN):
@@ -130,7 +131,7 @@ def _flush(
 
 @triton.jit
 def _read(row, groups, whole):
-    """Groups of 4 scores ``[groups, 4]``; instead of those behind the last whole one, the last, so that no load needs a
+    """Groups of 4 scores ``[groups, 4]``; instead of those after the last whole one, the last, so that no load needs a
     mask within a group, which would split it into four."""
     groups = tl.minimum(groups, whole - 1)
     return tl.load(row + 4 * groups[:, None] + tl.arange(0, 4)[None, :], mask=whole > 0)
@@ -218,7 +219,7 @@ def select_topk_kernel(
                     staged += added
                 is_last = first + CHUNK // 4 >= (length + 3) // 4
                 if (staged > CHUNK // 4) | is_last:
-                    if is_last & (4 * whole < length):  # less than a group is left
+                    if is_last & (4 * whole < length):  # less than a group remains
                         rest = tl.load(source + 4 * whole + quad, mask=quad < length - 4 * whole, other=float("-inf"))
                         tl.store(candidate_scores + CAPACITY + 4 * staged + quad, rest)
                         tl.store(candidate_columns + CAPACITY + staged, begin + 4 * whole)

@@ -3,12 +3,12 @@
     score[t, s] = Σ_h w[t, h] · relu(q[t, h] · k[s])        s ≤ position of t
 
 Shapes: ``q [T, heads, dim]``, ``w [T, heads]`` float32 with every scale already in it, ``pool [pages, page_size,
-dim]`` in the dtype of q; scores are float32 ``[T, S]``, S the most that any query sees. What lies behind a row's
-visible tokens is not defined and must not be read.
+dim]`` in the dtype of q; scores are float32 ``[T, S]``, S the largest number of tokens that a query sees. Columns
+beyond a row's visible tokens are not defined and must not be read.
 
 In FP8 q is e4m3, rotated by the Hadamard transform and quantised by row, and the pool has the FP8 index-key format of
-`formats/cache_format.py`. A scale is positive and relu is homogeneous: the scale of a query row belongs
-into ``w[t, h]``, where the caller puts it, and that of a key is multiplied in after the sum over heads.
+`formats/cache_format.py`. A scale is positive and relu is homogeneous: the caller multiplies
+the scale of a query row into ``w[t, h]``; that of a key is multiplied in after the sum over heads.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _launch(
     key_format: IndexKeyFormat,
 ) -> torch.Tensor:  # fmt: skip
     (rows, heads, dim), width = q.shape, segments.longest
-    # A row stride of whole 64 bytes lets whoever reads the scores load 16 bytes at a time.
+    # A row stride of whole 64 bytes lets readers of the scores load 16 bytes at a time.
     scores = torch.empty(rows, cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
     if not rows:
         return scores
@@ -145,7 +145,7 @@ def _launch(
 
 
 def _seen(*args: Any, **_: Any) -> torch.Tensor:
-    """Of the arguments of :func:`indexer_scores`, which of its scores are defined."""
+    """A mask of the scores that :func:`indexer_scores` defines for these arguments."""
     segments: Segments = args[4]
     columns = torch.arange(segments.longest, dtype=torch.int32, device=segments.visible.device)
     return columns < segments.visible[:, None]
@@ -169,8 +169,8 @@ def indexer_scores(
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
         pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``, the queries' own keys stored.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: of the queries.
-        key_format: the pool's, of q's dtype.
+        segments: segments of the queries.
+        key_format: format of the pool, of q's dtype.
         workspace: bytes for the reference's intermediate products, besides the result; the kernels have none.
 
     Returns:

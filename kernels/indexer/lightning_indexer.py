@@ -48,13 +48,13 @@ def lightning_indexer(
         weights: ``[T, heads]`` float32 head weights, all scales included; for FP8 the scales of q's rows too.
         pool: index-key pool ``[pages, page_size, columns]`` in ``key_format``.
         block_tables: ``[sequences, max_pages]`` int32.
-        segments: of the queries.
-        k: how many to select.
-        key_format: the pool's, of q's dtype.
+        segments: segments of the queries.
+        k: number of tokens to select.
+        key_format: format of the pool, of q's dtype.
         workspace: bytes for scores and intermediate products.
 
     Returns:
-        positions ``[T, k]`` int32, ascending, −1 behind the last where a query sees fewer than k tokens.
+        positions ``[T, k]`` int32, ascending, −1 after the last where a query sees fewer than k tokens.
 
     Raises:
         ValueError, TypeError: as :func:`._arguments.check_indexer_arguments` says; k below 1.
@@ -113,8 +113,8 @@ def _select_natively(
 
 
 def _pieces(segments: Segments, elements: int) -> Iterator[tuple[int, int]]:
-    """Cuts the rows into pieces ``(first, last)`` whose scores, as wide as the most that any row of one sees, are at
-    most ``elements`` numbers; a single row is always taken."""
+    """Cuts the rows into pieces ``(first, last)`` with at most ``elements`` scores, as wide as the row of a piece that
+    sees most tokens; a piece has one row at least."""
     first = row = width = 0
     for s in segments:
         end = s.row + s.length

@@ -3,13 +3,13 @@
     positions[r] = the first k of the columns c < lengths[r] with scores[r, c] > −inf, by falling score, then by c
 
 Shapes: ``scores [R, W]`` float32 of any row stride, ``lengths [R]`` int32; positions ``[R, k]`` and counts ``[R]`` are
-int32. A tie at the k-th place goes to the lower position (−0 equals +0), and positions come back in ascending order, so
+int32. Of equal scores the lower position wins (−0 equals +0), and positions come back in ascending order, so
 that the gathers that follow walk the cache forward. A score of −inf is never selected; NaN is above everything, as for
-``torch.topk``. What lies behind a row's length is never selected, whatever it holds.
+``torch.topk``. Columns beyond a row's length are never selected, whatever they hold.
 
-The kernel (`_topk_kernel.py`) reads a row once, and a sample of a long one before that. A fixed
-number of programs takes the rows in turn, so that their buffers (75 KB each) do not grow with the rows. Where rows are
-few, as in decode, each is cut into slices: first the k best of every slice are selected, then the k best of those.
+The kernel (`_topk_kernel.py`) reads a row once, and a sample of a long one before that. A fixed number of programs
+takes the rows in turn, so that their buffers (75 KB each) do not grow with the rows. Few rows, as in decode, are cut
+into slices: first the k best of every slice are selected, then the k best of those.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.launch import config_for, multiprocessors, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-LARGEST_K = 4096  # of the kernel
+LARGEST_K = 4096  # the kernel's largest k
 
 
 class Config(NamedTuple):
@@ -91,7 +91,7 @@ def select_topk_reference(
 
 
 def slices_of(rows: int, width: int, k: int, processors: int) -> int:
-    """Into how many slices a row is cut: 1 unless there are many times more processors than rows.
+    """Number of slices into which a row is cut: 1 unless there are many times more processors than rows.
 
     The time is that of a slice and then of the k best of each: least where both are as long. Follows from the matrix's
     shape, not from the lengths, which only the device knows.
@@ -110,7 +110,7 @@ def _launch(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions ``[R, k]`` and counts ``[R]``. Of several slices, positions ``[R, slices · k]`` and their scores, which
-    are −inf behind the last of a slice. A payload, laid out like the scores, gives the position of each column."""
+    are −inf after the last of a slice. A payload, laid out like the scores, gives the position of each column."""
     (rows, width), device = scores.shape, scores.device
     programs = min(rows * slices, config.resident * multiprocessors(scores))
     staged = 2 * config.chunk + config.piece
@@ -157,13 +157,13 @@ def select_topk(
 
     Args:
         scores: any row stride; columns follow one another.
-        k: how many to select. The kernel takes up to 4096; beyond, the reference runs.
-        lengths: ``[R]`` int32, how many columns of each row count. All, if not given. The reference overwrites what
-            lies behind them, the kernel does not.
+        k: number of positions to select. The kernel takes up to 4096; beyond, the reference runs.
+        lengths: ``[R]`` int32, the number of columns of each row that count; all if not given. The reference overwrites
+            the columns after them, the kernel does not.
         out: int32 ``[R, k]``, contiguous: gets the positions; default: a new tensor.
 
     Returns:
-        positions ``[R, k]`` int32, ascending, −1 behind the last; counts ``[R]`` int32, how many were selected.
+        positions ``[R, k]`` int32, ascending, −1 after the last; counts ``[R]`` int32, the number of selected ones.
     """
     if scores.dim() != 2 or scores.dtype != torch.float32 or scores.shape[1] == 0:
         raise ValueError(f"scores must be float32 [rows, width > 0], not {scores.dtype} {tuple(scores.shape)}")

@@ -1,4 +1,4 @@
-"""Block-scaled FP8 products by other people's kernels, where a device and an installation have them.
+"""Block-scaled FP8 products by kernels of other libraries, if a device and an installation have them.
 
 Two are known: DeepGEMM, where it is installed, and PyTorch's own ``scaled_mm`` with scales by block, which it has on
 Hopper. Each is tried once on a device, on a small product, and is only used where that comes out right: an installation
@@ -28,7 +28,7 @@ _BLOCK = 128
 
 
 def by_torch(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """PyTorch's; cuBLAS wants the scales of ``x`` column by column, and a number of rows that 4 divides."""
+    """PyTorch's product; cuBLAS wants the scales of ``x`` column by column, and a number of rows that 4 divides."""
     rows = x.shape[0]
     if missing := -rows % 4:
         x = torch.cat((x, x[:missing] if rows >= missing else x.new_zeros(missing, x.shape[1])))
@@ -49,7 +49,7 @@ def by_torch(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weigh
 def by_deep_gemm(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
-    """DeepGEMM's (version 2), which lays out scales as it needs them."""
+    """DeepGEMM's product (version 2), which lays out scales as it needs them."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
     import_module("deep_gemm").fp8_gemm_nt((x, x_scale), (weight, weight_scale), out)
     return out
@@ -63,7 +63,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @cache
 def library_product(device: torch.device) -> Product | None:
-    """The product to be used on a device for many rows; None: ours."""
+    """The library's product to use on a device for many rows; None: our kernel."""
     for name, product, there in (
         ("DeepGEMM", by_deep_gemm, find_spec("deep_gemm") is not None),
         ("PyTorch's scaled_mm", by_torch, hasattr(F, "scaled_mm")),

@@ -8,7 +8,7 @@
     weight_scale  [ceil(out / 128), ceil(in / 128)]        float32
 
 Both sums are float32 (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2). Hopper's tensor cores add FP8
-products with fewer bits than that, so every block of 128 begins a sum of its own, which is scaled and added by ordinary
+products with fewer bits than that, so every block of 128 begins a new sum, which is scaled and added by ordinary
 arithmetic. Blocks at the edges may be partial.
 """
 
@@ -30,7 +30,8 @@ from dsa_engine.kernels.runtime.operation import operation
 
 _BLOCK = tl.constexpr(BLOCK)
 
-# Most rows for which the weights' way from memory is what takes time: they are ours, whose sums many programs share.
+# Largest number of rows whose time is that of reading the weights: they take our kernel, where many programs share a
+# sum.
 FEW_ROWS = 64
 
 # Elements of a weight that the reference expands at a time: 16 MiB in float32.
@@ -62,7 +63,7 @@ def block_scaled_matmul_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """A tile [ROWS, COLUMNS] a program; with several programs along the second axis of the grid each sums a part of the
-    inner dimension, into a matrix of its own, ``split_stride`` elements apart."""
+    inner dimension, into its own matrix, ``split_stride`` elements apart."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(width, COLUMNS)
     row_tile, column_tile = banded(tl.program_id(0), row_tiles, column_tiles, BAND)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -99,8 +100,8 @@ def sum_parts_kernel(parts, out, count, splits, SIZE: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-# By capability: the first with room for the rows is taken, else the last. Few rows: the weights' way from memory is
-# what takes time, and each program keeps 48 KB of them under way. Many: a block's sum and the whole sum are both in
+# By capability: the first with room for the rows is taken, else the last. Few rows: reading the weights takes the
+# time, and each program has 48 KB of them in flight. Many: a block's sum and the whole sum are both in
 # registers, so tiles are half of what bfloat16 takes.
 # Compiled for sm_90 and sm_100 (inspect_kernels.py), not yet measured on a device.
 _CONFIGS = {
@@ -117,8 +118,8 @@ def tiles_for(x: torch.Tensor, rows: float) -> Tiles:
 
 
 def splits_for(tiles: int, blocks: int, resident: int) -> int:
-    """How many programs share a tile's inner dimension, so that ``tiles`` tiles keep ``resident`` programs busy; each
-    has at least 4 blocks."""
+    """Number of programs that share a tile's inner dimension, so that ``tiles`` tiles keep ``resident`` programs busy;
+    each has at least 4 blocks."""
     return max(1, min(resident // tiles, blocks // 4))
 
 
@@ -187,7 +188,7 @@ def block_scaled_linear(
 
 
 def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-    """``weight [..., out, in]`` and its scales, as :func:`block_scaled_linear` takes them."""
+    """Raises an error unless :func:`block_scaled_linear` takes ``weight [..., out, in]`` and its scales."""
     if weight.dtype != torch.float8_e4m3fn or weight_scale.dtype != torch.float32:
         raise TypeError(
             f"block-scaled products need float8_e4m3fn weights and float32 scales, not {weight.dtype} and "

@@ -2,9 +2,9 @@
 
     y = x · weightᵀ
 
-PyTorch's product, but on a CPU for few rows, as in decode: it packs the weight and divides it over threads by rules of
-its own, which takes longer than reading the weight once (``native/linear.cpp``). There a row's result is the same bits
-whatever rows stand beside it.
+PyTorch's product, but on a CPU for few rows, as in decode: it packs the weight and divides it over threads by its own
+rules, which takes longer than reading the weight once (``native/linear.cpp``). There a row's result is the same bits
+whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.operation import operation
 
-# Most rows for which the CPU's kernel is the quicker one, measured where the weight comes from memory.
+# Largest number of rows for which the CPU's kernel is quicker, measured where the weight comes from memory.
 FEW_ROWS_ON_A_CPU = 16
 
 

@@ -12,7 +12,7 @@ from dsa_engine.kernels.grouped.grouped_matmul_int8 import check_int8, grouped_m
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Fewer rows than these PyTorch's product refuses on CUDA, and for so few the kernel here reads weights as fast.
+# PyTorch's product refuses fewer rows on CUDA, and for so few the kernel here reads weights as fast.
 _ROWS_OF_INT_MM = 64
 
 

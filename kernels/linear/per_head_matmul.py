@@ -12,8 +12,8 @@ import torch
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.operation import operation
 
-# Most tokens for which it is the quicker one with a matrix whose columns are contiguous, as W_UV's are; with contiguous
-# rows it always is (measured at 32 × 64 and 128 × 512).
+# Largest number of tokens for which it is quicker with a matrix whose columns are contiguous, as W_UV's are; with
+# contiguous rows it always is (measured at 32 × 64 and 128 × 512).
 _FEW_TOKENS_ON_A_CPU = 8
 
 

@@ -2,10 +2,9 @@
 
     h[r] = silu(gate[e] · x[t]) · (up[e] · x[t])      x quantised; sums and gate in float32
     y[r] = down[e] · h[r]                             h quantised straight from float32, rounded nowhere between
-    out[t] = Σ_j weight[t, j] · y[r(t, j)]            e = expert[t, j];  −1 stands for nobody here
+    out[t] = Σ_j weight[t, j] · y[r(t, j)]            e = expert[t, j];  −1: served elsewhere
 
-Products are those of :mod:`.linear.block_scaled_matmul`; rows are sorted by expert as in :mod:`.expert_mlp`. The kernel
-gathers rows, multiplies by gate and up, gates and quantises in one pass: between the two products a value is a byte.
+Products are those of `grouped/grouped_matmul_fp8.py`; rows are sorted by expert as in :mod:`.experts`.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def block_scaled_experts(
         power_of_two: round the scales of activations up to powers of two.
 
     Returns:
-        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
+        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token without experts here.
 
     Raises:
         TypeError, ValueError: dtypes or shapes that do not fit.

@@ -26,7 +26,7 @@ def combine_reference(y: torch.Tensor, pair_rows: torch.Tensor, weights: torch.T
 
 @triton.jit
 def combine_kernel(y, pair_rows, weights, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Part of one token a program: its K rows are asked for at once."""
+    """Part of one token a program: its K rows are loaded at once."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

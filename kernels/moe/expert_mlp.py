@@ -1,6 +1,6 @@
 """The experts of one rank, over token-expert pairs that are sorted by expert.
 
-out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = expert[t, j];  −1 stands for nobody here
+out[t] = Σ_j weight[t, j] · down[e] · silu_mul(gate_up[e] · x[t]),   e = expert[t, j];  −1: served elsewhere
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Most rows of an expert, on average, for which the products are bound by the weights' way from memory.
+# Largest average number of rows of an expert for which products are bound by reading the weights.
 FEW_ROWS = 64
 
 # The same for the CPU's kernel, which reads weights once and multiplies rows less well than PyTorch's products.
@@ -39,7 +39,7 @@ def expert_mlp_reference(
 
 
 def row_bytes(gate_up: torch.Tensor, down: torch.Tensor) -> int:
-    """Bytes that a row takes between the products, at most: its token, gate and up, and the result."""
+    """Largest number of bytes of a row between the products: its token, gate and up, and the result."""
     return (gate_up.shape[1] + 2 * down.shape[1]) * down.element_size()
 
 
@@ -60,7 +60,7 @@ def experts_by_torch(x: torch.Tensor, order: Order, gate_up: torch.Tensor, down:
 def _run_native(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """By ``native/expert_mlp.cpp``: an expert at a time and thread."""
+    """Runs ``native/expert_mlp.cpp``: a thread takes an expert at a time."""
     (tokens, choices), (count, hidden, intermediate) = experts.shape, down.shape
     library = cpu.kernels()
     out = torch.empty_like(x)
@@ -99,13 +99,13 @@ def expert_mlp(
         weights: ``[T, k]`` float32.
         gate_up: ``[experts, 2·intermediate, hidden]``.
         down: ``[experts, hidden, intermediate]``.
-        served_fraction: part of the choices that is expected to be served here: chooses the kernel, never the result.
-        served: how many of the choices are, where the host knows it.
-        uncounted_bytes: most bytes of rows between the products for which unserved choices get rows too, so that
+        served_fraction: expected fraction of the choices that are served here: chooses the kernel, never the result.
+        served: number of choices that are served here, where the host knows it.
+        uncounted_bytes: largest number of bytes of rows for which unserved choices get rows too, so that
             nothing waits for the device (decode, CUDA graphs).
 
     Returns:
-        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
+        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token without experts here.
 
     Raises:
         ValueError: shapes that do not fit together.

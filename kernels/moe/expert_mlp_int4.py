@@ -1,4 +1,4 @@
-"""The experts of one rank in packed INT4: see ``expert_mlp.py`` for what is summed.
+"""The experts of one rank in packed INT4; ``expert_mlp.py`` says what is summed.
 
 W4A16 multiplies tokens as they are. W4A8 quantises a token once, and the gated rows once more before they go down.
 """
@@ -60,7 +60,7 @@ def expert_mlp_int4(
         int8_activations: W4A8; else W4A16, in x's dtype.
 
     Returns:
-        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
+        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token without experts here.
     """
     intermediate, hidden = down[0].shape[2] * 8, x.shape[1]
     check_experts(x, experts, weights, gate_up[0], down[0], intermediate, packed=8)

@@ -1,6 +1,6 @@
-"""The experts of one rank in INT8: see ``expert_mlp.py`` for what is summed.
+"""The experts of one rank in INT8; ``expert_mlp.py`` says what is summed.
 
-A token is quantised once, whichever experts it goes to, and the gated rows once more before they go down.
+A token is quantised once for all its experts, and the gated rows once more before they go down.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def expert_mlp_int8(
         down: int8 ``[experts, hidden, intermediate]`` and its float32 scales ``[experts, hidden]``.
 
     Returns:
-        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token that has nobody here.
+        ``[T, hidden]`` in x's dtype, summed in float32; zeros for a token without experts here.
     """
     intermediate, hidden = down[0].shape[2], x.shape[1]
     check_experts(x, experts, weights, gate_up[0], down[0], intermediate)

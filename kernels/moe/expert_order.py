@@ -18,7 +18,7 @@ from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Most pairs that are ranked by comparing all with all, which is one launch but takes the square of them. More are
+# Largest number of pairs that are ranked by comparing all with all: one launch, but quadratic work. More are
 # compared within blocks of so many, whose counts are added up before.
 COMPARED_PAIRS, BLOCK_PAIRS = 8192, 256
 
@@ -26,8 +26,8 @@ COMPARED_PAIRS, BLOCK_PAIRS = 8192, 256
 class Order(NamedTuple):
     """Pairs sorted by expert. Everything is on the device, and the host does not know how many are served."""
 
-    tokens: torch.Tensor  # [T · k] int32: the token of every row; beyond the served rows, of the others
-    row_ends: torch.Tensor  # [experts] int32: where each expert's rows end; the last is how many pairs are served
+    tokens: torch.Tensor  # [T · k] int32: the token of every row; rows of served pairs come first
+    row_ends: torch.Tensor  # [experts] int32: the index after each expert's last row; the last: all served pairs
     pair_rows: torch.Tensor  # [T, k] int32: the row of every pair, −1 where it is not served
 
 
@@ -49,7 +49,7 @@ def expert_order_reference(experts: torch.Tensor, count: int) -> Order:
 def order_kernel(
     experts, tokens, row_ends, pair_rows, pairs, count, K: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Ranks by counting. A pair's key is ``expert · pairs + pair``, and its row is how many keys are smaller. The rows
+    """Ranks by counting. A pair's key is ``expert · pairs + pair``, and its row is the number of smaller keys. The rows
     of expert e end after as many keys as are under ``(e + 1) · pairs``."""
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_pair = query < pairs
@@ -70,14 +70,14 @@ def order_kernel(
 
 @triton.jit
 def _keys(experts, pair, pairs, count):
-    """The expert of each pair; ``count`` where nobody serves it."""
+    """The expert of each pair; ``count`` for pairs that this rank does not serve."""
     expert = tl.load(experts + pair, mask=pair < pairs, other=-1)
     return tl.where(expert < 0, count, expert)
 
 
 @triton.jit(do_not_specialize=["pairs", "count", "blocks"])
 def order_count_kernel(experts, counts, pairs, count, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """A block of pairs a program: how many of them each expert has, ``counts [count + 1, blocks]``."""
+    """A block of pairs a program: the number of them for each expert, ``counts [count + 1, blocks]``."""
     block = tl.program_id(0)
     pair = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keys = tl.where(pair < pairs, _keys(experts, pair, pairs, count), -1)
@@ -93,8 +93,8 @@ def order_row_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """A block of pairs a program. ``upto [count + 1, blocks]`` has the counts added up, expert by expert and within one
-    block by block: a pair's row is behind all that were added up before its block's, and behind the pairs of its expert
-    that stand before it in the block."""
+    block by block: a pair's row comes after all that were added up before its block's, and after the pairs of its
+    expert that precede it in the block."""
     block = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK)
     pair = block * BLOCK + inside
@@ -137,7 +137,7 @@ def expert_order(experts: torch.Tensor, count: int) -> Order:
 
     Args:
         experts: int32 ``[T, k]``, numbers in ``[0, count)`` or −1.
-        count: how many experts there are, under 32,768.
+        count: number of experts, under 32,768.
     """
     if experts.dim() != 2 or experts.dtype != torch.int32:
         raise ValueError(f"experts must be int32 [tokens, choices], not {experts.dtype} {tuple(experts.shape)}")

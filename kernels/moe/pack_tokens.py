@@ -1,8 +1,8 @@
 """Tokens with their experts and weights beside them, in one row of 32-bit words: a dispatch sends them at once.
 
-    row = [token, in its own dtype | experts, int32 · k | weights, float32 · k | zeros]
+    row = [token, in its dtype | experts, int32 · k | weights, float32 · k | zeros]
 
-Tokens begin every row and rows are whole 16 bytes, so that the experts read them where they have arrived
+Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
 (:func:`tokens_of`); only the choices are written anew, counted within the experts of the rank.
 """
 
@@ -91,10 +91,10 @@ def pack_tokens(
 
     Args:
         tokens: ``[T, hidden]`` of a dtype of at most 4 bytes.
-        experts: ``[T, k]`` int32, −1 is nobody.
+        experts: ``[T, k]`` int32, −1: no expert.
         weights: ``[T, k]`` float32.
         source: int32 ``[R]``: the token of each row; default: the tokens in their order.
-        rows: without ``source``, at least T: rows behind the tokens hold zeros and the experts −1; default: T.
+        rows: without ``source``, at least T: rows after the tokens hold zeros and the experts −1; default: T.
 
     Returns:
         int32 ``[rows, row_words(hidden, dtype, k)]``.

@@ -20,10 +20,10 @@ from dsa_engine.kernels.runtime.operation import operation
 
 
 def _top(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the ``count`` largest of ``values [T, n]`` in each row, best first, the lower of equals before."""
+    """Indices of the ``count`` largest of ``values [T, n]`` in each row, best first, the lower of equals before."""
     if values.numel() <= 1024:  # a few tokens: one operation costs less than the five below
         return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    # float32 in an order of integers, and below that the place: no two keys are equal, topk has nothing to decide.
+    # float32 in an order of integers, and below that the index: no two keys are equal, topk has nothing to decide.
     bits = values.contiguous().view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     reversed_index = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
@@ -61,7 +61,7 @@ _WORST = tl.constexpr(-(2**63))
 
 @triton.jit
 def _key(values, numbers):
-    """int64 keys of which no two are equal: by value, then the lower number first. Also NaN has a place among them, so
+    """int64 keys of which no two are equal: by value, then the lower number first. NaN is ordered among them too, so
     that every choice is a valid number."""
     bits = values.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -136,7 +136,7 @@ def _run(
     *,
     native: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``native``: by ``native/router.cpp``, else by Triton."""
+    """Runs ``native/router.cpp`` if ``native``, else the Triton kernel."""
     rows, count = logits.shape
     logits, bias = logits.contiguous(), bias.contiguous()
     live = None if live is None else live.contiguous()
@@ -180,7 +180,7 @@ def route(
     Args:
         logits: float32 ``[T, experts]``, consecutive experts forming a group.
         bias: float32 ``[experts]``, the correction bias.
-        live: bool ``[T]``: rows that are tokens; the others choose nobody, −1. Default: all are.
+        live: bool ``[T]``: rows that are tokens; the others choose no expert, −1. Default: all are.
 
     Returns:
         expert numbers ``[T, top_k]`` int32, best choice first, and their weights ``[T, top_k]`` float32.

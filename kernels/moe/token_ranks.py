@@ -1,4 +1,4 @@
-"""Which ranks tokens go to: each token once to every rank that holds some of its experts.
+"""The ranks that tokens go to: each token once to every rank that holds some of its experts.
 
 ranks[t, j] = rank_of[experts[t, j]];   first[t, j] = ranks[t, j] where no choice i < j of the token has it, else −1
 counts[r] = (how many first are r: tokens that go there,  how many ranks are r: choices that it serves)
@@ -22,9 +22,9 @@ _PAIRS, _RANKS = 256, 16
 
 
 class TokenRanks(NamedTuple):
-    """All of it is on the device; −1 is nobody."""
+    """Everything is on the device; −1: no expert."""
 
-    ranks: torch.Tensor  # [T, k] int32: of every choice
+    ranks: torch.Tensor  # [T, k] int32: the rank of every choice
     first: torch.Tensor  # [T, k] int32: the same, −1 where an earlier choice of the token has the same rank
     counts: torch.Tensor  # [size, 2] int32: tokens that go to each rank, and choices of them that it serves
 
@@ -35,7 +35,7 @@ def token_ranks_reference(experts: torch.Tensor, rank_of: torch.Tensor, size: in
     earlier = torch.ones(k, k, dtype=torch.bool, device=experts.device).tril(-1)
     again = ((ranks[:, :, None] == ranks[:, None, :]) & earlier).any(dim=-1)
     first = ranks.masked_fill(again, -1)
-    at = torch.stack((first, ranks)).view(2, -1).long() + 1  # nobody's come first
+    at = torch.stack((first, ranks)).view(2, -1).long() + 1  # choices without an expert come first
     counts = torch.zeros(2, size + 1, dtype=torch.int32, device=experts.device)
     counts.scatter_add_(1, at, counts.new_ones(()).expand_as(at))
     return TokenRanks(ranks, first, counts[:, 1:].t().contiguous())
@@ -74,12 +74,12 @@ def token_ranks_kernel(
 
 @operation()
 def token_ranks(experts: torch.Tensor, rank_of: torch.Tensor, size: int) -> TokenRanks:
-    """Which ranks the tokens of a dispatch go to, with no synchronisation of host and device.
+    """Finds the ranks that the tokens of a dispatch go to, with no synchronisation of host and device.
 
     Args:
-        experts: int32 ``[T, k]``, experts of all ranks; −1 is nobody.
-        rank_of: int32 ``[experts]``: where each lies.
-        size: how many ranks there are.
+        experts: int32 ``[T, k]``, experts of all ranks; −1: no expert.
+        rank_of: int32 ``[experts]``: the rank of each.
+        size: number of ranks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.

@@ -1,4 +1,4 @@
-"""The choices of packed tokens (`pack_tokens.py`), as the rank sees them that holds their experts."""
+"""The choices of packed tokens (`pack_tokens.py`), counted within the experts of one rank."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def unpack_choices_kernel(
 def unpack_choices(
     packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int, first: int, held: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The choices of packed rows, as the rank sees them that holds the experts ``first … first + held - 1``.
+    """Reads the choices of packed rows for the rank that holds the experts ``first … first + held - 1``.
 
     Args:
         packed: int32 ``[R, row_words(hidden, dtype, k)]``, contiguous, of :func:`pack_tokens`.
-        hidden, dtype: of the tokens.
+        hidden, dtype: width and dtype of the tokens.
 
     Returns:
         experts ``[R, k]`` int32, counted from ``first``, −1 for those that it does not hold; weights ``[R, k]``
@@ -58,7 +58,7 @@ def unpack_choices(
     width = row_words(hidden, dtype, k)
     if packed.dtype != torch.int32 or packed.dim() != 2 or packed.shape[1] != width:
         raise ValueError(
-            f"{k} choices behind tokens of {hidden} {dtype} are rows of {width} int32, not {packed.dtype} "
+            f"{k} choices after tokens of {hidden} {dtype} are rows of {width} int32, not {packed.dtype} "
             f"{tuple(packed.shape)}"
         )
     words = token_words(hidden, dtype)

@@ -276,7 +276,7 @@ extern "C" int64_t dsa_lightning_indexer(
     }
     const Problem p{q, weights, pool, tables, page_stride, table_stride, page_size, heads, dim, k, positions};
     const int64_t size = dsa_lightning_indexer_scratch(largest, heads, dim, k);
-    // Last tiles first: in a causal batch they tend to see the most.
+    // Last tiles first: in a causal batch they tend to see more tokens.
     for_tiles(tile_count, (int)threads, scratch, size, [&](int64_t i, float* mine) {
         const int32_t* tile = tiles + 2 * (tile_count - 1 - i);
         select(p, Tile{tile[0], tile[1], sequences[tile[0]], visible[tile[0]] - 1}, mine);

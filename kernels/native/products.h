@@ -1,5 +1,5 @@
 // Products of a weight matrix and few rows: the weight is read once, and lanes are its columns. A row's result is summed
-// in the same order whatever rows stand beside it.
+// in the same order whatever rows are beside it.
 #pragma once
 
 #include "tiles.h"
@@ -30,7 +30,7 @@ inline void sums_of(const Floats* vectors, float* sums) {
 }
 
 // to(row)[output] = weight[output] . from(row), for O outputs and R rows from `row` on; `stride`: of the weight's rows;
-// FIRST: nobody has read these lines yet.
+// FIRST: these lines have not been read yet.
 template <int O, int R, bool FIRST, class From, class To>
 void multiply_some(const float* weight, int64_t stride, int64_t width, int64_t row, int64_t output, const From& from,
                    const To& to) {

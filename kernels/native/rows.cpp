@@ -127,7 +127,7 @@ extern "C" void dsa_silu_mul(
     });
 }
 
-// x [rows, rank + 2 half]: the latent is normed, what is behind it turned. Returns 1, and does nothing, where a slot
+// x [rows, rank + 2 half]: the latent is normed, what comes after it turned. Returns 1, and does nothing, where a slot
 // lies outside of the pool; else 0.
 extern "C" int64_t dsa_store_latent(
     const float* x, const float* weight, const float* cos, const float* sin, float* pool, const void* slots,

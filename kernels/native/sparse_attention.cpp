@@ -74,7 +74,7 @@ int64_t stride_of(int64_t width, int64_t value_dim) {
     return values > width ? values : width;
 }
 
-// The gathered rows of the token, one behind the other; returns how many.
+// The gathered rows of the token, one after the other; returns how many.
 int64_t gather(const Problem& p, int64_t token, int64_t stride, float* rows) {
     const int32_t* slots = p.slots + token * p.k;
     const int64_t most = p.counts && p.counts[token] < p.k ? p.counts[token] : p.k;

@@ -30,7 +30,7 @@ inline void pause() {
 struct Pool {
     std::mutex mutex;
     std::condition_variable wake, left;
-    std::atomic<bool> busy{false};  // somebody's work is on
+    std::atomic<bool> busy{false};  // work is going on
     std::atomic<int> seats{0};  // that are free; changed under the mutex, like all that follows
     std::atomic<int> inside{0};
     int threads = 0, sleeping = 0, taken = 0;
@@ -63,7 +63,7 @@ void serve() {
         pool.inside++;
         const int thread = ++pool.taken;
         lock.unlock();
-        pool.work(pool.data, thread);  // neither changes while somebody is inside
+        pool.work(pool.data, thread);  // neither changes while a thread is inside
         lock.lock();
         if (--pool.inside == 0) pool.left.notify_all();
     }
@@ -84,7 +84,7 @@ void make_threads(int wanted) {
 
 void make_pool() { new (memory) Pool; }
 
-// A child process has none of the threads, and the mutex as whoever held it left it.
+// A child process has none of the threads, and the mutex in the state that its holder left.
 const bool made = [] {
     make_pool();
     pthread_atfork(nullptr, nullptr, make_pool);

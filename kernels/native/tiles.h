@@ -71,7 +71,7 @@ static inline void store_some(float* to, Floats values, int64_t count) {
 }
 
 // sum + a * b, rounded once where the machine does so. Said aloud: for some processors (Zen) compilers take fused
-// multiply-adds in some instances of a loop and not in others, and a row's result would depend on how many stand beside it.
+// multiply-adds in some instances of a loop and not in others, and a row's result would depend on how many are beside it.
 static inline Floats plus_product(Floats sum, Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -100,7 +100,7 @@ static inline float sum_of(Floats values) {
 #endif
 }
 
-// exp(x) for x <= 0, to 1 or 2 units of the last place; at least 4e-38; NaN stays NaN.
+// exp(x) for x <= 0, to 1 or 2 units in the last bit; at least 4e-38; NaN stays NaN.
 template <int L>
 static inline typename Vectors<L>::Float exp_of(typename Vectors<L>::Float x) {
     typedef typename Vectors<L>::Float V;

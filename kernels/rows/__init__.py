@@ -1,1 +1,1 @@
-"""What is done to the rows of a step: norms, rotation, gating, and the rows of paged pools."""
+"""The rows of a step: segments, norms, rotation, gating, and storing of rows in paged pools."""

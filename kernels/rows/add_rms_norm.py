@@ -20,7 +20,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``residual + x``, and its RMSNorm: returns ``(normed, summed)``, both ``[T, width]``.
 
-    ``also [T, width]`` is added to x first, with a rounding of its own.
+    ``also [T, width]`` is added to x first, and that sum is rounded.
     """
     if x.shape != residual.shape or x.shape[-1] != weight.shape[0] or (also is not None and also.shape != x.shape):
         second = "" if also is None else f" + {tuple(also.shape)}"

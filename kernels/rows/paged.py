@@ -3,9 +3,9 @@
 Shapes: ``pool [pages, page_size, width]``, ``block_tables [sequences, max_pages]`` int32 (page numbers in order of
 position), slots int32 or int64, −1 for nowhere.
 
-What writes rows takes its destination in two forms: a pool with the slots of the rows, or plain rows ``[R, width]``
-with any row stride and no slots, such as a part of the buffer that context parallelism gathers. Plain rows are a pool
-whose pages hold one row each (:func:`as_pool`), so a kernel knows one form only.
+Operations that write rows take their destination in two forms: a pool with the slots of the rows, or plain rows ``[R,
+width]`` with any row stride and no slots, such as a part of the buffer that context parallelism gathers. Plain rows are
+a pool whose pages hold one row each (:func:`as_pool`), so a kernel knows one form only.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def store_native(
 
 @triton.jit
 def page_and_offset(slots, row, count, PAGE_SIZE: tl.constexpr):
-    """Where the rows numbered ``row [rows]``, int64, of ``count`` go: page, offset in the page (in rows, int64), and
-    whether they go anywhere, each ``[rows, 1]``. PAGE_SIZE 0: no slots, every row is a page."""
+    """Destinations of the rows ``row [rows]``, int64, of ``count``: page, offset in the page (in rows, int64), and a
+    mask of the rows that have one, each ``[rows, 1]``. PAGE_SIZE 0: no slots, every row is a page."""
     keep = row < count
     if PAGE_SIZE == 0:
         page, offset = row, row * 0
@@ -89,7 +89,7 @@ def page_and_offset(slots, row, count, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def copy_tile(source, target, keep, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Rows at the pointers ``source [rows, 1]`` to those at ``target``."""
+    """Copies the rows at the pointers ``source [rows, 1]`` to those at ``target``."""
     column = tl.arange(0, PADDED)[None, :]
     values = tl.load(source + column, mask=keep & (column < WIDTH), other=0)
     tl.store(target + column, values.to(target.dtype.element_ty), mask=keep & (column < WIDTH))
@@ -107,7 +107,7 @@ def store_rows_reference(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Te
 
 
 def rows_at_once(row_bytes: int) -> int:
-    """How many rows of about ``row_bytes`` bytes a program copies: a power of two."""
+    """Number of rows of about ``row_bytes`` bytes that a program copies: a power of two."""
     return max(1, _COPIED_BYTES // next_power_of_2(row_bytes))
 
 
@@ -115,7 +115,7 @@ def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: i
     """Rows of the positions ``start … stop-1`` of the sequence with ``block_table [max_pages]``: ``[stop-start,
     width]``.
 
-    For the references, which copy what they are about to read; a kernel reads the pool in place.
+    References copy the rows that they read; a kernel reads the pool itself.
     """
     page_size = pool.shape[1]
     first, last = start // page_size, -(-stop // page_size)
@@ -124,7 +124,7 @@ def read_rows(pool: torch.Tensor, block_table: torch.Tensor, start: int, stop: i
 
 
 def gather_rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of ``slots [n]``, none of them −1: ``[n, width]``, for what needs them side by side.
+    """Rows of ``slots [n]``, none of them −1: ``[n, width]``.
 
     PyTorch's own gather runs at the speed of memory, so it serves every device.
     """

@@ -31,7 +31,7 @@ def rms_norm_kernel(
     inside = columns < width
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if ADD:
-        if also is not None:  # rounded before the residual is added, as where it is added apart
+        if also is not None:  # rounded before the residual is added, as in a separate addition
             values = (values + tl.load(also + row * width + columns, mask=inside, other=0.0)).to(x.dtype.element_ty)
         values = values + tl.load(residual + row * width + columns, mask=inside, other=0.0)
         tl.store(summed + row * width + columns, values, mask=inside)
@@ -51,8 +51,8 @@ def run_rms_norm(
     *,
     native: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [rows, width]`` with any row stride; the sum is x itself where there is no residual. ``native``: by
-    ``native/rows.cpp``, else by Triton."""
+    """``x [rows, width]`` with any row stride; the sum is x itself where there is no residual. ``native``: runs
+    ``native/rows.cpp``, else the Triton kernel."""
     rows, width = x.shape
     normed = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)

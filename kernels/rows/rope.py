@@ -124,7 +124,7 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_native(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
-    """``x, out [T, heads, dim]``, by ``native/rows.cpp``."""
+    """Runs ``native/rows.cpp``; ``x, out [T, heads, dim]``."""
     tokens, heads, dim = x.shape
     cpu.kernels().dsa_rope(
         x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2,
@@ -141,7 +141,7 @@ def rotate_first_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 @triton.jit
 def load_rest(row, keep, HALF: tl.constexpr, DIM: tl.constexpr, REST_PADDED: tl.constexpr):
-    """What lies behind the pairs of rows of DIM numbers, and the mask of what is there."""
+    """The numbers after the pairs of rows of DIM numbers, and the mask of those that exist."""
     column = tl.arange(0, REST_PADDED)[None, :]
     inside = keep & (column < DIM - 2 * HALF)
     return tl.load(row + 2 * HALF + column, mask=inside, other=0.0), inside
@@ -167,9 +167,9 @@ def apply_rope(
 
     Args:
         x: any strides, but the last dimension contiguous: ``q[..., nope:]`` needs no copy.
-        interleaved: which dimensions make a pair; see the top of this file.
-        out: where the result goes, shaped like ``x``, with strides of its own; ``x`` itself turns in place. Otherwise
-            it must not overlap ``x``. Default: a new tensor.
+        interleaved: the dimensions that make a pair; see the top of this file.
+        out: tensor for the result, shaped like ``x``, with any strides: ``x`` itself, or one that does not overlap it.
+            Default: a new tensor.
 
     Returns:
         ``out``, or a new contiguous tensor of the shape and dtype of ``x``.

@@ -1,4 +1,4 @@
-"""Segments: how a flat batch of tokens is cut into consecutive tokens of one sequence."""
+"""Segments of a flat batch of tokens: consecutive tokens of one sequence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Segments:
 
     segments: tuple[Segment, ...]
     sequences: torch.Tensor  # [rows] int32, each row's row of the block table
-    visible: torch.Tensor  # [rows] int32, how many tokens each row sees: its position + 1
+    visible: torch.Tensor  # [rows] int32, the number of tokens that each row sees: its position + 1
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     _parts: dict[tuple[int, int], Segments] = field(default_factory=dict, compare=False, repr=False)
 
@@ -71,7 +71,7 @@ class Segments:
 
     @property
     def longest(self) -> int:
-        """Most tokens that any row sees; 0 without rows."""
+        """Largest number of tokens that a row sees; 0 without rows."""
         return max((s.end for s in self.segments), default=0)
 
     def part(self, first: int, last: int) -> Segments:
@@ -117,16 +117,16 @@ class Segments:
 
 @dataclass(frozen=True)
 class CuSeqlens:
-    """Which rows of a flat tensor belong to which sequence of a varlen call: rows ``offsets[i] … offsets[i+1]-1`` are
+    """The rows of a flat tensor that belong to each sequence of a varlen call: rows ``offsets[i] … offsets[i+1]-1`` are
     the i-th's."""
 
     offsets: tuple[int, ...]  # n + 1 of them, from 0
     on_device: torch.Tensor  # the same, int32
-    longest: int  # most rows of a sequence
+    longest: int  # largest number of rows of a sequence
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> CuSeqlens:
-        """Of the rows of each sequence, one behind the other."""
+        """The offsets of sequences with these numbers of rows, one after the other."""
         offsets = (0, *accumulate(lengths))
         on_device = upload(torch.tensor(offsets, dtype=torch.int32), device)
         return cls(offsets, on_device, max(lengths, default=0))
@@ -143,7 +143,7 @@ class CuSeqlens:
         return CuSeqlens(offsets, self.on_device[first : last + 1] - begin, longest)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """First row of each sequence, and the one behind its last."""
+        """First row of each sequence, and the one after its last."""
         return pairwise(self.offsets)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Slots of positions: where the tokens of a sequence lie in a paged pool."""
+"""Slots of positions: the rows of a paged pool that hold the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def slots_of_kernel(
 def _slots_of_native(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """By ``native/rows.cpp``; all are int32."""
+    """Runs ``native/rows.cpp``; all tensors are int32."""
     positions, tables, sequences = positions.contiguous(), block_tables.contiguous(), sequences.contiguous()
     slots = torch.empty_like(positions)
     rows, columns = positions.shape[0], math.prod(positions.shape[1:])
@@ -64,12 +64,12 @@ def _slots_of_native(
 def slots_of(
     positions: torch.Tensor, block_tables: torch.Tensor, sequences: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """Slots of positions: where each lies in the pool.
+    """Finds the slots of positions in the pool.
 
     Args:
         positions: integer ``[T, ...]``; −1 stays −1.
         block_tables: ``[sequences, max_pages]`` int32.
-        sequences: integer ``[T]``, the block table's row of each.
+        sequences: integer ``[T]``, the row of the block tables for each.
 
     Returns:
         int32, shaped like ``positions``.

@@ -68,10 +68,10 @@ def store_cache_rows(
     Args:
         latent_pool: ``[pages, page_size, latent]``.
         key_pool: ``[pages, page_size, index_key]`` in ``key_format``, of the same dtype and pages.
-        rows: ``[R, width]`` of the pools' dtype, any row stride; columns behind ``latent + index_key`` are padding
+        rows: ``[R, width]`` of the pools' dtype, any row stride; columns after ``latent + index_key`` are padding
             (:meth:`.CacheFormat.packed_width`).
         slots: ``[R]`` int32 or int64, in any order, none named twice.
-        key_format: the index keys'; latent rows are copied whole.
+        key_format: format of the index keys; latent rows are copied whole.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.

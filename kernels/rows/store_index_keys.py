@@ -107,7 +107,7 @@ def store_index_keys_kernel(
 ):  # fmt: skip
     """ROWS tokens a program. A key lies in three parts, so that its pairs meet without moving between threads.
 
-    FP8: the scales of a page lie behind the values of all its keys, from the byte SCALES_AT on."""
+    FP8: the scales of a page lie after the values of all its keys, from the byte SCALES_AT on."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
     page, offset, keep = page_and_offset(slots, row, count, PAGE_SIZE)
@@ -138,7 +138,7 @@ def _run_native(
     projected: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float, cos: torch.Tensor,
     sin: torch.Tensor, interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """By ``native/rows.cpp``."""
+    """Runs ``native/rows.cpp``."""
     projected = projected if projected.stride(1) == 1 else projected.contiguous()
     norm_weight, norm_bias = norm_weight.contiguous(), norm_bias.contiguous()
     slots = None if slots is None else slots.contiguous()

@@ -2,8 +2,8 @@
 
     row = [RMSNorm(c[:rank]) · weight | RoPE(c[rank:])]        c = compressed, [rank + rope]
 
-Rounded as the two operations round by themselves (:mod:`.rms_norm`, :mod:`.rope`), so that it does not matter by which
-way a row came to the cache. An FP8 pool quantises the rounded row; the formats are in :mod:`.formats.cache_format`.
+Rounded as the two operations round by themselves (:mod:`.rms_norm`, :mod:`.rope`), so that all ways to the cache
+give the same row. An FP8 pool quantises the rounded row; the formats are in :mod:`.formats.cache_format`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def latent_rows_reference(
 
 @triton.jit
 def to_bfloat16(x, CONVERTS: tl.constexpr):
-    """To nearest, ties to even; Triton's interpreter, by its own conversion, would cut off instead."""
+    """Rounds to nearest, ties to even; the conversion of Triton's interpreter would cut off instead."""
     full = x.to(tl.float32)
     if not CONVERTS:
         bits = full.to(tl.int32, bitcast=True)
@@ -98,7 +98,7 @@ def _run_native(
     compressed: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor,
     interleaved: bool, pool: torch.Tensor, slots: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """By ``native/rows.cpp``."""
+    """Runs ``native/rows.cpp``."""
     compressed = compressed if compressed.stride(1) == 1 else compressed.contiguous()
     norm_weight, slots = norm_weight.contiguous(), None if slots is None else slots.contiguous()
     outside = cpu.kernels().dsa_store_latent(

@@ -1,9 +1,9 @@
-"""Compiling kernels for a chip that is not there.
+"""Compiling kernels for a chip that is not installed.
 
 Within :func:`compile_only`, the public functions of this package take CPU tensors and do all that they would do for
 CUDA tensors, but every launch ends with the compiled kernel: nothing runs, and results stay as they were allocated. So
 the launch parameters, the specialisation of arguments and the choice of configuration are the real ones, and no second
-list of signatures can differ from them. Tensors of production size cost nothing as long as nobody touches their pages
+list of signatures can differ from them. Tensors of production size cost nothing as long as their pages are not touched
 (``torch.empty``).
 """
 
@@ -25,7 +25,7 @@ from dsa_engine.kernels.runtime.launch import INTERPRETED, compiling_for
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes on the chip, and by which instructions it works."""
+    """Resources of a compiled kernel on the chip, and counts of its instructions."""
 
     warps: int
     registers: int  # a thread
@@ -35,7 +35,7 @@ class Resources(NamedTuple):
     warpgroup_waits: int  # where warps meet around warpgroup products; many mean that products run one after another
     mma: int  # products by a single warp: mma.sync
     tcgen05: int  # Blackwell's products
-    fp8: int  # of all these, products of e4m3 operands
+    fp8: int  # those of all these products with e4m3 operands
     loads_16: int  # loads of 16 bytes a thread, plain or asynchronous
 
 
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
             return _cuobjdump(option, file.name)
 
     def resources(self, sass: str) -> Resources:
-        """Read off the binary (with the cuobjdump of the Triton package), its machine code and the PTX."""
+        """Resources from the binary (with the cuobjdump of the Triton package), its machine code and the PTX."""
         ptx = self.kernel.asm["ptx"]
         usage = dict(re.findall(r"(REG|STACK):(\d+)", self._dump("-res-usage")))
         return Resources(
@@ -83,14 +83,14 @@ class Launch(NamedTuple):
 
 class _Utils:
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 1 << 30}  # compiled whatever it takes: the limits are checked by who reads the report
+        return {"max_shared_mem": 1 << 30}  # compiled whatever it takes: the report checks the limits
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[None, None, int, int, int]:
-        return None, None, 0, 0, 1024  # module, function, registers, spills, most threads
+        return None, None, 0, 0, 1024  # module, function, registers, spills, largest number of threads
 
 
 class _Driver:
-    """As much of a Triton driver as a launch asks for; one for each chip, since kernels keep their launchers."""
+    """The part of a Triton driver that a launch needs; one for each chip, since kernels keep their launchers."""
 
     utils = _Utils()
 

@@ -1,6 +1,6 @@
 """The CPU's kernels: C++ sources in ``kernels/native``, compiled for this machine when they are first needed.
 
-They do in float32 what the references do, which stay their definition, and take the references' place on CPU tensors
+They do in float32 what the references do, which stay their definition, and run instead of them on CPU tensors
 (:func:`serves`). A tile of work belongs to one thread, of which there are as many as PyTorch may use; nothing inside it
 waits for another.
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parents[1] / "native"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-pthread")
 _COMPILER_SECONDS = 300
-# Multiply-adds that a thread of its own is worth, some 10 µs: one that is awake takes a few to begin.
+# Multiply-adds that are worth another thread, some 10 µs: a thread that is awake takes a few to begin.
 _WORTH_A_THREAD = 1 << 18
 
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
@@ -65,7 +65,7 @@ def serves(*tensors: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     if not launch.runs_native():
         return False
     graded = torch.is_grad_enabled()
-    for x in tensors:  # plainly: it is asked many times a step
+    for x in tensors:  # a plain loop: this runs many times a step
         if x.dtype != dtype or not x.is_cpu or (graded and x.requires_grad):
             return False
     return library() is not None
@@ -77,19 +77,20 @@ def runs_kernel(x: torch.Tensor) -> bool:
 
 
 def threads_for(multiply_adds: int) -> int:
-    """How many threads so much work is given: those that PyTorch may use, and fewer where it is not worth them."""
+    """Number of threads for this much work: those that PyTorch may use, and fewer for little work."""
     return max(1, min(torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
 
 
 def kernels() -> ctypes.CDLL:
-    """The compiled kernels, for whoever has asked :func:`serves`."""
+    """The compiled kernels, for code that has asked :func:`serves`."""
     loaded = library()
     assert loaded is not None
     return loaded
 
 
 def row_threads(numbers: int) -> int:
-    """:func:`threads_for`, of an operation that reads and writes so many and multiplies little: it waits for memory."""
+    """:func:`threads_for` of an operation that reads and writes these numbers and multiplies little: it waits for
+    memory."""
     return threads_for(4 * numbers)
 
 
@@ -114,7 +115,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def user_cache() -> Path:
-    """Where files that can be made again are kept: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
+    """Folder for files that can be made again: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
 
     Raises:
         OSError: the user has no home folder, and none was named.
@@ -131,7 +132,7 @@ def user_cache() -> Path:
 
 @functools.cache
 def digest() -> str:
-    """Of what the kernels are compiled from and with: the same for the same machine code.
+    """Digest of the sources, compiler, flags and processor: the same for the same machine code.
 
     Raises:
         RuntimeError: there is no compiler.
@@ -151,13 +152,13 @@ def _load() -> ctypes.CDLL:
     built.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     if built.parent.stat().st_mode & stat.S_IWOTH:
         raise RuntimeError(
-            f"everybody may write to {built.parent}, and what lies there is run; chmod o-w it, or name another folder "
+            f"any user may write to {built.parent}, and its files are run; chmod o-w it, or name another folder "
             "in DSA_ENGINE_CACHE"
         )
     with suppress(OSError):  # there is none, or it is damaged
         return ctypes.CDLL(str(built))
     with open(built.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # is let go with the process
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process
         with suppress(OSError):  # another process has made it since
             return ctypes.CDLL(str(built))
         _compile(built)
@@ -201,7 +202,7 @@ def _compiler() -> list[str]:
 
 
 def _features() -> str:
-    """The processor's, as far as Linux tells: what ``-march=native`` compiles for."""
+    """Features of the processor, as far as Linux lists them: ``-march=native`` compiles for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says; empty where it says nothing."""
+    """The first line of an error's message; empty without one."""
     return (str(error).splitlines() or [""])[0]
 
 

@@ -1,8 +1,8 @@
-"""What every operation asks before it launches: Triton or the reference, and for which chip.
+"""Decisions before a launch: Triton or the reference, and for which chip.
 
 A kernel runs on CUDA tensors. Under ``TRITON_INTERPRET=1`` it also runs on CPU tensors, in Triton's interpreter, which
-is slow and proves its arithmetic; elsewhere CPU tensors take the reference, or a kernel of the CPU's own
-(:mod:`.cpu`). Launch configurations stand beside each kernel, in a table by compute capability, with the device they
+is slow and proves its arithmetic; elsewhere CPU tensors take the reference, or a kernel for the CPU
+(:mod:`.cpu`). Launch configurations are beside each kernel, in a table by compute capability, with the device they
 were measured on; nothing is tuned while serving.
 """
 
@@ -17,7 +17,7 @@ import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# The interpreter has no chip of its own: it runs what Hopper would.
+# The interpreter has no chip: it runs what Hopper would.
 _INTERPRETED_AS = 90
 _INTERPRETED_MULTIPROCESSORS = 4
 
@@ -33,8 +33,8 @@ def runs_triton(x: torch.Tensor) -> bool:
 
 
 def runs_native() -> bool:
-    """Whether CPU tensors may take the CPU's own kernels (`cpu.py`): neither Triton nor the
-    references are to run on them."""
+    """Whether CPU tensors may take the CPU's own kernels (`cpu.py`): neither Triton nor
+    the references are to run on them."""
     return not (INTERPRETED or _references_only or _compiling_for is not None)
 
 
@@ -49,7 +49,7 @@ def capability(x: torch.Tensor) -> int:
 
 
 def multiprocessors(x: torch.Tensor) -> int:
-    """How many programs the device of ``x`` runs at a time, at least; few in the interpreter, so that splits stay
+    """Smallest number of programs that the device of ``x`` runs at a time; few in the interpreter, so that splits stay
     small."""
     if _compiling_for is not None:
         return 132
@@ -59,8 +59,8 @@ def multiprocessors(x: torch.Tensor) -> int:
 
 
 def config_for(table: Mapping[int, Config], x: torch.Tensor) -> Config:
-    """The entry of a launch table ``{capability: configuration}`` for the device of ``x``: its own, else that of the
-    nearest older chip, else the oldest."""
+    """The entry of a launch table ``{capability: configuration}`` for the device of ``x``: that of its chip, else of
+    the nearest older chip, else the oldest."""
     known = [c for c in sorted(table) if c <= capability(x)]
     return table[known[-1] if known else min(table)]
 

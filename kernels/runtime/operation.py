@@ -1,4 +1,4 @@
-"""Operations and what they run on a device: their kernel, or, where that was found wrong, their reference.
+"""Operations, and whether they run their kernel on a device or, if that is wrong, their reference.
 
 Every public function that may launch a kernel is an ``@operation``. While :func:`compared` watches, each call runs both
 ways, and a kernel whose results differ, or that does not compile, is replaced: from then on its operation runs the
@@ -24,18 +24,18 @@ R = TypeVar("R")
 
 # Largest relative error of a result, by its dtype: rounding differs, and products of long rows add in another order.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# Largest share of whole numbers and codes that differ: a near tie or a rounding may fall the other way.
+# Largest fraction of whole numbers and codes that differ: a near tie or a rounding may fall the other way.
 _MAX_DIFFERENT = 0.02
 
 
 @dataclass
 class Comparison:
-    """What a watched run has found.
+    """The results of a watched run.
 
     Attributes:
-        errors: of each operation that ran both ways, the largest error: relative, or the share of whole numbers that
+        errors: the largest error of each operation that ran both ways: relative, or the fraction of whole numbers that
             differ; infinite where the kernel does not run.
-        wrong: of each whose kernel was replaced, why.
+        wrong: the reason for each operation whose kernel was replaced.
         before: called with an operation's name before its kernel runs for the first time.
     """
 
@@ -58,7 +58,7 @@ def operation(
 
     Args:
         writes: the arguments that it writes to.
-        defined: of the arguments, a mask of the result's elements that are defined; default: all are.
+        defined: makes a mask of the defined elements of the result from the arguments; default: all are.
         runs: whether it runs a kernel on its first tensor.
     """
 
@@ -104,8 +104,8 @@ def replace(kernels: dict[str, str]) -> None:
 
 
 def difference(ours: torch.Tensor, wanted: torch.Tensor, defined: torch.Tensor | None = None) -> float:
-    """How far a result is off: the largest difference over the largest number, or the share of whole numbers and codes
-    that differ. Infinite where what is finite in one is not in the other."""
+    """Error of a result: the largest difference over the largest number, or the fraction of whole numbers and
+    codes that differ. Infinite where what is finite in one is not in the other."""
     if defined is not None:
         ours, wanted = ours[defined], wanted[defined]
     if wanted.numel() == 0:
@@ -165,7 +165,7 @@ def _first_tensor(*values: object) -> torch.Tensor:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """With the same strides, which a kernel has to cope with."""
+    """A copy with the same strides, which the kernel must handle."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: what is copied takes its turn behind the work that the device has.
+"""Copies between host and device without waiting: a copy runs after the earlier work of the device.
 
 A copy from ordinary memory makes the host wait until the device has done everything before it. From and to pinned
 memory it does not; PyTorch keeps such memory alive until the copy is done.

@@ -1,8 +1,8 @@
 """The same tests prove an operation three ways: the reference on a CPU (plain ``pytest``), the kernel's arithmetic in
 Triton's interpreter (``TRITON_INTERPRET=1 pytest tests/kernels``), and the kernel on a GPU where there is one. Those of
-operations with a kernel of the CPU's own (:func:`on_a_cpu`) run twice on a CPU: with it, and with the reference.
+operations with a C++ kernel (:func:`on_a_cpu`) run twice on a CPU: with it, and with the reference.
 
-The expected values are worked out in each test, in float64 and in the plainest way, never with the reference.
+Each test computes the expected values in float64 and in the plainest way, never with the reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def device() -> str:
 
 @pytest.fixture(params=["kernel", "reference"])
 def on_a_cpu(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
-    """For ``pytest.mark.usefixtures``: what runs on CPU tensors, in turn."""
+    """For ``pytest.mark.usefixtures``: CPU tensors take the C++ kernel, then the reference."""
     if request.param == "kernel":
         if device == "cpu" and not INTERPRETED and cpu.library() is None:
             pytest.skip("no C++ compiler, or DSA_ENGINE_NATIVE=0")

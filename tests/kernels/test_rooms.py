@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-# From the bottom: a room imports from its own row and the rows above it.
+# From the bottom: a room imports from itself and from earlier rows.
 ROOMS = (("runtime",), ("formats",), ("rows", "grouped"), ("attention", "indexer", "linear"), ("moe",))
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FILES = [path for path in sorted(KERNELS.rglob("*.py")) if path.parent != KERNELS]
@@ -32,7 +32,7 @@ def test_rooms_import_what_is_below_them() -> None:
 
 
 def test_a_file_has_one_operation() -> None:
-    """And a file whose name begins with an underscore, which serves its room, has none."""
+    """A file whose name begins with an underscore serves its room and has none."""
     for path in FILES:
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
         operations = [

@@ -47,7 +47,7 @@ def test_against_a_loop(count: int, total: int, dim: int, value_dim: int, worksp
 @pytest.mark.parametrize("workspace", [1, 256 << 20])
 @pytest.mark.parametrize("sizes", [[(5, 5), (1, 40), (17, 60)], [(3, 7), (3, 30)], []])
 def test_several_sequences(sizes: list[tuple[int, int]], workspace: int) -> None:
-    """Each sees its own keys only; the second case is what head and tail of one sequence look like."""
+    """Each sequence sees its own keys only; the second case is like head and tail of one sequence."""
     parts = [problem(count, total, 3, 12, 8) for count, total in sizes]
     q, k, v = (torch.cat([part[i] for part in parts] or [torch.empty(0, 3, (12, 12, 8)[i])]) for i in range(3))
     queries, keys = (CuSeqlens.of([size[i] for size in sizes]) for i in range(2))

@@ -73,7 +73,7 @@ def test_ragged_batch(page_size: int, workspace: int, scattered_pages: Scatter, 
 def test_splits_change_nothing(
     splits: int, scattered_pages: Scatter, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever the host would choose; 16 are more than there are steps, so that some have nothing to do."""
+    """Any number of splits gives the same result; 16 are more than there are steps, so that some have no rows."""
     monkeypatch.setattr(online_softmax, "choose_splits", lambda *_: splits)
     q, rows = problem()
     part = [Segment(0, 2, 0, 94), Segment(2, 1, 1, 0), Segment(3, 1, 2, 39)]
@@ -115,7 +115,7 @@ def test_sizes_of_the_models(
 def test_fp8_rows(
     heads: int, rank: int, rope: int, dtype: torch.dtype, bound: float, device: str, relative_error: Error
 ) -> None:
-    """Against the numbers that the packed rows stand for; what lies behind the sequences holds NaN in every part."""
+    """Against the numbers in the packed rows; rows beyond the sequences hold NaN in every part."""
     width, page_size, scale = rank + rope, 16, rank**-0.5
     q, rows = problem(dtype, heads, width)
     pool = torch.full((20, page_size, pack_latent_rows(rows[0][:1].float(), rank).shape[1]), 255, dtype=torch.uint8)
@@ -125,7 +125,7 @@ def test_fp8_rows(
         packed = pack_latent_rows(values.float(), rank)
         for i, row in enumerate(packed):
             pool[table[i // page_size], i % page_size] = row
-        numbers.append(unpack_latent_rows(packed, width).to(dtype))
+        numbers.append(unpack_latent_rows(packed, rank).to(dtype))
     part = [Segment(0, 2, 0, 50), Segment(2, 1, 1, 39)]
     segments = Segments.of(part, device)
     out, lse = dense_mla(

@@ -35,7 +35,7 @@ def test_fp8_rows(rank: int, rope: int, power_of_two: bool, dtype: torch.dtype, 
     got = gather_latent(pool.to(device), slots.to(device), LatentFormat(rank, rope, FP8), dtype)
     assert got.dtype == dtype and got.shape == (21, rank + rope)
     wanted = torch.tensor([naive(row, rank) for row in pool.view(35, -1)[slots.long()]], dtype=torch.float64)
-    # The product of a code and a scale is made in float32; from there each is rounded once.
+    # The product of a code and a scale is made in float32; then each is rounded once.
     assert torch.equal(got.cpu(), wanted.float().to(dtype))
 
 

@@ -42,7 +42,7 @@ def test_against_lists(splits: int, tokens: int, heads: int, value_dim: int, dev
 
 
 def test_parts_without_rows_weigh_nothing(device: str) -> None:
-    """Whatever they hold; and where all are such, the result is zero."""
+    """They may hold anything; if all parts are without rows, the result is zero."""
     g = torch.Generator().manual_seed(1)
     out, lse = torch.randn(5, 3, 2, 24, generator=g), torch.randn(5, 3, 2, generator=g)
     lse[0, 0] = lse[2:, 1] = -math.inf

@@ -108,7 +108,7 @@ def test_splits_change_nothing(splits: int, device: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("pattern", ["leading", "trailing", "alternating", "a block", "all but one", "none"])
 def test_missing_slots(pattern: str, device: str) -> None:
-    """-1 in any place, also over whole steps, the first above all; the rows without a slot hold NaN."""
+    """−1 at any index, also over whole steps, the first above all; the rows without a slot hold NaN."""
     q, pool, _ = problem(1, 4, 24, 1, device=device)
     slots = torch.arange(117, device=device).int()[None]
     missing = {
@@ -149,7 +149,7 @@ def test_counts(splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("filler", [1e30, math.nan])
 def test_unread_rows_do_not_matter(filler: float, device: str) -> None:
-    """What lies in rows without a slot, row 0 above all, has no influence, however large."""
+    """Rows without a slot, row 0 above all, have no influence, however large their numbers."""
     q, pool, slots = problem(5, 3, 8, 20, device=device)
     slots[slots == 0] = -1
     read = torch.zeros(9 * 13, dtype=torch.bool, device=device)
@@ -167,7 +167,7 @@ def test_large_scores_do_not_overflow(device: str) -> None:
 
 
 def test_results_of_two_halves_merge_by_their_log_sum_exp(device: str) -> None:
-    """What the log-sum-exp is for: attention over two sets of rows makes attention over both."""
+    """The purpose of the log-sum-exp: attention over two sets of rows makes attention over both."""
     q, pool, slots = problem(6, 3, 16, 50, seed=3, device=device)
     whole, _ = sparse_attention(q, pool, slots, row_format=plain(q, 16), scale=SCALE)
     parts = [sparse_attention(q, pool, s, row_format=plain(q, 16), scale=SCALE) for s in (slots[:, :21], slots[:, 21:])]
@@ -194,12 +194,12 @@ def test_types(
 def test_fp8_rows(
     heads: int, rank: int, rope: int, k: int, dtype: torch.dtype, bound: float, device: str, relative_error: Error
 ) -> None:
-    """Against the numbers that the packed rows stand for; rows without a slot hold NaN in every part."""
+    """Against the numbers in the packed rows; rows without a slot hold NaN in every part."""
     width = rank + rope
     q, rows, slots = problem(3, heads, width, k, dtype=dtype)
     packed = pack_latent_rows(rows.view(-1, width).float() * torch.rand(9 * 13, 1), rank)
     packed[:, :8] = torch.tensor([0, 1, 7, 8, 128, 129, 126, 254], dtype=torch.uint8)  # zeros, subnormals, ±448
-    numbers = unpack_latent_rows(packed, width).to(dtype)
+    numbers = unpack_latent_rows(packed, rank).to(dtype)
     read = torch.zeros(9 * 13, dtype=torch.bool)
     read[slots[slots >= 0].long()] = True
     packed[~read] = 255

@@ -1,4 +1,4 @@
-"""What the formats of cache rows say: sizes, borders, and that packing loses no more than the format must."""
+"""Formats of cache rows: sizes, borders, and that packing loses no more than the format must."""
 
 from __future__ import annotations
 

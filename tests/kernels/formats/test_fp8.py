@@ -36,7 +36,7 @@ def test_round_trip(shape: tuple[int, int], block: tuple[int, int], device: str)
     # Three bits of mantissa: half a step is 1/16 of a normal number, and 2^-10 of the scale of a subnormal one.
     steps = scale_inv.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
     assert ((again - values).abs() <= values.abs() / 16 + steps * 2**-9).all()
-    # The largest magnitude of every block is met.
+    # The largest magnitude of every block reaches the end of the range.
     assert again.abs().max() == pytest.approx(values.abs().max().item(), rel=1e-5)
 
 
@@ -84,7 +84,7 @@ def test_power_of_two_scales_are_rounded_up() -> None:
     assert torch.equal(scale_inv.log2(), scale_inv.log2().round())
     assert (scale_inv >= exact).all() and (scale_inv < 2 * exact).all()
     assert (dequantize_blocks(weight, scale_inv, (128, 128)) - values).abs().max() < 0.2
-    # A scale that is a power of two already stays.
+    # A scale that is already a power of two does not change.
     _, exact_scale = quantize_blocks(torch.full((2, 2), E4M3_MAX / 4), (2, 2), power_of_two=True)
     assert exact_scale.item() == 0.25
 

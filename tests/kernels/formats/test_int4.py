@@ -46,13 +46,13 @@ def arranged(weight: Packed, int8_activations: bool) -> Packed:
 
 
 def naive_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float64 ``[out, in]``, code by code out of the words."""
+    """float64 ``[out, in]``, code by code from the words."""
     codes = torch.stack([(packed.long() >> 4 * i) % 16 - 8 for i in range(8)], dim=-1).flatten(-2)
     return codes.double() * scale.double().repeat_interleave(codes.shape[-1] // scale.shape[-1], dim=-1)
 
 
 def naive_rows(x: torch.Tensor, int8_activations: bool) -> torch.Tensor:
-    """What is multiplied, as float64."""
+    """The factors of the product, in float64."""
     if not int8_activations:
         return x.double()
     scale = x.float().abs().amax(dim=-1, keepdim=True) / 127
@@ -85,7 +85,7 @@ def test_planes(planes: int) -> None:
 
 
 def test_nothing_is_arranged_on_no_device() -> None:
-    """Sizes of a released model are counted at once, however many words it has."""
+    """The sizes of a released model are counted at once, for any number of words."""
 
     class Refusing(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +97,7 @@ def test_nothing_is_arranged_on_no_device() -> None:
 
 
 def ptx(code: str, word: int) -> list[int]:
-    """What the instructions ``code`` make of a word of 32 bits, an output each."""
+    """The outputs of the instructions ``code`` for a word of 32 bits."""
     values: dict[str, int] = {}
     *_, outputs = (i for i in range(5) if f"${i}" in code)
     for line in (line.strip() for line in code.strip("{}").split(";")):
@@ -118,8 +118,8 @@ def ptx(code: str, word: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype, planes", [(torch.int8, 2), (torch.bfloat16, 4), (torch.float16, 4)])
 def test_instructions_on_words(dtype: torch.dtype, planes: int) -> None:
-    """The inline assembly, which the interpreter cannot run, makes of a word what its plain form does: operand words
-    that are a plane of consecutive columns each."""
+    """The inline assembly, which the interpreter cannot run, gives the same as its plain form: operand words, each
+    a plane of consecutive columns."""
     code, above, factor = {
         torch.int8: (int4._TO_INT8, 0, 16),
         torch.bfloat16: (int4._ABOVE_128, 136, 1),

@@ -98,7 +98,7 @@ def test_the_reference_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("expected", [None, 60.0, 1000.0])
 def test_grouped(gated: bool, expected: float | None, device: str, relative_error: Error) -> None:
-    """Every tile: rows gathered from a token list, groups without rows, rows that nobody serves."""
+    """Every tile: rows gathered from a token list, groups without rows, rows that no expert serves."""
     if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("the kernel runs on CUDA or in Triton's interpreter")
     counts = [5, 0, 21, 1]

@@ -66,7 +66,7 @@ def test_bit_by_bit(shape: tuple[int, ...], block: int, power_of_two: bool, dtyp
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_every_number_and_every_tie(power_of_two: bool, device: str) -> None:
-    """All numbers of e4m3, what lies halfway between two, and its neighbours in float32, beside 448."""
+    """All numbers of e4m3, the middles between two, and their neighbours in float32, beside 448."""
     table = torch.tensor(E4M3)
     ties = (table[1:] + table[:-1]) / 2
     numbers = torch.cat((table, ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)))
@@ -94,7 +94,7 @@ def test_a_block_of_small_numbers_is_scaled_as_if_it_held_one_of_1e_minus_4(devi
 
 
 def test_powers_of_two_are_those_of_a_division(device: str) -> None:
-    """float32 rounds 1/448 up; beside every power of two, multiplying with it gives the same scale all the same."""
+    """float32 rounds 1/448 up; beside every power of two, multiplication by it gives the same scale."""
     near = 448 * 2.0 ** torch.arange(-20, 21, dtype=torch.float64)
     steps = torch.arange(-40, 41, dtype=torch.int32)
     largest = (near.float().view(torch.int32)[:, None] + steps).view(torch.float32).flatten()

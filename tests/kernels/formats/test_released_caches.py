@@ -94,7 +94,8 @@ def test_index_queries(power_of_two: bool, device: str) -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_index_keys(power_of_two: bool, device: str) -> None:
-    """Random keys through norm and rotation: sums in another order may round another way, which is counted."""
+    """Random keys through norm and rotation: sums in another order may round differently, and the test counts the
+    differences."""
     g = torch.Generator().manual_seed(3)
     projected = (torch.randn(TOKENS, DIM, generator=g) * 3).bfloat16().to(device)
     weight, bias = (1 + 0.3 * torch.randn(DIM, generator=g)).to(device), torch.randn(DIM, generator=g).to(device)

@@ -71,7 +71,7 @@ def test_kernel(
     x = torch.randn(tokens, inner, generator=g).to(dtype)
     weight = torch.randn(len(counts), (2 if gated else 1) * width, inner, generator=g).to(dtype) / inner**0.5
     source = torch.randint(0, tokens, (rows,), generator=g, dtype=torch.int32)
-    # Four rows more than are served: their source may be anything.
+    # Four rows beyond the served ones: their source may be anything.
     longer = torch.cat((source, torch.full((4,), 1 << 30, dtype=torch.int32)))
     arguments = weight.to(device), ends_of(counts, device)
     out = grouped_matmul_triton(x.to(device), *arguments, source=longer.to(device), gated=gated, expected=expected)
@@ -84,7 +84,7 @@ def test_kernel(
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("hidden", [7168, 6144], ids=["DeepSeek-V3.2", "GLM-5"])
 def test_released_widths(hidden: int, rows: int, device: str, relative_error: Error) -> None:
-    """The inner dimensions as they are, with few of the columns: gate and up of 2 experts, then down."""
+    """The released inner dimensions with few columns: gate and up of 2 experts, then down."""
     needs_kernel(device)
     g = torch.Generator().manual_seed(hidden)
     counts = [rows, 1]

@@ -28,7 +28,7 @@ def score(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
 
 
 def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Tensor:
-    """float64 ``[n, start + n]`` of the n queries from position ``start`` on, −inf behind what they see."""
+    """float64 ``[n, start + n]`` of the n queries from position ``start`` on, −inf beyond the tokens that they see."""
     count, heads, _ = q.shape
     scores = torch.full((count, start + count), float("-inf"), dtype=torch.float64)
     for t in range(count):
@@ -41,7 +41,7 @@ def naive(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, start: int
 
 
 def seen_by(rows: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The visible columns of all rows, one after the other: what lies behind them is not defined."""
+    """The visible columns of all rows, one after the other: columns beyond them are not defined."""
     return torch.cat([row[:visible].cpu() for row, visible in zip(rows, segments.visible.tolist(), strict=True)])
 
 
@@ -53,7 +53,7 @@ def problem(count: int, heads: int, dim: int, start: int, dtype: torch.dtype = t
 
 
 def batch(runs: list[tuple[int, int, int]]) -> list[Segment]:
-    """Segments of ``(sequence, start, length)``, one behind the other."""
+    """Segments of ``(sequence, start, length)``, one after the other."""
     segments: list[Segment] = []
     for sequence, start, length in runs:
         segments.append(Segment(segments[-1].row + segments[-1].length if segments else 0, length, sequence, start))
@@ -147,7 +147,7 @@ def test_any_workspace(
 def fp8_pool(
     keys: list[torch.Tensor], scales: list[torch.Tensor], page_size: int, scatter: Scatter
 ) -> list[torch.Tensor]:
-    """Scattered pages of e4m3 keys and their scales; NaN where no token lies."""
+    """Scattered pages of e4m3 keys and their scales; NaN in slots without a token."""
     codes, tables = scatter([k.view(torch.uint8).float() for k in keys], page_size)
     factors, same = scatter([s[:, None] for s in scales], page_size)
     assert torch.equal(tables, same)
@@ -180,7 +180,7 @@ def test_fp8(
     scattered_pages: Scatter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every finite code of e4m3 occurs, in queries with a scale in the weights and in keys with a scale of their own.
+    """Every finite code of e4m3 occurs, in queries with a scale in the weights and in keys with their own scale.
     Chips before sm_89 decode it in the kernel."""
     if chip != 90 and not INTERPRETED:
         pytest.skip("only the interpreter can pass for another chip")
@@ -189,7 +189,7 @@ def test_fp8(
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        """Codes, none of them NaN, but few of the large ones, which would hide all others."""
+        """Codes without NaN and with few large ones, which would hide all others."""
         small, any_code = (torch.randint(top, shape, generator=g) for top in (0x50, 0x7F))
         rare, sign = torch.rand(shape, generator=g) < 0.02, torch.randint(2, shape, generator=g)
         return (torch.where(rare, any_code, small) + 0x80 * sign).byte().view(torch.float8_e4m3fn)
@@ -238,7 +238,7 @@ def test_queries_beyond_2_to_the_31(length: int, relative_error: Error, scattere
     q[-length:], weights[-length:] = some, some_weights
     pool, tables = scattered_pages([keys], 64)
     segments = Segments.of([Segment(length * i, length, 0, start) for i in range(count)])
-    # Of all tiles only the last is computed.
+    # Only the last tile is computed.
     size = {1: 1, 3: 4}[length]
     segments._tiles[size] = torch.tensor([[rows - length, length]], dtype=torch.int32)
     got = score(q, weights, pool, tables, segments)[-length:]
@@ -251,7 +251,7 @@ def test_queries_beyond_2_to_the_31(length: int, relative_error: Error, scattere
 def test_scores_beyond_2_to_the_31(
     length: int, relative_error: Error, scattered_pages: Scatter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of scores so far apart that the last lies 2³¹ elements behind the first."""
+    """Rows of scores so far apart that the last lies 2³¹ elements after the first."""
     q, weights, keys = problem(length, 12, 24, 60)
     pool, tables = scattered_pages([keys], 64)
     segments = Segments.of([Segment(0, length, 0, 60)])
@@ -271,7 +271,7 @@ def test_negative_products_count_nothing(device: str, scattered_pages: Scatter) 
 
 
 def test_a_key_that_is_nan_shows(device: str, scattered_pages: Scatter) -> None:
-    """And only in its own score."""
+    """It shows in its own score only."""
     keys = torch.ones(5, 4)
     keys[2, 1] = float("nan")
     pool, tables = scattered_pages([keys], 2)

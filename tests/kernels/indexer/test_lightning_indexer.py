@@ -136,7 +136,7 @@ def test_the_best_of_long_rows(order: str, total: int, k: int, device: str) -> N
     if order == "nothing finite" and (INTERPRETED or device != "cpu"):
         pytest.skip("one head and one dimension are padded with zeros there, and zero times infinity is no number")
     if INTERPRETED and (order, k) != ("few values", 64):
-        pytest.skip("the selection takes long in the interpreter, and has tests of its own there")
+        pytest.skip("the selection takes long in the interpreter, and has its own tests there")
     g = torch.Generator().manual_seed(k)
     keys = torch.randn(total, generator=g).abs()
     if order in ("rising", "falling"):
@@ -216,7 +216,7 @@ def test_memory_stays_within_the_workspace(
     result = length * k * 4
     peak = peak_memory(run)
     print(f"peak {peak / 2**20:.1f} MiB")
-    # Rows in which scores tie at the last place are selected a second time, with more temporaries.
+    # Rows in which scores tie for the last selected position are selected a second time, with more temporaries.
     assert peak < workspace * (1.5 if ties else 1) + result + (1 << 20)
 
 
@@ -239,7 +239,7 @@ def test_block_tables_of_other_types_and_pages_outside_of_the_pool(scattered_pag
     segments = Segments.of([Segment(0, 6, 0, 20)])
     wanted = select(q, weights, pool, tables, segments, 5)
     assert torch.equal(select(q, weights, pool, tables.long(), segments, 5), wanted)
-    tables[0, 7] = -1  # behind all that is visible
+    tables[0, 7] = -1  # after all visible pages
     assert torch.equal(select(q, weights, pool, tables, segments, 5), wanted)
     for page in (-1, len(pool)):
         tables[0, 6] = page

@@ -83,7 +83,7 @@ def test_more_tiles_than_programs(device: str) -> None:
 
 
 def test_products_with_fp8_keys_are_those_of_queries_and_keys(device: str, relative_error: Error) -> None:
-    """What the transform is for: both sides pass it, and the score stays."""
+    """The purpose of the transform: it is applied to both sides, and the score stays."""
     q, cos, sin, _ = make(3, 8, 128, 64, torch.float16, False)
     g = torch.Generator().manual_seed(1)
     projected = torch.randn(3, 128, generator=g).half().to(device)

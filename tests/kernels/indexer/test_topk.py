@@ -1,6 +1,6 @@
 """Selection against a sort in plain Python: ties to the lower position, ascending order, −inf never, NaN first.
 
-The kernel's own tests give it a launch with small buffers, so that short rows overflow them many times already.
+The kernel's own tests give it a launch with small buffers, so that even short rows overflow them many times.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_the_relu_case(device: str) -> None:
 
 
 def test_lengths(device: str) -> None:
-    """What lies behind a row's length counts nothing, whatever it holds; a row shorter than k passes through."""
+    """Columns beyond a row's length do not count, whatever they hold; a row shorter than k passes through."""
     scores = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([0, 1, 7, 8, 30, 50], dtype=torch.int32)
     masked = scores.masked_fill(torch.arange(50) >= lengths[:, None], -INF)
@@ -125,7 +125,7 @@ def awkward_rows(width: int, seed: int) -> dict[str, torch.Tensor]:
         "infinities": torch.where(chance < 0.1, INF, torch.where(chance < 0.5, -INF, x)),
         "subnormal": x * tiny / 64,
         "the greatest": torch.where(chance < 0.5, -1.0, 1.0) * torch.finfo(torch.float32).max,
-        "best at the sampled places": torch.where(torch.arange(width) % (width // 2) < 64, x + 9, x),
+        "best at the sampled columns": torch.where(torch.arange(width) % (width // 2) < 64, x + 9, x),
         "best between": torch.where(torch.arange(width) % (width // 2) < 64, x - 9, x),
     }
 
@@ -144,7 +144,7 @@ def test_buffers_that_overflow(config: Config, k: int, device: str) -> None:
 @KERNEL_ONLY
 @pytest.mark.parametrize("config, slices", [(PLAIN, 3), (GUESSING, 2)])
 def test_rows_cut_into_slices(config: Config, slices: int, device: str) -> None:
-    """Also with slices behind a row's length, or empty because slices are whole chunks."""
+    """Also with slices beyond a row's length, or empty because slices are whole chunks."""
     scores = torch.stack(list(awkward_rows(811, seed=slices).values())[::2])
     lengths = torch.randint(0, 812, scores.shape[:1], generator=torch.Generator().manual_seed(slices))
     lengths[:4] = torch.tensor([811, 0, 1, 256])
@@ -179,7 +179,7 @@ def test_the_same_numbers_as_torch_topk(device: str) -> None:
 
 
 def test_offsets_beyond_32_bits(device: str) -> None:
-    """The last row begins 2^31 elements behind the first: 9 GB, of which three rows are touched."""
+    """The last row begins 2^31 elements after the first: 9 GB, of which three rows are touched."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
         pytest.skip("needs 9 GB")
     stride = (1 << 30) + 16
@@ -204,8 +204,8 @@ def test_how_rows_are_cut() -> None:
     [(chip, rows, 131_072) for chip in (80, 90, 100) for rows in (1, 512)] + [(90, 300, 5001)],
 )
 def test_compiled(chip: int, rows: int, width: int) -> None:
-    """No spills, scores read 16 bytes at a time where rows are aligned; and kept scores are stored one by one: their
-    goals are declared adjacent, which they are not, for the sake of the layout."""
+    """No spills, scores read 16 bytes at a time where rows are aligned; and selected scores are stored one by one:
+    their targets are declared adjacent, which they are not, for the sake of the layout."""
     with compile_only(chip) as launches:
         select_topk(torch.empty(rows, width), 2048, torch.empty(rows, dtype=torch.int32))
     assert len(launches) == (2 if rows == 1 else 1)

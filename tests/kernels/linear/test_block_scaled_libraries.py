@@ -1,4 +1,4 @@
-"""Other people's FP8 products are used where they come out right, and get what they ask for."""
+"""FP8 products of other libraries are used if their results are right, and get the layouts that they need."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ Error = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def spread(*shape: int, seed: int) -> torch.Tensor:
-    """Numbers of many sizes, so that every block has a scale of its own."""
+    """Numbers of many sizes, so that every block has its own scale."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=g) * torch.randn(*shape[:-1], 1, generator=g).exp()
 
 
 def naive(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    """float64 ``[R, out]``: block by block, as the definition says it."""
+    """float64 ``[R, out]``: block by block, as the definition says."""
     codes, x_scale = (t.cpu() for t in quantize_rows(x, 128, power_of_two))
     weight, scale = weight.cpu(), scale.cpu()
     out = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Products with few rows against float64, and the same bits for a row whatever stands beside it."""
+"""Products with few rows against float64, and the same bits for a row whatever rows are beside it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_linear_of_any_strides_and_shapes(device: str, dtype: torch.dtype, bound
 def test_per_head_matmul(
     tokens: int, heads: int, inner: int, outer: int, transposed: bool, device: str, relative_error: Error
 ) -> None:
-    """From a part of each row to a part of each row, by a matrix that lies either way."""
+    """Input and output are parts of rows; the matrix has contiguous rows or columns."""
     x = make(tokens, heads, inner + 5).to(device)[..., 3 : 3 + inner]
     weight = make(heads, 7 + outer, inner, seed=1).to(device)[:, 7:].transpose(1, 2)
     weight = weight if transposed else weight.contiguous()

@@ -16,8 +16,8 @@ EXPERTS = 4
 
 
 def problem(tokens: int, k: int, hidden: int, width: int, elsewhere: float = 0.0) -> list[torch.Tensor]:
-    """x, experts (a share ``elsewhere`` of them −1, expert 2 never chosen), weights; codes and scales of gate and up,
-    and of down."""
+    """x, experts (a fraction ``elsewhere`` of them −1, expert 2 never chosen), weights; codes and scales of gate and
+    up, and of down."""
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=g)
     served = torch.tensor([0, 1, 3])
@@ -63,11 +63,11 @@ def naive(
 def test_against_a_loop(
     tokens: int, k: int, hidden: int, width: int, power_of_two: bool, device: str, relative_error: Error
 ) -> None:
-    """Few and many rows an expert, widths that the block does not divide, choices that nobody serves."""
+    """Few and many rows an expert, widths that the block does not divide, choices that no expert here serves."""
     arguments = problem(tokens, k, hidden, width, elsewhere=0.3)
     out = block_scaled_experts(*(a.to(device) for a in arguments), power_of_two=power_of_two)
     assert out.shape == (tokens, hidden) and out.dtype == torch.float32
-    # Of the values between the products, one in thousands lies so near between two codes that rounding decides.
+    # One in thousands of the values between the products lies so near between two codes that rounding decides.
     assert relative_error(out, naive(*arguments, power_of_two)) < 1e-3
 
 

@@ -18,7 +18,7 @@ EXPERTS, HIDDEN, WIDTH = 5, 12, 7
 
 
 def problem(tokens: int, k: int, elsewhere: float, seed: int = 0) -> list[torch.Tensor]:
-    """x, experts (a share ``elsewhere`` of them −1, expert 3 never chosen), weights, gate_up, down."""
+    """x, experts (a fraction ``elsewhere`` of them −1, expert 3 never chosen), weights, gate_up, down."""
     g = torch.Generator().manual_seed(seed)
     served = torch.tensor([0, 1, 2, 4])
     experts = torch.stack([served[torch.randperm(4, generator=g)[:k]] for _ in range(tokens)]) if tokens else None

@@ -29,7 +29,7 @@ def check(order: module.Order, experts: torch.Tensor, count: int) -> None:
     assert order.tokens.dtype == order.row_ends.dtype == order.pair_rows.dtype == torch.int32
     assert order.tokens.shape == (len(pairs),) and order.pair_rows.shape == experts.shape
     assert order.tokens[: len(rows)].tolist() == [i // k for i in rows]
-    # Also rows that are not served name a token, for who gathers them all.
+    # Rows that are not served name a token too, for callers that gather all rows.
     assert all(0 <= token < experts.shape[0] for token in order.tokens.tolist())
     assert order.row_ends.tolist() == [sum(0 <= pair <= e for pair in pairs) for e in range(count)]
     pair_row = {pair: row for row, pair in enumerate(rows)}
@@ -55,7 +55,7 @@ def test_order_of_many(tokens: int, k: int, count: int, elsewhere: float, device
 
 @pytest.mark.parametrize("same", [0, 39, -1])
 def test_order_of_many_that_are_alike(same: int, device: str) -> None:
-    """All pairs of an expert: the rows of one block stand behind those of the block before."""
+    """All pairs of an expert: the rows of one block come after those of the block before."""
     experts = torch.full((1100, 8), same, dtype=torch.int32)
     check(expert_order(experts.to(device), 40), experts, 40)
 
@@ -69,7 +69,7 @@ def test_both_ways_agree(device: str) -> None:
 
 
 def test_a_column_of_a_wider_matrix(device: str) -> None:
-    """The dispatch hands over a slice of the words that travelled."""
+    """The dispatch passes a slice of the words that it received."""
     experts = choices(12, 6, 5, 0.2)
     check(expert_order(experts.to(device)[:, 2:5], 5), experts[:, 2:5], 5)
 
@@ -98,7 +98,7 @@ def test_combine(
     g = torch.Generator().manual_seed(0)
     served = tokens * k
     y = torch.randn(served + 1, width, generator=g).to(dtype)
-    y[served] = float("nan")  # a row that nobody asks for
+    y[served] = float("nan")  # a row that is not asked for
     pair_rows = torch.randperm(served, generator=g, dtype=torch.int32).view(tokens, k)
     pair_rows[torch.rand(pair_rows.shape, generator=g) < elsewhere] = -1
     weights = torch.rand(tokens, k, generator=g)
@@ -133,7 +133,7 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
 
 
 def test_plain_sums(device: str) -> None:
-    """Without weights, as rows come back from other ranks; a token that went nowhere is zero."""
+    """Without weights, as rows come back from other ranks; a token that was sent to no rank is zero."""
     y = torch.tensor([[1.0, 2.0], [4.0, 8.0], [float("nan")] * 2], device=device)
     pair_rows = torch.tensor([[1, -1, 0], [-1, -1, -1], [-1, 1, -1]], dtype=torch.int32, device=device)
     assert combine(y, pair_rows).tolist() == [[5.0, 10.0], [0.0, 0.0], [4.0, 8.0]]

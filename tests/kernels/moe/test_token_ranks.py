@@ -1,4 +1,4 @@
-"""Which ranks tokens go to, against sets and lists of Python."""
+"""The ranks that tokens go to, against sets and lists of Python."""
 
 from __future__ import annotations
 

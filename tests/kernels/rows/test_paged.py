@@ -1,4 +1,4 @@
-"""Rows of a paged pool: written, read and found where plain arithmetic says that they are."""
+"""Rows of a paged pool: written and read where plain arithmetic says, and slots of positions."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_with_the_residual(device: str) -> None:
 
 
 def test_with_two_summands(dtype: torch.dtype, device: str) -> None:
-    """As if they were added to each other before: the same bits."""
+    """The result has the same bits as if they had been added before."""
     g = torch.Generator().manual_seed(0)
     x, also, residual, weight = (torch.randn(n, generator=g).to(dtype).to(device) for n in ((7, 12),) * 3 + ((12,),))
     for one, other in zip(

@@ -87,7 +87,7 @@ def test_dimensions_that_make_no_view_of_heads(device: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_written_over_the_input(interleaved: bool, device: str) -> None:
-    """The index queries' first dimensions turn where they are."""
+    """The first dimensions of the index queries are rotated in the tensor itself."""
     q, angle = make((6, 12, 24)).to(device), angles(6, 4)
     before = q.clone()
     apply_rope(q[..., :8], *cos_sin(angle, device), interleaved=interleaved, out=q[..., :8])

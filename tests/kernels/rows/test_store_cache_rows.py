@@ -1,4 +1,4 @@
-"""Both parts of gathered rows at their slots, and an FP8 key's scale behind its page."""
+"""Both parts of gathered rows at their slots, and an FP8 key's scale at the end of its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index keys in their place, against float64: LayerNorm, rotation of the first dimensions, page, and FP8 pages."""
+"""Index keys in their slots, against float64: LayerNorm, rotation of the first dimensions, page, and FP8 pages."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def check_fp8(
 def test_fp8_pages(
     dim: int, rotated: int, interleaved: bool, power_of_two: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Of one page: the values of all keys, then their scales."""
+    """A page holds the values of all keys, then their scales."""
     keys = Keys(6, dim, rotated, dtype, interleaved)
     pool = torch.full((3, 4, dim + 4), 255, dtype=torch.uint8, device=device)
     slots = [5, -1, 0, 3, 11, 7]

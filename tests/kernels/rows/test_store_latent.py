@@ -1,4 +1,4 @@
-"""Latent rows in their place, against float64: norm, rotation, page, and the bytes of FP8 rows."""
+"""Latent rows in their slots, against float64: norm, rotation, page, and the bytes of FP8 rows."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="bfloat16 rows are the reference's here")
 def test_the_norm_is_rounded_before_its_weight() -> None:
-    """As the model's own definition rounds, whatever reads the cache."""
+    """The model's definition rounds like this."""
     rows = Rows(8, 64, 8, torch.bfloat16, True)
     out = torch.empty(8, 72, dtype=torch.bfloat16)
     rows.store(out)

@@ -1,4 +1,4 @@
-"""The CPU's kernels are compiled once, by one of those who need them; without them the references run."""
+"""The CPU's kernels are compiled once, by one of the processes that need them; without them the references run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A library of one function, which is compiled in half a second, and a cache of its own."""
+    """A library of one function, which is compiled in half a second, and its own cache."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "one.cpp").write_text('extern "C" long one() { return 1; }\n')
@@ -66,7 +66,7 @@ def test_other_sources_are_another_library(sources: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX", "anybody's folder"]
+    "fault", ["does not compile", "lacks a function", "no compiler", "no folder", "odd $CXX", "folder of all users"]
 )
 def test_without_a_library_the_references_run(
     fault: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -85,10 +85,10 @@ def test_without_a_library_the_references_run(
     elif fault == "odd $CXX":
         monkeypatch.setenv("CXX", "g++ 'half")
         reason = "No closing quotation"
-    elif fault == "anybody's folder":
+    elif fault == "folder of all users":
         (tmp_path / "cache" / "native").mkdir(parents=True)
         (tmp_path / "cache" / "native").chmod(0o777)
-        reason = "everybody may write to"
+        reason = "any user may write to"
     else:
         (tmp_path / "cache").write_text("a file")
         reason = "Not a directory"

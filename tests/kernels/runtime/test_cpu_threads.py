@@ -29,7 +29,7 @@ def alone() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def threads(alone: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many an operation gets, one after the other; more than there are cores, too."""
+    """The number of threads of an operation, one after the other; also more than there are cores."""
     given = [2, 5, 3]
     monkeypatch.setattr(cpu, "threads_for", lambda work: given[0])
     return given
@@ -56,7 +56,7 @@ def test_several_callers_at_once(alone: tuple[torch.Tensor, torch.Tensor], threa
 def test_a_child_process_has_its_own(alone: tuple[torch.Tensor, torch.Tensor], threads: list[int]) -> None:
     linear(X, WEIGHT)  # this process has them
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of newer Pythons, for forking with threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forking with threads
         child = os.fork()
     if child == 0:
         same = False

@@ -1,4 +1,4 @@
-"""Whole numbers for launches: as Triton's own."""
+"""Whole numbers for launches: the same as Triton's."""
 
 from __future__ import annotations
 

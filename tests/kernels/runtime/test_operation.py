@@ -1,4 +1,4 @@
-"""Operations that run both ways, and what becomes of a kernel that is wrong."""
+"""Operations that run both ways, and the replacement of a kernel that is wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def outer(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_operation_is_marked() -> None:
-    """Whatever asks whether it runs a kernel can be compared and replaced, but for what only sizes its workspace."""
+    """Every function that asks whether it runs a kernel can be compared and replaced, but one that only sizes its
+    workspace."""
     unmarked = []
     for path in sorted((Path(__file__).resolve().parents[3] / "kernels").rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -80,7 +81,7 @@ def test_a_wrong_kernel_is_replaced(call: object) -> None:
     assert reason in ("its result differs from the reference by 0.25; allowed is 0.002",
                       "RuntimeError: out of resource: shared memory")  # fmt: skip
     assert operation.replaced() == comparison.wrong
-    assert call(torch.ones(3)).tolist() == [2, 2, 2], "also later, when nobody watches"
+    assert call(torch.ones(3)).tolist() == [2, 2, 2], "also later, without a comparison"
     assert runs_triton(torch.ones(1)), "other operations keep their kernel"
     operation.replace({})
     if call is wrong:
@@ -88,7 +89,7 @@ def test_a_wrong_kernel_is_replaced(call: object) -> None:
 
 
 def test_what_is_written_is_compared_apart() -> None:
-    """Into rows of a buffer, with strides of its own; what stands there in the end is the reference's."""
+    """Rows of a buffer with other strides; in the end they hold the reference's result."""
     buffer = torch.zeros(4, 6)
     with compared(Comparison()) as comparison:
         write(torch.ones(4, 2), buffer[:, 1:3])

@@ -29,21 +29,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint, in FP8 or plain, or its hub id")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of plain weights (default: bfloat16)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="dtype of plain weights (default: bfloat16)")
     parser.add_argument(
         "--quantize",
         choices=QUANTIZE,
         help="fp8: the released block format; int8 (W8A8), int4-experts (W4A16): as compressed-tensors writes them; an "
         "interrupted run goes on when it is started again",
     )
-    parser.add_argument("--int8-activations", action="store_true", help="of int4-experts: W4A8")
+    parser.add_argument("--int8-activations", action="store_true", help="int4-experts with INT8 activations: W4A8")
     parser.add_argument(
         "--calibration",
         metavar="FILE",
         help="a text to run the source on first: SmoothQuant moves wide ranges of activations into weights",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=16384, metavar="N", help="of the text (default: 16384)"
+        "--calibration-tokens", type=int, default=16384, metavar="N", help="tokens of the text to run (default: 16384)"
     )
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'

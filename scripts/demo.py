@@ -30,9 +30,11 @@ def parse() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--nproc-per-node", type=int, default=2, help="processes")
     parser.add_argument("--prompt-file", metavar="PATH", help="a text; default: sources of Python's standard library")
-    parser.add_argument("--tokens", type=int, default=8192, help="most tokens of the document with its facts")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="maximum number of tokens of the document with its facts"
+    )
     parser.add_argument("--depth", type=float, default=0.3, help="which fact is asked for: 0 the first, 1 the last")
-    parser.add_argument("--max-tokens", type=int, default=16, help="most tokens of the answer")
+    parser.add_argument("--max-tokens", type=int, default=16, help="maximum number of tokens of the answer")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--reference", metavar="PATH", help=argparse.SUPPRESS)  # logits of the single process (.npy)
     return parser.parse_args()

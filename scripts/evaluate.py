@@ -33,7 +33,9 @@ def parse() -> argparse.Namespace:
         "--cases", type=lengths, default=[100], help="questions at each length; the last for all further"
     )
     parser.add_argument("--kind", choices=KINDS, default="fact", help="one fact, two at once, or a passage to continue")
-    parser.add_argument("--selection", choices=SELECTIONS, default="trained", help="what replaces the indexer's choice")
+    parser.add_argument(
+        "--selection", choices=SELECTIONS, default="trained", help="replacement of the indexer's selection"
+    )
     parser.add_argument("--dense", action="store_true", help="dense attention: index_topk is the longest length")
     parser.add_argument("--perplexity", type=int, default=0, metavar="N", help="held-out texts of 2,048 tokens")
     parser.add_argument(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Proves and measures on a CUDA device: one command for whoever has a GPU for half an hour. What is worth most comes first,
-# every part has a limit in time, a part that fails does not end the others, and each leaves a file in the folder
+# Tests and measures on a CUDA device, within half an hour. The most important parts come first, every part has a time
+# limit, a part that fails does not end the others, and each writes a file to the folder
 # (default: benchmarks/results).
 #
 #   scripts/gpu_check.sh all [FOLDER]        doctor, kernels timed, latency timed, then all tests; within 26 minutes

@@ -34,9 +34,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
     parser.add_argument(
-        "--dtype", default="fp8", choices=["fp8", "bfloat16", "float32"], help="of the weights (default: fp8)"
+        "--dtype", default="fp8", choices=["fp8", "bfloat16", "float32"], help="dtype of the weights (default: fp8)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help='bytes, or such as "512MiB" (default: 5GB)'
     )

@@ -15,7 +15,7 @@ _ELSE: dict[str, Any] = {"max_tokens": 128, "temperature": 0.0}
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options; :func:`sampling_params` reads them."""
     source = "default: that of generation_config.json, else"
-    parser.add_argument("--max-tokens", type=int, help=f"most tokens to generate; {source} 128")
+    parser.add_argument("--max-tokens", type=int, help=f"maximum number of tokens to generate; {source} 128")
     parser.add_argument("--temperature", type=float, help=f"0: the most likely token; {source} 0")
     parser.add_argument(
         "--top-p", type=float, help=f"keep the likeliest tokens of this probability together; {source} 1"

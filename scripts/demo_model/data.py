@@ -1,6 +1,6 @@
 """Documents to learn from: facts scattered in text and questions about them, passages to continue, plain text.
 
-A retrieval document is one conversation: the first message holds the text, with facts on lines of their own and ends in
+A retrieval document is one conversation: the first message holds the text, with facts on separate lines, and ends in
 a question; each further message asks again. Everything is drawn from ``(seed, step)``, so a run can start anywhere.
 
     <bos><User>…text…

@@ -90,7 +90,7 @@ def write_checkpoint(
             writer.write(spec.name, weight)
             writer.write(next(remaining).name, scale_inv)  # a quantised weight is followed by its scales
         if weights:
-            raise ValueError(f"the layout has no place for {', '.join(sorted(weights))}")
+            raise ValueError(f"the layout has no name for {', '.join(sorted(weights))}")
         writer.add_file("config.json", json.dumps(raw_config, indent=2) + "\n")
         for name, content in extra_files.items():
             writer.add_file(name, content)

@@ -38,7 +38,7 @@ class Losses:
     mtp: torch.Tensor | None
     index: list[torch.Tensor]
     guide: list[torch.Tensor]
-    text: float  # of text tokens, nats
+    text: float  # loss of text tokens, nats
     values: float | None  # fraction of asked values that the model predicts; None: none was asked
     mtp_right: float  # fraction of the predictable second next tokens that the module predicts
 
@@ -155,7 +155,7 @@ class Run:
         return [sum(phase.steps for phase in self.phases[:i]) for i in range(len(self.phases))]
 
     def save(self) -> None:
-        """Writes ``state.pt``; a run that is killed meanwhile keeps the previous one."""
+        """Writes ``state.pt``; a run that is killed during it keeps the previous one."""
         state = {
             "step": self.step,
             "tokens": self.tokens,

@@ -44,20 +44,20 @@ def forms(text: str) -> list[str]:
 
 def parse() -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument("--size", choices=SIZES, help="of the layer (default: v3.2 on a GPU, small on a CPU)")
+    parser.add_argument("--size", choices=SIZES, help="size of the layer (default: v3.2 on a GPU, small on a CPU)")
     parser.add_argument("--seq-len", type=lengths, default=[2048, 4096, 8192], help="tokens of the sequence")
     parser.add_argument("--forms", type=forms, help="some of them (default: all; ulysses where DeepSpeed is installed)")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, in turn")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and tokens")
     parser.add_argument("--timeout", type=float, default=600, help="seconds until a rank that hangs ends the run")
     counted = parser.add_argument_group("counted, not measured")
     counted.add_argument("--counted-ranks", type=int, default=64, help="ranks of the world that is not there")
     counted.add_argument(
         "--counted-len", type=lengths, default=[8192, 32768, 131072, 524288], help="tokens of the sequence"
     )
-    counted.add_argument("--counted-size", choices=SIZES, default="v3.2", help="of the layer")
+    counted.add_argument("--counted-size", choices=SIZES, default="v3.2", help="size of the layer")
     counted.add_argument("--assumed-tflops", type=float, default=400, help="a rank's rate, 10^12 operations a second")
     counted.add_argument("--links", metavar="FILE", help="the links, as bench_prefill.py takes them")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")

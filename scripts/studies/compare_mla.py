@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, in turn")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and caches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and caches")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--plot", metavar="PATH", help="draw times and counts here (.png)")
     args = parser.parse_args()

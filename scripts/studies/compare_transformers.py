@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=lengths, default=[1, 8], help="batch sizes for decode")
     parser.add_argument("--output-len", type=int, default=16, help="tokens to decode")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, in turn")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of both")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of both")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")
     parser.add_argument("--plot", metavar="PATH", help="draw rates and memory here (.png)")
     return parser.parse_args()

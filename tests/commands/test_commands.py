@@ -95,7 +95,7 @@ def test_bench(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_env_as_a_module(tmp_path: Path) -> None:
-    """``python -m dsa_engine env``, for somebody who has no folder to write to."""
+    """``python -m dsa_engine env``, without a folder to write to."""
     command = [sys.executable, "-m", "dsa_engine", "env", "--json", "-"]
     environment = {"PATH": "/usr/bin:/bin", "DSA_ENGINE_LOG_LEVEL": "error", "HF_TOKEN": "secret"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""``dsa-engine doctor``: on this CPU, on a fake device, and with something wrong."""
+"""``dsa-engine doctor``: on this CPU, on a fake device, and with faults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_what_was_found_before_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To a check that never ends, and is interrupted; nor is a device that a kernel has lost blamed on what follows."""
+    """A check that never ends is interrupted; and a device that a kernel has lost is not blamed on later checks."""
 
     def hangs(mesh: Mesh) -> str:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Latencies scaled to the layers that were not there."""
+"""Latencies scaled to the full number of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Percentiles, and what is measured and what is modelled kept apart."""
+"""Percentiles, and the separation of measured and modelled times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_results_keep_measured_and_modelled_apart() -> None:
     assert result["input_throughput_per_device"] == pytest.approx(125)
     modelled = Communication({"MoE dispatch": 0.2, "communication": 0.1}, {"MoE dispatch": 0.2, "communication": 0.0})
     result = Latency("ttft", [0.2, 0.1, 0.3], 100, 4, modelled, stand_ins=0.05).to_json("input_throughput")
-    assert "median_ttft_ms" not in result, "the name stands for what was measured"
+    assert "median_ttft_ms" not in result, "the name is that of a measured time"
     assert result["median_computed_ttft_ms"] == pytest.approx(200)
     assert {k: v for k, v in result["ttft_ms"].items() if k != "modelled_communication_by_stage"} == pytest.approx(
         {

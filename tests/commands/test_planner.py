@@ -1,4 +1,4 @@
-"""Plans on paper: memory, limits and rates hang together, and published deployments come out within their gaps."""
+"""Plans: memory, limits and rates are consistent, and published deployments are predicted within their gaps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 
 H200 = DEVICES["H200"]
-# What a test need not search.
+# Options that a test need not search.
 FIXED: dict[str, Any] = {"weights": "fp8", "cache": "fp8", "tp_size": 1, "chunk": 8192, "drafts": 0}
 
 
@@ -71,7 +71,8 @@ def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
 
 
 def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By kind and order in a decode step of an emulated rank of 4; counts also by bytes, which no dtype changes."""
+    """Kind and order of collectives in a decode step of an emulated rank of 4; for counts also bytes, which do not
+    depend on the dtype."""
     for dispatch in DISPATCHES:
         how = EmulatedConfig(emulate_world=4, decode_dispatch=dispatch)
         llm = LLM("demo-random", load_format="dummy", device="cpu", max_model_len=128, progress=False, parallel=how)
@@ -167,7 +168,7 @@ def test_no_room_to_split_leaves_the_other_plan(capsys: pytest.CaptureFixture[st
 
 
 def test_efficiencies_come_back_from_measured_runs(tmp_path: Path) -> None:
-    """Times that were made from a fixed part and an efficiency give both, through the file of a benchmark."""
+    """Times computed from a fixed part and an efficiency give both back, through the file of a benchmark."""
     ceilings = Ceilings(2e12, 1e11)
     works = [Work(flops=flops, weights=1e6, passes=4) for flops in (1e11, 8e11)]
     results = [
@@ -197,8 +198,8 @@ def test_efficiencies_come_back_from_measured_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
 def test_published_points(point: Any) -> None:
-    """Within the gaps that docs/PLANNING.md states; a bound is kept to. The engine's exchange of counts, which those
-    deployments' dispatch does without, is up to 0.15 of it."""
+    """Within the gaps that docs/PLANNING.md states; a bound is met. The engine's exchange of counts, which those
+    deployments' dispatch does not need, is up to 0.15 of it."""
     ratio = point.predicted() / point.published
     assert ratio < 1 if point.bound else 0.7 < ratio < 1.35
     text = (Path(__file__).resolve().parents[2] / "docs" / "PLANNING.md").read_text(encoding="utf-8")

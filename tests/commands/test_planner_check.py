@@ -1,4 +1,4 @@
-"""Predictions beside measured runs: exact where times follow the model, and every stage there where they are real."""
+"""Predictions beside measured runs: exact if times follow the model; with real times, every stage is there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_times_that_follow_the_model_are_predicted(made: Check, monkeypatch: pyt
 
 
 def test_repeats_that_differ_leave_it_open(made: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow spells that come to one run and not to another; those that all runs of a turn have change nothing."""
+    """Slow periods that affect one run and not another; those that affect all runs of a turn change nothing."""
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: Ceilings(1e12, 1e15))
     calls = count()
 

@@ -1,4 +1,4 @@
-"""What stands in a plot: read from the figure's axes, without looking at pixels."""
+"""Content of plots: read from the figure's axes, without looking at pixels."""
 
 from __future__ import annotations
 

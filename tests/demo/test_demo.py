@@ -80,6 +80,7 @@ def test_a_damaged_folder_is_made_anew(
             file.write(b"x")
     else:
         (broken / "tokenizer.json").unlink()
+    # Temporary folders of killed processes are removed; those of running ones stay.
     dead = tmp_path / f"{folder.name}.incomplete-{NO_PROCESS}-0123abcd@{socket.gethostname()}"
     alive = tmp_path / f"{folder.name}.incomplete-{os.getpid()}-0123abcd@{socket.gethostname()}"
     elsewhere = tmp_path / f"{folder.name}.incomplete-{NO_PROCESS}-0123abcd@another-machine"

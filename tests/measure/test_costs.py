@@ -1,4 +1,4 @@
-"""What a step is counted to do is what a watched step does: its operations, stage by stage, and the bytes it reads."""
+"""Counted work equals that of a watched step: its operations, stage by stage, and the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PICKS = ("aten::index", "aten::index_select", "aten::embedding")
 
 
 class Touched(TorchDispatchMode):
-    """Operations of matrix products by stage, and the bytes of weights and caches that an engine's step reads."""
+    """Records an engine's step: operations of matrix products by stage, and the bytes of weights and caches read."""
 
     def __init__(self, llm: LLM):
         super().__init__()
@@ -48,7 +48,7 @@ class Touched(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # linear, for instance: its product is an operation of its own
+        with self:  # for example linear: its product is another operation
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -88,17 +88,17 @@ def _expert_tensors(llm: LLM) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("requests, context", [(1, 958), (3, 958), (2, 126)])
 def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
-    """Above and below the 256 tokens that are selected; whole pages are seen, which the references read."""
+    """Above and below the 256 selected tokens; the references read whole pages."""
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_seqs=4, progress=False)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     running = [add_filled(llm.engine, context, params) for _ in range(requests)]
-    llm.engine.step()  # what is made once
-    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
+    llm.engine.step()  # everything that is created once
+    with references(), watched(llm.engine), Touched(llm) as touched:  # PyTorch sees the operations of references
         llm.engine.step()
     visible = len(running[0]) - 1
     assert visible % llm.engine.cache.page_size == 0
     costs = ModelCosts.of(llm.engine)
-    # Each expert that is hit is read in two parts; how many are is the router's, and the model's own test below.
+    # Each chosen expert is read in two parts; the router decides how many, and a test below counts them.
     hit = len(touched.experts_hit) / 2
     layers = sum(layer.moe is not None for layer in llm.engine.model.layers)
     costs.served = lambda tokens: Served(tokens * llm.engine.config.num_experts_per_tok, hit / layers)  # type: ignore[method-assign]
@@ -112,7 +112,7 @@ def test_a_decode_step(demo_cache: Path, requests: int, context: int) -> None:
 def test_a_prefill(demo_cache: Path) -> None:
     llm = LLM("demo-random", device="cpu", cache_memory="40MiB", max_num_batched_tokens=300, progress=False)
     prompt = [(7 * i) % 300 for i in range(640)]
-    with references(), watched(llm.engine), Touched(llm) as touched:  # whose operations PyTorch sees
+    with references(), watched(llm.engine), Touched(llm) as touched:  # PyTorch sees the operations of references
         llm.engine.prefill(prompt)
     costs = ModelCosts.of(llm.engine)
     plans = prefill_plans_of(llm.engine, len(prompt))
@@ -132,7 +132,7 @@ def test_a_prefill(demo_cache: Path) -> None:
 
 
 def test_experts_that_are_hit() -> None:
-    """The mean of independent choices; dealt out in turn no two meet until all experts have one."""
+    """The mean of independent choices; assigned in turn, no two are equal until all experts have one."""
     generator = torch.Generator().manual_seed(0)
     drawn = [
         len(torch.rand(20, 64, generator=generator).topk(4).indices.unique()) for _ in range(400)

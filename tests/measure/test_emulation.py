@@ -1,6 +1,6 @@
-"""One rank of many in one process: what is refused, what its groups return, and what is measured of it.
+"""One rank of many in one process: refused options, results of its groups, and measurements.
 
-Against a true run: distributed/test_emulation.py.
+Compared with a real run: distributed/test_emulation.py.
 """
 
 from __future__ import annotations
@@ -182,10 +182,22 @@ def played(*program: tuple[str, float, float]) -> Communication:
     [
         ([("work", 5, 0), ("sync", 3, 0), ("work", 5, 0)], 3, 3),
         ([("async", 3, 0), ("work", 5, 0), ("wait", 0, 0)], 3, 0),
-        ([("async", 7, 0), ("work", 5, 0), ("wait", 0, 0), ("work", 9, 0)], 7, 2),  # work behind the wait hides nothing
-        ([("async", 7, 50), ("work", 5, 0), ("wait", 0, 50)], 7, 2),  # nor does what only stands in for the others
-        ([("async", 4, 0), ("sync", 2, 0), ("work", 5, 0), ("wait", 0, 0)], 6, 6),  # links are shared: in turn
-        ([("async", 4, 0), ("async", 4, 0), ("work", 5, 0), ("wait", 0, 0), ("wait", 0, 0)], 8, 3),  # work hides once
+        (
+            [("async", 7, 0), ("work", 5, 0), ("wait", 0, 0), ("work", 9, 0)],
+            7,
+            2,
+        ),  # work after the wait overlaps nothing
+        ([("async", 7, 50), ("work", 5, 0), ("wait", 0, 50)], 7, 2),  # nor does work in place of other ranks
+        (
+            [("async", 4, 0), ("sync", 2, 0), ("work", 5, 0), ("wait", 0, 0)],
+            6,
+            6,
+        ),  # the same links: one after the other
+        (
+            [("async", 4, 0), ("async", 4, 0), ("work", 5, 0), ("wait", 0, 0), ("wait", 0, 0)],
+            8,
+            3,
+        ),  # work overlaps once
         ([("async", 4, 0), ("work", 1, 0), ("sync", 2, 0), ("work", 1, 0), ("wait", 0, 0)], 6, 5),
         ([], 0, 0),
     ],
@@ -218,7 +230,7 @@ def test_the_rank_holds_its_part(emulated: LLM) -> None:
 
 
 def test_generate_runs_and_leaves_nothing(emulated: LLM) -> None:
-    """Ten sequences on eight ranks: some ranks decode two, and tokens of others come from nowhere."""
+    """Ten sequences on eight ranks: some ranks decode two, and the tokens of the others are made up."""
     free = emulated.engine.scheduler.free_pages
     prompts = [[5 + i] * (30 * i + 1) for i in range(10)]
     outs = emulated.generate(prompts, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
@@ -243,7 +255,7 @@ def test_a_watched_step_knows_its_collectives(emulated: LLM) -> None:
 
 
 def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
-    """DeepSeek-V3.2's sizes: 656 + 132 bytes a row, padded to 800, where bfloat16 takes 1,408."""
+    """DeepSeek-V3.2's sizes: 656 + 132 bytes per row, padded to 800, against 1,408 in bfloat16."""
     small = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -276,7 +288,7 @@ def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
 
 
 def test_copies_of_fp8_cache_rows_have_scales_of_their_own() -> None:
-    """Equal keys would make equal scores; the rest of a row is as it was."""
+    """Equal keys would make equal scores; the rest of a row is not changed."""
     group = EmulatedGroup((0, 1, 2), 1, None, scale_at=8)
     rows = torch.zeros(5, 16, dtype=torch.uint8)
     rows[:, :8] = torch.arange(40).view(5, 8)
@@ -286,7 +298,7 @@ def test_copies_of_fp8_cache_rows_have_scales_of_their_own() -> None:
     assert torch.equal(got[5:10], rows)
     scales = got[:, 8:12].contiguous().view(torch.float32)
     assert len(scales.unique()) == 15 and bool((scales > 0).all())
-    latents = torch.ones(2, 8, dtype=torch.uint8)  # a layer without index keys
+    latents = torch.ones(2, 8, dtype=torch.uint8)  # rows of a layer without index keys
     assert torch.equal(group.all_gather(latents), torch.ones(6, 8, dtype=torch.uint8))
 
 

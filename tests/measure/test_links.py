@@ -1,4 +1,4 @@
-"""The link model against times worked out by hand, and what a file of links may not hold."""
+"""The link model against times computed by hand, and invalid files of links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from dsa_engine.measure.emulation.links import Link, Links
 from dsa_engine.parallel.collective_log import Collective, Kind
 
-# Figures with which one can reckon: 100 and 10 bytes a microsecond.
+# Round figures: 100 and 10 bytes per microsecond.
 LINKS = Links(
     machine_size=4,
     start_us=5.0,
@@ -21,7 +21,7 @@ LINKS = Links(
 
 
 def even(kind: Kind, ranks: range | tuple[int, ...], part: int, index: int = 0) -> Collective:
-    """Equal parts to and from every other rank."""
+    """Equal parts to and from all ranks."""
     counts = tuple(0 if i == index else part for i in range(len(ranks)))
     return Collective(kind, tuple(ranks), index, counts, counts)
 
@@ -45,11 +45,11 @@ def even(kind: Kind, ranks: range | tuple[int, ...], part: int, index: int = 0) 
         (even("all_to_all", range(4), 1000), 5 + 1 + 3 * 0.5 + 30),
         # Rank 0 of 8: 3000 B inside in 32.5 µs, and beside that 4000 B over its own adapter.
         (even("all_to_all", range(8), 1000), 5 + 3 + 4 * 2 + 400),
-        # Next to nothing abroad: inside takes longer.
+        # Almost nothing between machines: the inside takes longer.
         (Collective("all_to_all", (0, 1, 4), 0, (0, 9000, 10), (0, 10, 10)), 5 + 1 + 0.5 + 90),
         # More comes in than goes out: both directions at once, the longer one counts.
         (Collective("all_to_all", (0, 1, 4), 1, (10, 0, 10), (10, 0, 700)), 5 + 3 + 2 + 70),
-        # One message: a hop inside, a hop between; the receiver reckons the same.
+        # One message: a hop inside, a hop between; the receiver computes the same time.
         (Collective("send", (0, 1, 4), 0, (0, 1000, 0), (0, 0, 0)), 5 + 1 + 10),
         (Collective("send", (0, 1, 4), 1, (0, 0, 1000), (0, 0, 0)), 5 + 3 + 100),
         (Collective("recv", (0, 1, 4), 2, (0, 0, 0), (0, 1000, 0)), 5 + 3 + 100),

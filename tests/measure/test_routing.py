@@ -1,4 +1,4 @@
-"""Assigned expert choices: distinct for a token, as often as the rule says, the same on every rank."""
+"""Assigned expert choices: distinct per token, as frequent as required, the same on every rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_balanced_choices_spread_over_ranks() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 1000), min_size=8, max_size=40), st.integers(1, 4), st.integers(0, 300))
 def test_weighted(loads: list[int], top_k: int, tokens: int) -> None:
-    loads = [1 + min(load, sum(loads) // 8) for load in loads]  # none above its possible share
+    loads = [1 + min(load, sum(loads) // 8) for load in loads]  # none above its maximum
     if max(loads) * top_k > sum(loads):
         loads = [1] * len(loads)
     chosen = weighted_choices(tokens, top_k, len(loads), loads, CPU)
@@ -140,8 +140,8 @@ def test_padding_of_a_step_has_no_experts() -> None:
 
 
 def test_rows_between_which_there_is_padding() -> None:
-    """A padded step in which requests have unequal numbers of rows, as drafts leave them: what is a token has experts,
-    what is padding has none, in the dispatch too; and so in the draft passes behind it."""
+    """A padded step in which requests have unequal numbers of rows, as drafts leave them: tokens have experts,
+    padding has none, also in the dispatch and in the draft passes after it."""
     requests = [Request(i, list(range(9)), SamplingParams(), pages=[2 * i, 2 * i + 1]) for i in range(4)]
     parts = [(5, 1, range(1)), (4, 3, range(1)), (7, 2, range(1, 2)), (3, 1, range(1, 2))]
     chunks = [Chunk(request, *part) for request, part in zip(requests, parts, strict=True)]
@@ -155,7 +155,7 @@ def test_rows_between_which_there_is_padding() -> None:
         mesh.begin_step(step)
         several_modules = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5], []]  # with one row before each request's own
         for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []]), (8, several_modules)):
-            given = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
+            given = torch.zeros(count, 2, dtype=torch.int32)  # a router's choices
             own = mesh.assigned[0].own(count, 2, CPU)
             assert (own >= 0).all(dim=1).nonzero()[:, 0].tolist() == wanted[rank]
             dispatch = parallel.dispatch(torch.randn(count, 5), given, torch.rand(count, 2), "all_gather", count)
@@ -171,7 +171,8 @@ def test_rows_between_which_there_is_padding() -> None:
 
 @pytest.mark.parametrize("loads", [None, tuple(float(1 + e % 3) for e in range(9))])
 def test_tensors_of_a_graph_are_updated_and_not_replaced(loads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of steps padded to 2 and 4 rows: before each step what they read is that step's, padding included."""
+    """Graphs of steps padded to 2 and 4 rows: before each step their inputs are those of that step, padding
+    included."""
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -207,7 +208,7 @@ def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, expe
     methods: tuple[MoeDispatch, ...] = ("all_to_all", "all_gather")
     for rank, count in enumerate(tokens):
         rows, weights = torch.randn(count, 6), torch.rand(count, 2)
-        wrong = torch.zeros(count, 2, dtype=torch.int32)  # what a router has said
+        wrong = torch.zeros(count, 2, dtype=torch.int32)  # a router's choices
         for method in methods:
             group = EmulatedGroup((0, 1, 2, 3), rank, None)
             parallel = EmulatedExpertParallel(group, step.placement, assigned(4, rank, experts, tokens, loads))

@@ -1,4 +1,4 @@
-"""What is reported of drafts, and acceptance that is assumed where tokens mean nothing."""
+"""Reports of drafts, and assumed acceptance for runs whose tokens mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage times: nested stages, sums, what lies between, and misuse."""
+"""Stage times: nested stages, sums, time between stages, and misuse."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_unknown_stage() -> None:
     message = "'lunch' is no stage; stages are embedding, MLA prolog"
     with StageTimer(CPU), pytest.raises(ValueError, match=message), stage("lunch"):
         raise AssertionError("entered")
-    with stage("embedding"):  # without a timer a stage costs and says nothing
+    with stage("embedding"):  # without a timer a stage does nothing
         pass
 
 

@@ -1,4 +1,4 @@
-"""What stands in for other ranks is written down in one run and timed alone, in the way in which the step ran it."""
+"""Work in place of other ranks is recorded in one run and timed separately, in the same way as in the step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_call_is_run_again_as_often_as_it_was_made() -> None:
     noted, first, second = StandIns(), Made(), Made()
     with noted.noting():
         assert [stand_in("layer", first), stand_in("layer", first), stand_in("head", second)] == [1, 2, 1]
-    stand_in("layer", first)  # not noted
+    stand_in("layer", first)  # not recorded
     before = (first.times, second.times)
     assert noted.seconds(CPU) > 0
     runs = second.times - before[1]
@@ -60,8 +60,8 @@ def test_passes_alike_have_the_same_work() -> None:
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
 @pytest.mark.parametrize("eager", [False, True])
 def test_stand_ins_of_a_replayed_step_are_timed_as_a_graph(tmp_path: Path, eager: bool, monkeypatch: Any) -> None:
-    """A decode step of one rank of 64 on a fake device: when it is timed it is replayed, when it is watched it is not,
-    and what stood in for the other ranks is captured where the step is, and waits for nothing there."""
+    """A decode step of one rank of 64 on a fake device: it is replayed when timed, not when watched, and
+    the work in place of the other ranks is captured if the step is, and then waits for nothing."""
     (tmp_path / "config.json").write_text(json.dumps(released_config("deepseek_v32")))
     captured: list[set[Any]] = []
     capture = StandIns._captured

@@ -1,4 +1,4 @@
-"""The bytes of a rank's weights that are counted are those that an engine holds."""
+"""Counted bytes of a rank's weights equal those of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tests run a script: in this process, or in a process of its own."""
+"""Fixtures that run a script: in this process, or in a separate one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Run = Callable[..., Any]
 
 
 def with_model(script: str, arguments: tuple[object, ...]) -> list[object]:
-    """The random model, whose shapes the tests know, where a script measures one and none is named."""
+    """Adds the random model, whose shapes the tests know, if a script measures a model and none is named."""
     measures = Path(script).name.startswith(("bench_prefill", "measure_", "compare_"))
     return [*arguments] if not measures or "--model" in arguments else [*arguments, "--model", "demo-random"]
 
 
 @pytest.fixture
 def run(run_script: Run) -> Run:
-    """In this process."""
+    """Runs a script in this process."""
     return lambda script, *arguments: run_script(script, *with_model(script, arguments))
 
 
 @pytest.fixture
 def run_alone(demo_cache: Path) -> Run:
-    """In a process of its own, for what is said of a process: its memory."""
+    """Runs a script in a separate process, to measure the memory of a process."""
 
     def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(SCRIPTS / script), *map(str, with_model(script, arguments))]

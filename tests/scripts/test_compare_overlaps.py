@@ -1,4 +1,4 @@
-"""``compare_overlaps.py``: what it turns off, and what is left of it after a failure or an interrupt."""
+"""``compare_overlaps.py``: the features that it turns off, and its results after a failure or an interrupt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
 
 
 def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
-    """On a CPU there is nothing to turn off, but what is asked for is measured, here of an emulated rank."""
+    """On a CPU there is nothing to turn off, but the requested rows are measured, here for an emulated rank."""
     names = ("nothing", "async scheduling", "all of them")
     common = [
         "--only",
@@ -97,10 +97,10 @@ def test_what_was_measured_is_not_lost_to_an_interrupt(
 def test_a_variant_that_loses_the_device_does_not_lose_the_others(
     run: Run, run_script: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor one whose engine does not even start. Another process measures them, and adds to the same file."""
+    """Also if the engine does not start. Another process measures the others, and adds to the same file."""
     start, report = emulation_arguments.measured_llm, tmp_path / "out.json"
     stale = {"results": [{"turned_off": "all of them", "input_len": 64, "median_tpot_ms": 1.0}], "failed": {}}
-    report.write_text(json.dumps(stale))  # of another run: nobody has asked to add to it
+    report.write_text(json.dumps(stale))  # results of another run, without --add
 
     def loses_the_device(*args: Any, **named: Any) -> Any:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""``gpu_check.sh``: its parts, their limits, and what it says without a GPU."""
+"""``gpu_check.sh``: its parts, their limits, and its message without a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARTS = {
 
 @pytest.mark.parametrize("what", PARTS)
 def test_gpu_check_goes_on_after_a_part_that_fails(tmp_path: Path, what: str) -> None:
-    """With an interpreter that says how it was called, and fails as the doctor."""
+    """Uses an interpreter that prints its arguments, and fails as the doctor."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "called: $*"\ncase "$*" in *doctor*) exit 3;; esac\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Compiling the kernels for chips that are not here, and the benchmark of the kernels."""
+"""Compilation of the kernels for chips that are not present, and their benchmark."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 def test_every_kernel_has_a_case() -> None:
-    """By its launch: a kernel that no case launches is neither inspected nor measured."""
+    """A kernel that no case launches would be neither inspected nor measured."""
     sources = (path.read_text(encoding="utf-8") for path in (SCRIPTS.parent / "kernels").rglob("*.py"))
     written = {name for text in sources for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.M)}
     compiled = json.loads((SCRIPTS.parent / "benchmarks" / "results" / "kernels_compiled.json").read_text())
@@ -54,7 +54,7 @@ def compiled(name: str, capability: int = 90) -> Inspection:
 
 
 def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
-    """No faults, but for at most so many bytes spilled a thread."""
+    """No faults, except for a maximum number of spilled bytes per thread."""
     kernels, missing = compiled(name, capability)
     if (name, capability) == ("fp8_products", 80):  # Ampere has no FP8 products
         assert not kernels and missing and all("needs instructions of sm_89" in reason for reason in missing)
@@ -155,7 +155,7 @@ def test_a_measurement() -> None:
 
 
 def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands beside our FP8 and INT8 products computes the same. FP8's is PyTorch's call with its arguments
+    """The baselines of our FP8 and INT8 products compute the same. FP8's is PyTorch's call with its arguments
     checked elsewhere (``kernels/linear/test_block_scaled_libraries.py``), as no CPU has it."""
 
     def scaled_mm(
@@ -211,7 +211,7 @@ def test_a_kernel_that_loses_the_device_does_not_lose_the_others(
 
     def breaks_the_device(*args: Any) -> Any:
         lost.append(True)
-        if not kernels_own:  # what goes wrong in a baseline is part of the result
+        if not kernels_own:  # an error in a baseline is part of the result
             return measure(*args)
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
 

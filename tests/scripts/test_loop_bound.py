@@ -1,4 +1,4 @@
-"""Loops in machine code, and what they can reach at best, worked out by hand."""
+"""Loops in machine code, and their bounds, computed by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_loops() -> None:
     code = instructions(HOPPER)
     assert [i.address for i in code] == list(range(0, 0x130, 16))
     products, waits = loops(code)
-    assert [i.opcode.split(".")[0] for i in products.body][-2:] == ["NOP", "BRA"], "what lies behind is part of it"
+    assert [i.opcode.split(".")[0] for i in products.body][-2:] == ["NOP", "BRA"], (
+        "the code after it is part of the loop"
+    )
     assert {i.address for i in products.body} == {*range(0x10, 0xE0, 16), 0x100, 0x110}
     assert {i.address for i in products.always} == {*range(0x10, 0x70, 16), *range(0x90, 0xE0, 16)}
     assert [i.address for i in waits.body] == [0x40, 0x50]

@@ -17,10 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=100, help="requests in all")
     parser.add_argument("--request-rate", type=float, default=math.inf, help="arrivals a second; inf: all at once")
     parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: evenly")
-    parser.add_argument("--max-concurrency", type=int, help="most requests under way at once; default: no limit")
+    parser.add_argument("--max-concurrency", type=int, help="maximum number of requests at once; default: no limit")
     parser.add_argument("--random-input-len", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--random-output-len", type=int, default=128, help="tokens of an output")
-    parser.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, both ways")
+    parser.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="lengths vary by this fraction, both ways"
+    )
     parser.add_argument("--goodput", nargs="+", metavar="NAME:MS", help="such as ttft:2000 tpot:50 e2el:8000")
     parser.add_argument("--num-warmups", type=int, default=1, help="requests before, not counted")
     parser.add_argument("--json", metavar="PATH", help="write the result here; '-': to standard output")

@@ -26,7 +26,7 @@ from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 
 TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
-SPLIT = "Split: prefill and decode on devices of their own (the engine does not do this yet)"
+SPLIT = "Split: prefill and decode on separate devices (the engine does not do this yet)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttft", type=float, metavar="SECONDS", help="time to first token to keep to")
     parser.add_argument("--tpot", type=float, metavar="SECONDS", help="time per output token to keep to")
     parser.add_argument("--requests", type=int, help="that run at once; default: as many as serve best")
-    parser.add_argument("--acceptance", metavar="RATES", help="of drafts, by position, such as 0.85,0.7")
+    parser.add_argument("--acceptance", metavar="RATES", help="acceptance of drafts by position, such as 0.85,0.7")
     for option, name, kind, about in (
         ("--cp-size", "cp_size", int, "ranks that prefill a prompt together"),
-        ("--tp-size", "tp_size", int, "neighbours that share embedding, o_proj and LM head"),
+        ("--tp-size", "tp_size", int, "ranks over which embedding, o_proj and LM head are cut"),
         ("--chunk", "chunk", int, "tokens of a rank in a prefill step"),
         ("--drafts", "drafts", int, f"of the MTP module in a step, one of {DRAFTS}"),
     ):

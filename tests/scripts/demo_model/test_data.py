@@ -1,4 +1,4 @@
-"""Tokenizer, documents and cases: what they promise to the model."""
+"""Tokenizer, documents and cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts of the shipped model are worth: the script's measurement, on few and short prompts."""
+"""Acceptance of drafts on the shipped model: the script's measurement, on few and short prompts."""
 
 from __future__ import annotations
 

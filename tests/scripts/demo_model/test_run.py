@@ -1,4 +1,4 @@
-"""The training run: it can be stopped and goes on bit for bit; only what a phase trains is trained."""
+"""The training run: it can be stopped and continues bit for bit; a phase trains only its parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start(documents: Documents, folder: Path, phases: tuple[Phase, ...] = PHASES
 def test_a_stopped_run_goes_on_bit_for_bit(documents: Documents, tmp_path: Path) -> None:
     whole = start(documents, tmp_path / "whole")
     figures = list(whole.train())
-    for until in (2, 4, 5, 8, None):  # each in an object of its own, as in another process
+    for until in (2, 4, 5, 8, None):  # a new object each time, as in another process
         parts = start(documents, tmp_path / "parts")
         list(parts.train(until))
     assert parts.step == whole.step == 9

@@ -1,8 +1,8 @@
-"""A CUDA device that is not there: the engine's own code runs on tensors that have shapes and no values.
+"""A fake CUDA device: the engine's own code runs on tensors that have shapes and no values.
 
 Everything but the arithmetic is real: the plans, the host's tensors, allocations, launch parameters, the order of
-streams and collectives. So a machine without a GPU can count what a step launches, where the host would wait for the
-device, and how many bytes live at once, at production sizes and for any number of ranks.
+streams and collectives. So a machine without a GPU can count the launches of a step, the host's waits for the device,
+and the bytes in use, at production sizes and for any number of ranks.
 """
 
 from fake_cuda.device import FakeDevice

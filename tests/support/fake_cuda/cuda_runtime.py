@@ -1,4 +1,4 @@
-"""As much of ``torch.cuda`` as the engine asks, for a device that is not there."""
+"""The part of ``torch.cuda`` that the engine uses, for a fake device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Stream:
 
 @contextmanager
 def replaced(device: FakeDevice) -> Iterator[None]:
-    """Within, ``torch.cuda`` speaks of ``device``."""
+    """Inside the context ``torch.cuda`` describes ``device``."""
 
     class Event:
         def __init__(self, **_: Any):
@@ -105,6 +105,6 @@ def replaced(device: FakeDevice) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in instead.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        on_host = torch.Generator  # a device has its own kind
+        on_host = torch.Generator  # a device has a generator of another type
         stack.enter_context(mock.patch.object(torch, "Generator", lambda *_: on_host()))
         yield

@@ -1,4 +1,4 @@
-"""The device: which operations reach it, what they launch, what they allocate, and where the host would wait."""
+"""The fake device: its operations, their launches and allocations, and the host's waits."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from fake_cuda.indexing import Indexing
 
 aten = torch.ops.aten
 
-# Operations that launch nothing, besides those that only look at their input in another way.
+# Operations without a launch, besides those that return views.
 _NO_LAUNCH = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
     "aten::_unsafe_view", "aten::_reshape_alias", "aten::detach", "aten::lift_fresh", "aten::alias",
 }  # fmt: skip
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 _ALIGNED = 512  # bytes: PyTorch's allocator rounds up to this
-_GRID_LIMIT = (2**31 - 1, 65535, 65535)  # CUDA's, of programs in x, y and z
+_GRID_LIMIT = (2**31 - 1, 65535, 65535)  # CUDA's limits of programs in x, y and z
 
 
 class _NoDevice(FakeTensorMode):
-    """Never looks for the device that ``torch.cuda`` says is there."""
+    """Does not look for the device that ``torch.cuda`` reports."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -47,7 +47,7 @@ class _NoDevice(FakeTensorMode):
 
 
 class _Dispatch(TorchDispatchMode):
-    """Gives every operation to ``handle``."""
+    """Passes every operation to ``handle``."""
 
     def __init__(self, handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]):
         super().__init__()
@@ -58,26 +58,26 @@ class _Dispatch(TorchDispatchMode):
 
 
 class FakeDevice:
-    """Within, ``cuda:0`` exists, and its tensors have no values. Tensors on the CPU stay what they are.
+    """Inside the context ``cuda:0`` exists, and its tensors have no values. Tensors on the CPU are real.
 
-    What the device would tell the host is zero. An operation whose result's *shape* depends on values on the device is
-    an error here: nothing in a step may need one. Random weights (``load_format="dummy"``) are not filled.
+    Values that the host reads from the device are zero. An operation whose result's *shape* depends on values on the
+    device is an error here: no step may need one. Random weights (``load_format="dummy"``) are not filled.
 
     Args:
-        capability: which chip, as in ``sm_90``.
-        memory: its bytes.
+        capability: compute capability, such as 90 for ``sm_90``.
+        memory: bytes of its memory.
 
     Attributes:
-        launches: what was given to the device, in order; of PyTorch's operations one each, whatever it launches inside.
-        waits: where the host would have waited for the device: operation and line of code.
-        live, peak: bytes of the tensors that live now, and the most that have lived at once.
-        kept: bytes that PyTorch's allocator keeps: what has lived at once since it was last emptied.
-        pools: bytes of each pool of CUDA graphs: what has lived at once in one of its captures.
+        launches: launches in order; one per operation of PyTorch.
+        waits: the host's waits for the device: operation and line of code.
+        live, peak: bytes of the existing tensors, and their maximum.
+        cached: bytes that PyTorch's allocator holds: the peak since it was last emptied.
+        pools: bytes of each pool of CUDA graphs: the peak of its captures.
         outside: bytes in use outside of this allocator: other programs, NCCL.
-        emptied: how often the allocator has been emptied.
-        connected: collectives that have run, and among how many ranks.
-        stream, streams_used: the current one, and all that something was launched on; 0 is the default one.
-        capturing: whether a CUDA graph is being captured, when no wait is allowed.
+        emptied: how often the allocator was emptied.
+        connected: collectives that have run, with their number of ranks.
+        stream, streams_used: the current stream, and all streams with a launch; 0 is the default one.
+        capturing: whether a CUDA graph is being captured; then no wait is allowed.
         captures: the graphs captured so far.
     """
 
@@ -102,7 +102,7 @@ class FakeDevice:
 
     def __enter__(self) -> FakeDevice:
         with ExitStack() as stack:
-            stack.enter_context(self._fake)  # first: it looks whether there is CUDA
+            stack.enter_context(self._fake)  # first, as it checks for CUDA
             for where, name, instead in (
                 (JITFunction, "run", lambda kernel, *args, **how: self._run_kernel(kernel, *args, **how)),
                 (DummyReader, "load", lambda *_: None),
@@ -123,32 +123,32 @@ class FakeDevice:
 
     @contextmanager
     def watched(self) -> Iterator[FakeDevice]:
-        """Counts anew: launches and waits from none, the peak from what lives now."""
+        """Resets the counts: launches and waits to none, the peak to the existing tensors."""
         self.launches, self.waits, self.peak = [], [], self.live
         yield self
 
     def count(self, kind: str, name: str | None = None) -> int:
-        """How many launches of a kind there were, by any name or one."""
+        """Number of launches of a kind, by any name or one."""
         return sum(launch.kind == kind and name in (None, launch.name) for launch in self.launches)
 
     def launch(self, launch: Launch) -> None:
-        """Something is given to the device on the current stream."""
+        """Records a launch on the current stream."""
         self.launches.append(launch)
         if not self.capturing:
             self.streams_used.add(self.stream)
 
     @property
     def reserved(self) -> int:
-        """Bytes that PyTorch has of the device."""
+        """Bytes of the device that PyTorch holds."""
         return self.cached + sum(self.pools.values())
 
     def begin_capture(self) -> None:
-        """A CUDA graph is captured from now on."""
+        """Begins the capture of a CUDA graph."""
         self.capturing, self._captured_from, self._captured_peak = True, self.live, self.live
         self._captured_after = len(self.launches)
 
     def end_capture(self, pool: tuple[int, int] | None) -> None:
-        """Takes what was launched meanwhile for a graph, and its memory for the graph's pool."""
+        """Ends the capture: its launches become the graph, its memory the graph's pool."""
         self.capturing = False
         held = self.launches[self._captured_after :]
         del self.launches[self._captured_after :]
@@ -156,13 +156,13 @@ class FakeDevice:
         self.pools[pool] = max(self.pools.get(pool, 0), self._captured_peak - self._captured_from)
 
     def empty_cache(self) -> None:
-        """Gives back what the allocator keeps and nobody uses."""
+        """Releases unused memory of the allocator."""
         self.emptied += 1
         self.cached = self.live
 
     def wait(self, what: str) -> None:
-        """The host waits for the device."""
-        skipped = ("/fake_cuda/", "/kernels/runtime/transfer.py")  # of interest is who calls these
+        """Records a wait of the host for the device."""
+        skipped = ("/fake_cuda/", "/kernels/runtime/transfer.py")  # the callers of these are recorded
         frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in skipped)]
         ours = [f"{f.filename.rpartition('/')[2]}:{f.name}" for f in frames if "/dsa_engine/" in f.filename]
         at = f"{what} in {ours[-1]}" if ours else what
@@ -171,7 +171,7 @@ class FakeDevice:
         self.waits.append(at)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation of PyTorch."""
+        """Runs an operation of PyTorch."""
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         there = any(isinstance(x, FakeTensor) for x in tensors)
         target = kwargs.get("device")
@@ -180,7 +180,7 @@ class FakeDevice:
                 return func(*args, **kwargs)
         if func is aten.scaled_dot_product_attention.default:
             return self._attend(*args, **kwargs)
-        if func.namespace == "prim":  # asks a tensor something, and computes nothing
+        if func.namespace == "prim":  # queries a tensor, and computes nothing
             with self._fake:
                 return func(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -199,7 +199,7 @@ class FakeDevice:
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, *_: Any, **how: Any
     ) -> Any:
-        """As CUDA chooses in half precision: flash attention, or the one that takes a mask."""
+        """CUDA's choice in half precision: flash attention, or the kernel that takes a mask."""
         causal, scale = how.get("is_causal", False), how.get("scale")
         with _Dispatch(self.dispatch):
             if attn_mask is None:
@@ -207,7 +207,7 @@ class FakeDevice:
             return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, False, 0.0, causal, scale=scale)[0]
 
     def _copy(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """What goes between host and device, and what the host asks of it; None where it is neither."""
+        """Copies between host and device, and reads of values by the host; None for other operations."""
         name = func.name()
         if name == "aten::_local_scalar_dense":
             self.wait(name)
@@ -246,7 +246,7 @@ class FakeDevice:
         self.launch(Launch("copy" if from_host else "torch", name, product))
 
     def _own(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage as long as it lives."""
+        """Counts a storage while it exists."""
         if id(storage) in self._storages:
             return
         key, size = id(storage), cdiv(storage.nbytes(), _ALIGNED) * _ALIGNED

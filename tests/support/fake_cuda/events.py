@@ -1,4 +1,4 @@
-"""What the host gives to a fake device."""
+"""Launches and captured graphs of a fake device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 class Launch(NamedTuple):
-    """Something that the device is to do."""
+    """A launch on the device."""
 
     kind: str  # "torch", "triton", "collective", "copy" (from the host), "graph" (a replay of many)
     name: str
-    dtypes: tuple[torch.dtype, ...] = ()  # of the tensors that a matrix product of PyTorch's multiplies
+    dtypes: tuple[torch.dtype, ...] = ()  # dtypes of the factors of a matrix product of PyTorch
 
 
 class Capture(NamedTuple):
     """A CUDA graph that was captured."""
 
-    stream: int  # which stream it was captured on: different ones have different numbers
-    pool: tuple[int, int] | None  # where its memory lies
-    launches: list[Launch]  # what it holds
-    warmed_up: bool  # whether the stream had been given something before, outside of a graph
+    stream: int  # number of the stream on which it was captured
+    pool: tuple[int, int] | None  # its memory pool
+    launches: list[Launch]  # its launches
+    warmed_up: bool  # whether the stream had a launch before, outside of a graph

@@ -1,6 +1,6 @@
 """``x[…]``, ``int(x)``, ``copy_`` and others ``x.tolist()`` for tensors on a fake device.
 
-PyTorch's own ways ask the device for a guard before it dispatches, which a build without CUDA does not have.
+PyTorch's own implementations use a device guard before they dispatch, which a build without CUDA does not have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DISPATCHED: dict[Any, Any] = {
 
 
 class Indexing(TorchFunctionMode):
-    """Does them with operations that are dispatched like any other."""
+    """Implements them with operations that are dispatched like any other."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[0], FakeTensor):
@@ -75,6 +75,6 @@ def _set(x: torch.Tensor, index: Any, value: Any) -> None:
     elif not tensors:
         view.fill_(value)
     else:
-        # A number goes to the device from ordinary memory.
+        # A number is copied to the device from pageable memory.
         values = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
         torch.ops.aten.index_put_.default(view, tensors, values)

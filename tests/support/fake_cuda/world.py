@@ -1,4 +1,4 @@
-"""The other ranks of a fake device's world: collectives that allocate what they would return, and move nothing."""
+"""The other ranks of a fake device's world: collectives that allocate their results and move nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
 from fake_cuda.events import Launch
 
-# Made up: what a library takes for the links of a collective when it first runs.
+# Assumed: memory that a library allocates for the links of a collective at its first run.
 LINK_BYTES = 256 << 20
 
 
@@ -27,7 +27,7 @@ class FakeConfig(ParallelConfig):
     Attributes:
         device: the device of this rank.
         world: number of ranks.
-        skew: how many times the tokens of a balanced routing reach this rank's experts in a prefill.
+        skew: tokens that reach this rank's experts in a prefill, over those of a balanced routing.
     """
 
     device: FakeDevice | None = None
@@ -93,8 +93,8 @@ class FakeGroup(Group):
 
 
 class FakeExpertParallel(ExpertParallel):
-    """Routing that sends each token to as many ranks as it can, and equally many to all; ``skew`` times as many come to
-    this one."""
+    """Routing that sends each token to the maximum number of ranks, and equally many tokens to every rank; ``skew``
+    times as many to this one."""
 
     skew = 1.0
 
@@ -110,7 +110,7 @@ class FakeExpertParallel(ExpertParallel):
         return _even(min(self._skewed(experts.numel() // self.group.size), experts.numel()), parts)
 
     def _skewed(self, balanced: int) -> int:
-        """How many come to this rank in place of so many."""
+        """Number of tokens for this rank in place of a balanced number."""
         return int(self.skew * balanced)
 
     def exchange_rounds(self, sent: torch.Tensor) -> list[RecvPlan]:

@@ -1,0 +1,43 @@
+"""Caches with scattered pages, and the peak memory of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def scatter(
+    sequences: list[torch.Tensor], page_size: int, spare: int = 3, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stores the rows of sequences ``[tokens, width]`` in a pool, in pages of random order.
+
+    Returns:
+        the pool ``[pages, page_size, width]``, NaN in rows without a token, so that a read of them is noticed; block
+        tables ``[sequences, max_pages]`` int32, page 0 after the last page of a sequence.
+    """
+    counts = [-(-len(rows) // page_size) for rows in sequences]
+    order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).tolist()
+    pool = torch.full((len(order), page_size, sequences[0].shape[-1]), float("nan"), dtype=sequences[0].dtype)
+    tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
+    for number, rows in enumerate(sequences):
+        for i in range(counts[number]):
+            page, part = order.pop(), rows[i * page_size : (i + 1) * page_size]
+            pool[page, : len(part)] = part
+            tables[number, i] = page
+    return pool, tables
+
+
+def measure_peak(run: Callable[[], Any]) -> int:
+    """Peak bytes of PyTorch's CPU allocator during ``run()``, above those allocated before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    del result
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert peak > 0, "the profiler saw no allocation"
+    return peak

@@ -1,12 +1,15 @@
-"""The README and the docs: what they name exists, every room is on a page, and the first example of the README runs."""
+"""The README and the docs: what they name exists, rooms have pages, the first example runs, the planner agrees."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from dsa_engine.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -90,3 +93,29 @@ def test_the_first_example(demo_cache: Path, capsys: pytest.CaptureFixture[str])
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
     exec(compile(block.replace('LLM("demo")', 'LLM("demo", device="cpu", progress=False)'), str(README), "exec"), {})
     assert "length" in capsys.readouterr().out
+
+
+def hardware() -> Iterator[tuple[str, str, str, int]]:
+    """(weights, model, device, number of devices) of the README's table of hardware."""
+    models = {"DeepSeek-V3.2": "deepseek_v32", "V3/R1": "deepseek_v3", "GLM-5": "glm_moe_dsa"}
+    formats = {"FP8": "fp8", "INT8": "int8", "INT4": "int4-experts", "bfloat16": "bfloat16"}
+    table = README.read_text(encoding="utf-8").partition("| weights | model |")[2].partition("\n\n")[0]
+    devices, _, *rows = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in table.split("\n")]
+    weights: list[str] = []
+    for first, named, *counts in rows:
+        weights = [name for word, name in formats.items() if word in first] or weights
+        for device, count in zip(devices, counts, strict=True):
+            for word in named.split(", "):
+                yield from ((stored, models[word], device.split()[0], int(count)) for stored in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(hardware()), ids=lambda case: " ".join(map(str, case)))
+def test_the_planner_agrees_with_the_table_of_hardware(case: tuple[str, str, str, int], tmp_path: Path) -> None:
+    """A request of 128K has room on as many devices as the table says, and on half as many it has none."""
+    weights, model, device, count = case
+    for devices, fits in ((count, True), (count // 2, False)):
+        options = ["--model", model, "--weights", weights, "--device", device, "--drafts", "0"]
+        main(["plan", *options, "--devices", str(devices), "--json", str(tmp_path / "plan.json")])
+        plan = json.loads((tmp_path / "plan.json").read_text())["together"]
+        assert ("lacking_bytes_per_rank" not in plan) == fits, devices

@@ -96,7 +96,7 @@ def test_sizes_of_the_models(heads: int, dtype: torch.dtype, bound: float, devic
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
 def test_splits_change_nothing(splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever the host would choose; 16 are more than there are steps, so that some have nothing to do."""
+    """Any number of splits gives the same result; 16 are more than there are steps, so that some have no rows."""
     monkeypatch.setattr(online_softmax, "choose_splits", lambda *_: splits)
     q, pool, slots = problem(3, 5, 40, 90, device=device)
     slots[2, :70] = -1  # all that the first splits see
@@ -129,7 +129,7 @@ def test_missing_slots(pattern: str, device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_counts(splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the count lies anything: numbers of rows that hold NaN, or that do not exist."""
+    """Slots after the count may be anything: rows that hold NaN, or that do not exist."""
     monkeypatch.setattr(online_softmax, "choose_splits", lambda *_: splits)
     q, pool, slots = problem(6, 3, 24, 60, device=device)
     counts = torch.tensor([60, 7, 0, 1, 33, 16], dtype=torch.int32, device=device)
@@ -246,7 +246,8 @@ def copy_last_token_kernel(q, out, lse, tokens, HEADS: tl.constexpr, VALUE: tl.c
 
 
 def test_tokens_beyond_two_to_the_31_elements(device: str) -> None:
-    """The addresses of queries and results alone: a grid of so many tokens would take the interpreter days."""
+    """Checks the addresses of queries and results only: the interpreter would take days for a grid of so many
+    tokens."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GiB of device memory")
     if not runs_triton(torch.empty(0, device=device)):
@@ -275,7 +276,7 @@ def test_no_tokens_and_no_slots(device: str) -> None:
     [(8192, 32, 64, 1), (264, 32, 64, 1), (16, 32, 64, 8), (2, 1, 64, 1), (2, 0, 64, 1), (2, 32, 0, 1)],
 )
 def test_number_of_splits(programs: int, steps: int, max_splits: int, expected: int) -> None:
-    """On 132 multiprocessors: as many programs as there is room for, and no more parts than steps or than allowed."""
+    """On 132 multiprocessors: programs fill the chip, with no more parts than steps or than allowed."""
     assert online_softmax.choose_splits(programs, steps, 132, max_splits) == expected
 
 

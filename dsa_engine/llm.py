@@ -32,7 +32,7 @@ from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
 from dsa_engine.vllm_options import method_answer
 
 
-class _Asked(NamedTuple):
+class _PreparedPrompt(NamedTuple):
     """One checked prompt of a call, with a message for each of its outputs."""
 
     prompt: ParsedPrompt
@@ -96,15 +96,15 @@ class LLM:
             ValueError, CapacityError: a prompt or its parameters are not possible; nothing has run.
         """
         self._callers.check()
-        asked = self._ask(prompts, sampling_params)
+        prepared = self._prepare_all(prompts, sampling_params)
         with Call(self._callers) as call:
-            call.begin("generate", _requests(asked))
+            call.begin("generate", _requests(prepared))
             with self.engine.progress(len(call.replies), "requests", "generating", use_tqdm) as bar:
                 tick = None if getattr(bar, "disable", False) else lambda: _show_progress(bar, call.replies)
                 call.wait(tick)
                 if tick is not None:
                     tick()  # shows the end
-            return _outputs(asked, call.replies)
+            return _outputs(prepared, call.replies)
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -118,11 +118,11 @@ class LLM:
             ValueError, CapacityError: see :meth:`generate`.
         """
         await asyncio.to_thread(self._callers.check, True)
-        asked = await asyncio.to_thread(self._ask, prompts, sampling_params)
+        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
         with Call(self._callers, asynchronous=True) as call:
-            call.begin("generate", _requests(asked))
+            call.begin("generate", _requests(prepared))
             await call.wait_async()
-            return _outputs(asked, call.replies)
+            return _outputs(prepared, call.replies)
 
     def chat(
         self,
@@ -169,9 +169,9 @@ class LLM:
         return self._pieces(prompt, sampling_params or self.get_default_sampling_params())
 
     def _pieces(self, prompt: Prompt, params: SamplingParams) -> Generator[StreamPiece, None, None]:
-        asked = self._ask_stream(prompt, params)
+        prepared = self._prepare_stream(prompt, params)
         with Call(self._callers, streams=True) as call:
-            call.begin("stream", _requests([asked]))
+            call.begin("stream", _requests([prepared]))
             ended = False
             while not ended:
                 piece = call.piece()
@@ -190,9 +190,9 @@ class LLM:
         return self._async_pieces(prompt, sampling_params or self.get_default_sampling_params())
 
     async def _async_pieces(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[StreamPiece, None]:
-        asked = await asyncio.to_thread(self._ask_stream, prompt, params)
+        prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)
         with Call(self._callers, streams=True, asynchronous=True) as call:
-            call.begin("stream", _requests([asked]))
+            call.begin("stream", _requests([prepared]))
             ended = False
             while not ended:
                 piece = await call.piece_async()
@@ -297,9 +297,9 @@ class LLM:
             raise ValueError("the prompt is empty; give some text or token ids")
         return self.tokenizer.encode(prompt.text)
 
-    def _ask(
+    def _prepare_all(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
-    ) -> list[_Asked]:
+    ) -> list[_PreparedPrompt]:
         many = parse_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or self.get_default_sampling_params()] * len(many)
@@ -311,38 +311,38 @@ class LLM:
                 raise ValueError(
                     f"{len(many)} prompts, but {len(params)} sampling parameters; give one, or one for each"
                 )
-        asked = []
+        prepared = []
         for number, (prompt, p) in enumerate(zip(many, params, strict=True)):
             with of_many(number, len(many)):
-                asked.append(self._prepare(prompt, p))
-        return asked
+                prepared.append(self._prepare(prompt, p))
+        return prepared
 
-    def _ask_stream(self, prompt: Prompt, params: SamplingParams) -> _Asked:
-        asked = self._prepare(_only(prompt), params)
+    def _prepare_stream(self, prompt: Prompt, params: SamplingParams) -> _PreparedPrompt:
+        prepared = self._prepare(_only(prompt), params)
         if params.n > 1 or params.prompt_logprobs is not None:
             raise ValueError(
                 "a stream has one output and no prompt_logprobs; use generate() for them, or leave them out"
             )
-        return asked
+        return prepared
 
-    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> _Asked:
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> _PreparedPrompt:
         """Does everything that takes time or may fail before a prompt is sent."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters must be a SamplingParams, not {params!r}")
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
         texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
-        return _Asked(prompt, self.engine.new_requests(self._encode(prompt), params, tokenizer), tokenizer)
+        return _PreparedPrompt(prompt, self.engine.new_requests(self._encode(prompt), params, tokenizer), tokenizer)
 
 
-def _requests(asked: Seq[_Asked]) -> list[tuple[Add, Tokenizer | None]]:
-    return [(add, one.tokenizer) for one in asked for add in one.adds]
+def _requests(prepared: Seq[_PreparedPrompt]) -> list[tuple[Add, Tokenizer | None]]:
+    return [(add, one.tokenizer) for one in prepared for add in one.adds]
 
 
-def _outputs(asked: Seq[_Asked], replies: Seq[Reply]) -> list[RequestOutput]:
+def _outputs(prepared: Seq[_PreparedPrompt], replies: Seq[Reply]) -> list[RequestOutput]:
     """The outputs of all prompts, from the replies to the messages of :func:`_requests`; all have ended."""
     remaining, outputs = iter(replies), []
-    for one in asked:
+    for one in prepared:
         own = list(islice(remaining, len(one.adds)))
         outputs.append(
             RequestOutput(

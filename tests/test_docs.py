@@ -60,9 +60,9 @@ def paths(page: Path) -> Iterator[str]:
 def files(page: Path, path: str) -> list[Path]:
     """The files or folders of the repository that a path on a page may mean; a bare name may be anywhere."""
     path, folders = path.rstrip("/"), (*FOLDERS, FOLDERS_OF_PAGES.get(page.name, ""))
-    found = [file for folder in folders for file in (ROOT / folder).glob(path)]
-    tops = ("dsa_engine", "kernels", "parallel", "scripts") if not found and "/" not in path else ()
-    return found + [file for top in tops for file in (ROOT / top).rglob(path)]
+    matches = [file for folder in folders for file in (ROOT / folder).glob(path)]
+    tops = ("dsa_engine", "kernels", "parallel", "scripts") if not matches and "/" not in path else ()
+    return matches + [file for top in tops for file in (ROOT / top).rglob(path)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -35,7 +35,7 @@ class Sampler:
         self._mesh = mesh
         self._seed = seed
         self._relaxed = relaxed
-        self._terms = LogitsProcessors(config.eos_token_ids)
+        self._processors = LogitsProcessors(config.eos_token_ids)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor, sampled: torch.Tensor | None = None) -> StepResult:
         """Chooses the tokens of this rank's rows and gathers those of all ranks, without waiting for the device.
@@ -53,7 +53,7 @@ class Sampler:
         unmodified = logits.clone() if logprob_counts else logits
         wanted = _wanted(plan.ranks[self._mesh.rank])
         total = logits.sum(dim=-1)  # finite if all logits of a row are; taken before some become -inf
-        self._terms.apply(logits, wanted, sampled)
+        self._processors.apply(logits, wanted, sampled)
         tokens = self._choose(wanted, logits)
         if self._relaxed is not None:
             tokens = self._relaxed(wanted, logits, tokens)

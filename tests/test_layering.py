@@ -1,4 +1,4 @@
-"""Who may import whom (docs: the layout of the package): the imports of every file, read without running it."""
+"""The rooms that each room may import: the imports of every file, read without running it."""
 
 from __future__ import annotations
 

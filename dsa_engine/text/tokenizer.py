@@ -86,7 +86,7 @@ def check_tokenizer(folder: Path) -> None:
             raise CheckpointError(f"{path} is not valid JSON ({error}); get the file again") from error
     path = folder / "tokenizer.json"
     if path.is_file():
-        from tokenizers import Tokenizer as Read  # of transformers, and much quicker to import
+        from tokenizers import Tokenizer as Read  # the part of transformers that is much quicker to import
 
         try:
             Read.from_file(str(path))

@@ -31,7 +31,7 @@ class Config(NamedTuple):
     """How the kernel is launched. A chunk is ``128 · warps · groups`` scores."""
 
     warps: int
-    groups: int  # of 4 scores that a thread reads at a time: 2, or 4 with at most 4 warps
+    groups: int  # groups of 4 scores that a thread reads at a time: 2, or 4 with at most 4 warps
     piece: int  # candidates worked on at a time
     capacity: int  # candidates held; a multiple of piece; k is at most capacity − piece
     sample: int  # scores that the first guess is made from, in rows at least 4 times as long; 0: no guess

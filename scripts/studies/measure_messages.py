@@ -96,7 +96,7 @@ def _spent(llm: LLM, prompts: list[list[int]], output_len: int) -> tuple[float, 
 
 
 def _report(llm: LLM, args: argparse.Namespace, exchanges: list[float], steps: list[float], ranks: Any) -> None:
-    noticed = ranks[:, 2:].amax(dim=0).tolist()  # of the slowest rank; the first run is not counted
+    noticed = ranks[:, 2:].amax(dim=0).tolist()  # the slowest rank's; the first run is not counted
     result = {
         "messages_us": 1e6 * statistics.median(exchanges),
         "step_ms": 1e3 * statistics.median(steps),

@@ -41,7 +41,7 @@ FORMATS: dict[str, tuple[str | None, dict[str, str]]] = {
     "fp8, fp8 caches": ("fp8", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
 }
 OPTIONS = {"device": "cpu", "max_model_len": 128, "page_size": 4, "cache_memory": "4MiB", "progress": False}
-LENGTHS = (3, 16, 45, 29)  # of prompts: shorter than index_topk, around it, beyond it
+LENGTHS = (3, 16, 45, 29)  # prompts: shorter than index_topk, around it, beyond it
 DRAFTS, COUNT = 3, 16
 PARALLEL: dict[int, dict[str, Any]] = {1: {}, 2: {"cp_size": 2}}
 

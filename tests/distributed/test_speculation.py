@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # With several MTP modules, which draft one token each.
 MODELS |= {f"{name} x3": keys | {"model_type": name, "num_nextn_predict_layers": 3} for name, keys in MODELS.items()}
-LENGTHS = (1, 3, 15, 16, 17, 75, 40)  # of prompts: shorter than index_topk, around it, beyond it
+LENGTHS = (1, 3, 15, 16, 17, 75, 40)  # prompts: shorter than index_topk, around it, beyond it
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 22, "ignore_eos": True}
 # Penalties depend on the tokens before, drafts included.

@@ -277,7 +277,7 @@ def test_the_caches_are_full(engines: Any) -> None:
     scheduler = llm.engine.scheduler
     before, taken = scheduler.preemptions, scheduler.ledger
     hog = Request(-1, [0], GREEDY)
-    taken.take(hog, 0, taken.free[0] - 22)  # of pages of 4 tokens
+    taken.take(hog, 0, taken.free[0] - 22)  # pages of 4 tokens
     try:
         expected = [output.token_ids for output in plain.generate(prompts[:3], PENALISED)]
         llm.engine.ids = itertools.count(300)

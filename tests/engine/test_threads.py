@@ -198,7 +198,7 @@ def test_requests_of_all_threads_share_steps(llm: LLM, monkeypatch: pytest.Monke
 
 def test_a_step_that_fails_ends_those_who_were_part_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [llm.generate([[5 + n] * 3], GREEDY)[0].token_ids for n in range(THREADS)]
-    launch, poison = llm.engine.runner.launch, [11] * 3  # of thread 6
+    launch, poison = llm.engine.runner.launch, [11] * 3  # thread 6's
 
     def failing(plan: Any, *rest: Any) -> Any:
         requests = [chunk.request for rank in plan.ranks for chunk in rank.chunks]

@@ -59,7 +59,7 @@ def test_the_layer_and_every_form_alone_are_the_paper_s(workspace: int) -> None:
         assert (out.double() - expected).norm() / expected.norm() < 1e-5, name
 
 
-def test_a_token_is_the_same_whoever_draws_it() -> None:
+def test_a_token_is_the_same_on_every_rank() -> None:
     layer = Layer(TINY, torch.float32, CPU, seed=1)
     whole, parts = layer.tokens([(0, 1200)]), layer.tokens([(3, 4), (510, 600)])
     for name in ("q", "cache_rows", "index_q", "index_weights"):

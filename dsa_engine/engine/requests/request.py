@@ -67,7 +67,7 @@ class Request:
     finish_reason: str | None = None  # this and the next two: see Ending
     error: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's tokens so far, if requested
+    prompt_logprobs: list[Logprobs | None] | None = None  # for the prompt's tokens so far, if requested
     exception: BaseException | None = None  # raised by a step of this request, for its caller to raise
 
     def __post_init__(self) -> None:

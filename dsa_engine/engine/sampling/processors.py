@@ -70,7 +70,7 @@ class LogitsProcessors:
         """Forbids tokens for ``min_tokens``, and for ``bad_words`` of several tokens."""
         forbidden: list[tuple[int, int]] = []  # (row, token)
         perhaps: list[tuple[int, int]] = []  # (row, token) that is forbidden if its conditions are met
-        conditions: list[list[tuple[int, int]]] = []  # of each: (placeholder, the token that it must be)
+        conditions: list[list[tuple[int, int]]] = []  # for each: (placeholder, the token that it must be)
         for i, (request, position) in enumerate(wanted):
             length = position - len(request.prompt)
             if length < request.params.min_tokens:

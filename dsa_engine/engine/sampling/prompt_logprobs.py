@@ -22,7 +22,7 @@ from dsa_engine.outputs import Logprobs
 class _Row(NamedTuple):
     row: int  # in the rank's hidden states
     request: Request
-    position: int  # of the next token
+    position: int  # position of the next token
 
 
 def prompt_logprobs(model: Model, plan: StepPlan, hidden: torch.Tensor) -> dict[Request, dict[int, Logprobs]]:

@@ -37,7 +37,7 @@ class FormResult:
     seconds: list[float]  # one per repeat
     sent_bytes: int  # counted during a run
     sent_bytes_by_formula: int
-    imbalance: float  # of the counted work
+    imbalance: float  # imbalance of the counted work
     imbalance_by_formula: float
     added_bytes: int  # peak memory of a run above that before it
     relative_error: float  # error of all ranks' outputs against a single process

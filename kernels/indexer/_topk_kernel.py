@@ -116,8 +116,8 @@ def _flush(
         if (added > 0) & (floor < NAN):
             wanted = _above(values, floor)
             goal = tl.cumsum(wanted.to(tl.int32)) + (held - 1)
-            # Untrue, and harmless: it makes the compiler keep four neighbours in one thread, as for the loads, instead
-            # of moving everything to another layout first. It stores one by one, because the mask differs.
+            # Untrue, and harmless: the compiler keeps four neighbours in one thread, as for the loads, and does not
+            # move everything to another layout first. It stores one by one, because the mask differs.
             goal = tl.max_contiguous(tl.multiple_of(goal, 4), 4)
             positions_of = tl.load(columns + CAPACITY + slots // 4) + slots % 4
             if HAS_PAYLOAD:

@@ -4,9 +4,9 @@ rank          0 1 2 3 4 5 6 7      world of 8, cp_size 4, tp_size 2
 cp            0 0 0 0 1 1 1 1      a sequence is prefilled by the ranks of one context-parallel group
 tp            0 0 1 1 2 2 3 3      neighbours (one node) share embedding, o_proj and LM head
 ep            0 0 0 0 0 0 0 0      experts are divided over all ranks
-world         0 0 0 0 0 0 0 0      all ranks of the mesh: what concerns every request
+world         0 0 0 0 0 0 0 0      all ranks of the mesh, for what concerns every request
 
-A mesh may have only a part of the ranks of the run; its ranks count from 0 all the same.
+A mesh may have only some of the run's ranks; within the mesh they are still numbered from 0.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Mesh:
         machines: the number of each rank's machine, counted from 0.
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
-        host: all ranks, for CPU tensors on any device; messages use it, beside the other groups' collectives.
-        communicates: whether collectives carry bytes between processes; no, if the other ranks are made up.
+        host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
+        communicates: whether collectives carry bytes between processes; False if the other ranks are emulated.
 
     Args:
         ranks: the ranks of the run that form the mesh, ascending; default: all.
@@ -115,7 +115,7 @@ class Mesh:
             device: "cpu", "cuda", "cuda:N", or "auto" (CUDA if there is one).
             ranks: the ranks of the run that form this mesh, ascending; default: all. Meshes of different ranks know
                 nothing of each other and may run different requests at the same time.
-            same: returns texts by name that must be the same on all ranks of the mesh; called if there are several.
+            same: returns texts by name that must be the same on all ranks of the mesh; called only if it has several.
 
         Raises:
             ValueError: the ranks differ in a text of ``same``, the sizes do not divide the mesh, the device does not
@@ -140,7 +140,7 @@ class Mesh:
         if joins:
             if rank > 0 and not early:  # rank 0 is to hold the store itself
                 report_failures(connect_s=config.timeout)
-            # A device that is bound here makes every group a split of the whole run, in which all ranks take part.
+            # If a device is bound here, every group is split off the whole run, and all of its ranks must take part.
             _join(chosen, config.timeout, bound=chosen if chosen.type == "cuda" and ranks is None else None)
         if not early:
             compare_starts()
@@ -150,7 +150,7 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All of them: world, ep, cp, tp."""
+        """All but ``host``: world, ep, cp, tp."""
         return self.world, self.ep, self.cp, self.tp
 
     @property
@@ -212,11 +212,11 @@ class Mesh:
         return [numbers[name] for name in names]
 
     def all_gather_int(self, value: int) -> list[int]:
-        """The number of every rank of the mesh, below 2⁶³; every rank calls it."""
+        """Every rank's ``value`` (below 2⁶³), in order of rank; every rank calls it."""
         return self.world.all_gather(torch.tensor([value], dtype=torch.int64, device=self.device)).tolist()
 
     def barrier(self, wait_s: float) -> None:
-        """Waits until all ranks of the mesh have called this. It uses no collective, whose timeout may be shorter.
+        """Waits until all ranks of the mesh have called this. It uses no collective, as that might time out sooner.
 
         Raises:
             TimeoutError: a rank has not called it within this many seconds.
@@ -277,7 +277,7 @@ def _join(device: torch.device, timeout_s: float, bound: torch.device | None) ->
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
     report_failures(connect_s=timeout_s)
-    atexit.register(_leave)  # before the end of the watch for failures, as it may wait for a peer
+    atexit.register(_leave)  # runs while failures are still watched for, as it may wait for a peer
 
 
 def _leave() -> None:

@@ -99,7 +99,7 @@ class Callers:
                 self.loop.send(*messages)
         except CallsDiffer as error:
             self.loop.send((Abort(ids), None))
-            # All ranks go on from the same number, after those of rank 0's call: its Abort may still be under way.
+            # All ranks go on numbering after the ids of rank 0's call, whose Abort may still be under way.
             if error.next_id is not None:
                 self.loop.engine.ids = count(error.next_id)
             elif ids:
@@ -154,7 +154,7 @@ class Call:
             _raised(self._get(tick))
 
     async def wait_async(self) -> None:
-        """Does what :meth:`wait` does without blocking the event loop."""
+        """Like :meth:`wait`, but does not block the event loop."""
         for _ in self.replies:
             _raised(await self._mailbox.get())
 
@@ -163,7 +163,7 @@ class Call:
         return _raised(self._get(None))
 
     async def piece_async(self) -> StreamPiece:
-        """Does what :meth:`piece` does without blocking the event loop."""
+        """Like :meth:`piece`, but does not block the event loop."""
         return _raised(await self._mailbox.get())
 
     def run(self, job: Job, prompt_ids: list[int]) -> torch.Tensor:

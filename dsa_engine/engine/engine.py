@@ -1,16 +1,16 @@
 """The engine: one rank's model, caches and scheduler; requests come in, steps run, requests end.
 
 Under ``torchrun`` every rank makes the same engine and calls the same methods with the same arguments. One thread at a
-time uses it: the loop's thread (``loop.py``), or a program that measures while the loop has nothing to do.
+time uses it: the loop's thread (``loop.py``), or that of a program that measures, while the loop is idle.
 
 The device must not wait for the host between two decode steps. So with ``async_scheduling`` a step is scheduled and
-launched before the tokens of the step before it are read. A placeholder takes the position of a token that is not read
+launched before the previous step's tokens are read. A placeholder takes the position of a token that is not read
 yet (``request.py``). While the device computes, the host reads the token, makes its text and decides whether the
 request ends. Only decode steps that need nothing from the host are launched ahead. Before a prefill, and before a graph
 is captured, the step in flight is read, so that its tokens do not wait.
 
-A request that turns out to have ended is then part of one step too many; the tokens of that step are dropped. Its pages
-may go to another request at once: the device works in order, so a row is written for the new request before it is read.
+A request that turns out to have ended was launched for one step too many, whose tokens are dropped. Its pages may go to
+another request at once: the device works in order, so the new request overwrites a row before it reads that row.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Engine:
         max_model_len: maximum number of tokens of a request, prompt and output.
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
         bytes_read, load_seconds: what loading this rank's weights took.
-        step_bytes: bytes set aside on the device for steps and graphs; None if the caches were given their size.
+        step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
         workspace: bytes for what a step computes piece by piece.
-        async_scheduling: launch a decode step before the tokens of the step before it are read.
-        launched_ahead: number of steps launched so.
-        ids: gives the next requests their numbers; the seed of a request without one follows from its number.
+        async_scheduling: whether a decode step is launched before the previous step's tokens are read.
+        launched_ahead: number of steps launched that way.
+        ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
 
     options: EngineOptions
@@ -134,7 +134,7 @@ class Engine:
     def step(self) -> list[RequestTokens]:
         """Runs one step and returns the tokens that it has read, for each request up to the token that ends it.
 
-        With ``async_scheduling`` a decode step is launched before the tokens of the step before it are read; so the
+        With ``async_scheduling`` a decode step is launched before the previous step's tokens are read; so the
         tokens are those of an earlier step, and sometimes there are none.
 
         Raises:
@@ -156,7 +156,7 @@ class Engine:
             launched = self.runner.launch(plan, before)
         self.scheduler.computed(chunks)
         self._record(launched)
-        # No step can follow one whose drafts the host has to know.
+        # A step is read at once if the host needs its drafts to plan the next one.
         follows = self.runner.num_drafts == 0 or launched.outcome is not None
         self._in_flight = launched if ahead and follows and launched.indices else None
         self.launched_ahead += bool(before and launched.indices)

@@ -1,13 +1,13 @@
 """The thread that runs an engine: it takes messages from callers, runs steps, and hands out results.
 
-Every turn has the same order: take messages, schedule, launch, read the step before (these three are ``Engine.step``),
+Every turn has the same order: take messages, schedule, launch, read the previous step (these three: ``Engine.step``),
 hand over results. Callers may run in any threads and event loops. They only send messages and wait for their own
 results, so an interrupt affects only the caller that waits.
 
 On several ranks each rank has a loop, and all loops run on the messages of rank 0, which reach every rank between the
 same two steps. A message that comes during a step travels beside it and takes effect one step later
-(``message_channel.py``). The ranks stay equal as they take the same messages in the same order. A caller on another
-rank than 0 has declared there that it makes the same call (``agreement.py``); its results come from its own rank.
+(``message_channel.py``). The ranks stay equal as they take the same messages in the same order. A caller on any
+other rank has agreed with rank 0 to make the same call (``agreement.py``); its results come from its own rank.
 
 When there is nothing to do, rank 0 waits for a message, and the other ranks wait for rank 0. It sends an empty message
 now and then, so that the death of a rank is noticed.
@@ -37,7 +37,7 @@ from dsa_engine.parallel.message_channel import MessageChannel
 
 _HEARTBEAT_S = 0.5  # seconds between the messages of ranks that have nothing to do
 _CLOSE_S = 30.0  # longest wait for a running step when the loop is closed
-_OTHERS_CLOSE_S = 5.0  # longest wait of another rank for rank 0 to close
+_OTHERS_CLOSE_S = 5.0  # how long a rank other than 0 waits for rank 0 to close
 _ANSWER_S = 0.5  # time for callers to handle a failure before it ends the process
 
 _Sent = tuple[Message, Reply | Mailbox | None]  # a message and the receiver of its results
@@ -64,10 +64,10 @@ class EngineLoop:
         self._inbox: SimpleQueue[tuple[_Sent, ...]] = SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by id: requests whose caller waits on this rank
         self._jobs: dict[int, Mailbox] = {}  # by id: jobs whose caller waits on this rank
-        self._requests: dict[int, Request] = {}  # by id: running requests; a program may have given the engine others
+        self._requests: dict[int, Request] = {}  # by id: this loop's requests; a program may have queued others itself
         self._unread = False  # whether a step launched here has not been read
-        self._backlog: deque[Add | Run] = deque()  # messages to begin; a Run holds up those after it
-        self._job: Generator[None, None, torch.Tensor] | None = None  # the begun Run at the head of the backlog
+        self._backlog: deque[Add | Run] = deque()  # messages not begun yet; a Run holds up those after it
+        self._job: Generator[None, None, torch.Tensor] | None = None  # the Run that has begun: the head of the backlog
         self._closing = False  # a message of rank 0 ends all loops
         self._leaving = False  # this rank ends its loop alone
         self._ended = threading.Event()
@@ -108,13 +108,13 @@ class EngineLoop:
             raise self.error
 
     def stop(self) -> None:
-        """Ends the loop soon, on rank 0 the loops of all ranks, and aborts requests. A destructor may call it."""
+        """Ends the loop soon (on rank 0, the loops of all ranks) and aborts requests. A destructor may call it."""
         self._closed = True
         if self._sends:
             self._inbox.put(((Shutdown(), None),))
 
     def close(self) -> None:
-        """Does :meth:`stop` and waits for the end; another rank than 0 waits a few seconds for rank 0 to close."""
+        """Calls :meth:`stop` and waits for the end; a rank other than 0 waits a few seconds for rank 0 to close."""
         self.stop()
         if threading.current_thread() is not self.thread:
             self.thread.join(_CLOSE_S if self._sends else _OTHERS_CLOSE_S)
@@ -131,7 +131,7 @@ class EngineLoop:
     def _main(self) -> None:
         try:
             if self.engine.mesh.device.type == "cuda":
-                torch.cuda.set_device(self.engine.mesh.device)  # the current device is a thread's
+                torch.cuda.set_device(self.engine.mesh.device)  # each thread has its own current device
             while not (self._closing or self._leaving):
                 begun, busy = time.perf_counter(), not self._idle
                 for message in self._receive():
@@ -213,7 +213,7 @@ class EngineLoop:
         for number in ids:
             if number in self._requests:
                 self.engine.finish(self._requests.pop(number), "abort")
-            if number in self._replies:  # on another rank than 0, whose caller still waits
+            if number in self._replies:  # on a rank other than 0, where a caller still waits
                 self._replies.pop(number).mailbox.put(error)
             if number in self._jobs:
                 self._jobs.pop(number).put(error)
@@ -298,7 +298,7 @@ class EngineLoop:
     def _end(self) -> None:
         """Aborts all requests and answers all callers that wait.
 
-        An error on several ranks then ends the process here if rank 0 serves threads: perhaps none of them raises it.
+        If the other ranks follow this one, an error then ends the process here: perhaps none of the callers raises it.
         """
         with suppress(BaseException):
             if self._job is not None:

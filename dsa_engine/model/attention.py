@@ -39,11 +39,11 @@ from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_parallel_projection, shard
 
-_MIN_GATHERED = 256  # latent rows at a time, so that a product is worth its launch
+_MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
 
 class Attention(Weighted):
-    """Attention of one layer. Every rank holds whole projections, but o_proj is sharded by heads over the tp group."""
+    """Attention of one layer. Every rank holds all projections whole but o_proj, which the tp group shards by heads."""
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
@@ -68,8 +68,8 @@ class Attention(Weighted):
 
     def weights_loaded(self) -> None:
         nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
-        # In the run's dtype, in any weight format, as in the absorbed form of the released code: W_UK is multiplied
-        # from its other side there, and both products take a small part of the time.
+        # Kept in the run's dtype for every weight format, as in the released code's absorbed form, which multiplies by
+        # W_UK transposed; the products with W_UK and W_UV take a small part of the time.
         up = self.take_plain_weight(self.kv_b).view(self.config.num_attention_heads, -1, rank)
         del self.kv_b
         self.w_uk, self.w_uv = up[:, :nope], up[:, nope:]  # [heads, nope, rank], [heads, value, rank]
@@ -175,7 +175,7 @@ class Attention(Weighted):
         slots: torch.Tensor,
         cache_format: CacheFormat,
     ) -> None:
-        """Writes gathered rows directly to their causal slots."""
+        """Writes gathered rows to the slots of their tokens."""
         if key_pool is None or cache_format.index_key is None:
             store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], slots)
         else:
@@ -237,9 +237,9 @@ class Attention(Weighted):
         """
         if batch.mha is None:
             return
-        # Three eighths of the workspace are for keys and values, one for gathered rows, half for scores and masks.
+        # Workspace: 3/8 for keys and values, 1/8 for gathered rows, 1/2 for scores and masks.
         config, eighth = self.config, self.runtime.workspace // 8
-        # For each token and head: key and value, one of them padded to the other's width, and a copy of both.
+        # For each token and head: key, value, and a copy of each at the larger of their widths.
         widths = config.qk_head_dim + config.v_head_dim + 2 * max(config.qk_head_dim, config.v_head_dim)
         max_keys = max(1, 3 * eighth // (widths * q.element_size()))
         for rows, part in batch.mha.parts(max_keys):

@@ -48,7 +48,7 @@ SourcesOf = Callable[..., list[Source]]
 class Weights(ABC):
     """Memory for some weights, reserved when it is made.
 
-    It is no ``nn.Module``: a call of one takes longer than a small product. The layer that it belongs to lists its
+    It is no ``nn.Module``: calling one takes longer than a small product. The layer that it belongs to lists its
     tensors among its parameters.
     """
 
@@ -65,7 +65,7 @@ class Weights(ABC):
 class Linear(Weights):
     """``y = x · weightᵀ``."""
 
-    # Whether a row is quantised by its largest magnitude, which a part of its columns does not show.
+    # Whether a row of x is quantised by its largest magnitude, which a rank with some of its columns cannot see.
     scales_whole_rows: bool = False
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Linear(Weights):
         """``[..., in] -> [..., out]``, in x's dtype."""
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
-        """The same for ``scales_whole_rows`` and an ``x`` that has only a part of the columns of its rows.
+        """Does the same for an ``x`` with only some columns of its rows; called if ``scales_whole_rows``.
 
         Args:
             row_absmax: float32 ``[...]``, the largest magnitude of each whole row.
@@ -132,7 +132,7 @@ class GroupedExperts(Weights):
 
         Args:
             received: tokens ``[R, hidden]`` and their choices, counted within these experts.
-            uncounted_bytes: the largest size of the rows between the products for which the host does not ask the
+            uncounted_bytes: if the rows between the products may take more bytes than this, the host first asks the
                 device how many choices are served.
 
         Returns:
@@ -153,7 +153,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def linear(self, *parts: Matrix) -> Linear:
-        """A linear layer; several matrices of as many columns are stacked, one's rows after the other's."""
+        """A linear layer; several matrices with the same number of columns are stacked by rows, in this order."""
 
     @abstractmethod
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
@@ -178,4 +178,4 @@ class StoredFormat(WeightFormat):
     @staticmethod
     @abstractmethod
     def is_default_on(device: torch.device) -> bool:
-        """Whether a checkpoint in this format is computed in it by default."""
+        """Whether weights of a checkpoint in this format stay in it by default, instead of being expanded."""

@@ -28,7 +28,7 @@ from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.launch import dot_precision, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Gathered rows of one block on a CPU stay within the cache; measured best of 0.5 to 16 MiB.
+# On a CPU the gathered rows of a block fit in the processor's cache; 1 MiB was the fastest of 0.5 to 16 MiB.
 _CPU_BLOCK_BYTES = 1 << 20
 
 
@@ -67,8 +67,8 @@ def sparse_attention_reference(
 
 @triton.jit
 def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
-    """Three numbers of the entries ``first … stop-1``, at most BLOCK: the first that is −1, the one after the last
-    slot, and the greatest slot."""
+    """Looks at the entries ``first … stop-1``, at most BLOCK: returns the index of the first −1, the index after the
+    last slot, and the greatest slot."""
     entry = first + tl.arange(0, BLOCK)
     inside = entry < stop
     slot = tl.load(slots + entry, mask=inside, other=-1)
@@ -79,13 +79,13 @@ def scan_slots(slots, first, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def slot_at(source, entry, stop):
-    """The slots ``entry [rows]``, and the last one from ``stop`` on."""
+    """The slots at ``entry [rows]``; entries from ``stop`` on give the last slot again."""
     return tl.load(source[0] + tl.minimum(entry, stop - 1))
 
 
 @triton.jit
 def row_of_slot(slot, source, entry, stop):
-    """The row to load for each slot: that of the greatest slot for −1, which as unsigned is greater."""
+    """The row to load for each slot; −1, as unsigned the largest number, loads the row of the greatest slot."""
     return tl.minimum(slot.to(tl.uint32, bitcast=True), source[1].to(tl.uint32, bitcast=True))
 
 
@@ -96,7 +96,7 @@ def sparse_attention_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROTATED: tl.constexpr, BLOCK_SCAN: tl.constexpr,
     COUNTED: tl.constexpr, FP8: tl.constexpr, E4M3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_HEADS heads of a token and a part of its slots; the result goes to its part of ``out [splits, T, HEADS,
+    """Attends with BLOCK_HEADS heads of a token to one split of its slots, and writes to ``out [splits, T, HEADS,
     VALUE]``."""
     token, head = program_heads(HEADS, BLOCK_HEADS)
     count = k
@@ -178,7 +178,7 @@ def sparse_attention(
         counts: ``[T]`` int32, the number of leading entries of each row of ``slots`` that count (k if not given); later
             entries may be anything.
         workspace: bytes for gathered rows (reference) or for partial results (kernel, where few queries are split);
-            the CPU's kernel takes what the rows of a token for each thread need.
+            the CPU's kernel ignores it: each thread takes memory for one token's rows.
 
     Returns:
         out ``[T, heads, rank]`` in q's dtype; log-sum-exp ``[T, heads]`` float32 (natural logarithm).

@@ -72,7 +72,11 @@ def _filled(counts: list[int], maximum: int) -> list[list[int]]:
 class AllGatherDispatch(Dispatch):
     """Tokens that have been gathered, in the rounds of ``parts``.
 
+    Several rounds take no memory for the sums of all tokens: these replace the rows of received tokens, whose experts
+    are done. Sums lie closer than packed rows, so they end before the rows of the next round begin.
+
     Args:
+        received: the tokens are the beginnings of packed rows, which nothing else reads.
         combine: makes the sums for this rank's own tokens from those for all tokens.
     """
 
@@ -80,7 +84,8 @@ class AllGatherDispatch(Dispatch):
         self.rounds = len(parts)
         self._received: Received | None = received
         self._parts, self._combine = parts, combine
-        self._sums: list[torch.Tensor] = []
+        tokens = received.tokens
+        self._sums = tokens.as_strided(tokens.shape, (tokens.shape[1], 1)) if self.rounds > 1 else None
 
     def receive(self, number: int) -> Received:
         (first, last, served), received = self._parts[number], self._received
@@ -91,10 +96,11 @@ class AllGatherDispatch(Dispatch):
         return Received(tokens, experts, weights, received.served_fraction, served)
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
-        self._sums.append(sums)
+        if self._sums is not None:
+            self._sums[self._parts[number].first : self._parts[number].last] = sums
+            sums = self._sums
         if number == self.rounds - 1:
-            sums = sums if self.rounds == 1 else torch.cat(self._sums)
-            self._sums.clear()
+            self._sums = None
             self._own = self._combine(sums)
 
     def combine(self) -> torch.Tensor:

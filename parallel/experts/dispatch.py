@@ -1,4 +1,7 @@
-"""The interface of a dispatch: tokens travel to the ranks that hold their experts, and weighted sums travel back."""
+"""The interface of a dispatch: tokens travel to the ranks that hold their experts, and weighted sums travel back.
+
+`all_to_all.py` and `all_gather.py` are the two ways.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ MoeDispatch = Literal["all_to_all", "all_gather"]
 class Received(NamedTuple):
     """Tokens at the rank that holds their experts.
 
-    ``experts`` are counted within this rank's experts; −1 is a choice that another rank serves. ``served_fraction`` is
+    ``experts`` are indices among this rank's experts; −1 is a choice that another rank serves. ``served_fraction`` is
     the part of the choices that this rank serves under balanced routing, and ``served`` their number, if the host knows
     it.
     """
@@ -37,7 +40,7 @@ class Dispatch(ABC):
     calls :meth:`combine`. Every rank of the group takes part in each transfer.
 
     Attributes:
-        rounds: their number; the same on every rank if tokens travel in each.
+        rounds: number of rounds; the same on every rank if tokens travel in each.
     """
 
     rounds: int
@@ -79,7 +82,7 @@ class SingleRound(Dispatch):
 def unpacked(
     packed: torch.Tensor, like: torch.Tensor, k: int, placement: ExpertPlacement, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens of packed rows, as ``like`` has them, with choices counted within the experts of ``rank``, and weights."""
+    """Packed rows as tokens (width and dtype of ``like``), choices as indices among ``rank``'s experts, and weights."""
     hidden, dtype = like.shape[1], like.dtype
     choices = unpack_choices(packed, hidden, dtype, k, placement.first(rank), placement.count(rank))
     return tokens_of(packed, hidden, dtype), *choices

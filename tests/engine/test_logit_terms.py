@@ -14,7 +14,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted
 
 VOCAB, EOS = 23, 1
 

@@ -11,7 +11,7 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.processors import Wanted
+from dsa_engine.engine.sampling.logits_processors import Wanted
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 
 BEGIN, END = 8, 9

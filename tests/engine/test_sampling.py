@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import Limits, exponential_noise, log_probabilities, sample, seed_key
-from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted
 from dsa_engine.engine.sampling.sampler import _mixed
 from dsa_engine.sampling_params import SamplingParams
 

@@ -220,7 +220,7 @@ def test_a_kernel_that_loses_the_device_does_not_lose_the_others(
         with monkeypatch.context() as there:
             there.setattr(bench, "measure", measure)
             there.setattr(lost_device, "is_lost", lambda device: False)
-            return run_script(Path(command[1]).name, *command[2:]).returncode
+            return run_script(f"kernel_bench/{Path(command[1]).name}", *command[2:]).returncode
 
     measure = bench.measure
     monkeypatch.setattr(bench, "measure", breaks_the_device)

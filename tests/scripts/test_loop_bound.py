@@ -151,7 +151,7 @@ def test_of_loops_without_products_the_one_that_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24", (64, 128, 32, 1, 4, (64 + 128) * 32)),
         ("HGMMA.64x8x8.F32.TF32 R24, R4, gdesc[UR8], R24", (64, 8, 8, 4, 4, 8 * 8 * 4)),

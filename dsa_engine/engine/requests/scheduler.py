@@ -9,8 +9,8 @@ memory half-way, and takes each further page when it decodes into it. If its own
 request with pages there is preempted: it loses all pages, returns to the queue in order of arrival, and is later
 prefilled again, prompt and output so far.
 
-Every request ends. The oldest is never preempted: it would have to be the only one with pages on its owner, and then it
-has as many as it can ever need (``Capacity.check``). While the oldest waits it is first in the queue, and no request
+Every request ends. The oldest is never preempted: the youngest is preempted first, and a request alone on its owner
+has all the pages it can ever need (``Capacity.check``). While the oldest waits it is first in the queue, and no request
 enters before it. Those that run either end or return to the queue after it, so at worst it waits until the cache is
 empty. Once it runs it is first in every prefill step and part of every decode step, and neither kind of step waits for
 ever for the other. When it ends, the next one is the oldest.
@@ -41,8 +41,8 @@ class Scheduler:
 
     Attributes:
         num_drafts: maximum number of drafts of a request in a step.
-        least_last_chunk: minimum length of the last chunk of a prompt that is prefilled in several chunks; no step may
-            have less room.
+        least_last_chunk: minimum length of the last chunk of a prompt that is prefilled in several chunks; every step
+            must have room for it.
         capacity: says whether a request can run at all.
         ledger: which pages each request holds, on every rank.
         preemptions: number of times that a running request has lost its pages to an older one.
@@ -97,8 +97,8 @@ class Scheduler:
         insort(self._waiting, request, key=_arrival)
 
     def adopt(self, request: Request) -> None:
-        """Takes a request that can run (``capacity.check``) and needs no prefill, as its pages are filled otherwise: it
-        decodes from the next step on.
+        """Admits a request without a prefill, as its pages are filled in another way; it decodes from the next step on.
+        It must be able to run (``capacity.check``).
 
         Raises:
             CapacityError: there is no room for it now.
@@ -121,7 +121,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Plans the next step: chunks to prefill, or the new tokens of every request that decodes.
 
-        A request decodes one token, or more after a :meth:`rewind`. The step counts once it is launched
+        A request decodes one token, or more after a :meth:`rewind`. The step takes effect once it is launched
         (:meth:`computed`). A step that is never launched has one lasting effect: requests that entered for it keep
         their pages.
         """
@@ -134,7 +134,7 @@ class Scheduler:
             if chunks:
                 self._credit_after -= 1.0 if decoding else 0.0
                 return chunks
-        # An older request that is being prefilled may take the last pages of all that decode.
+        # All requests that decode may be preempted if an older one in prefill holds the last pages; then prefill.
         return self._decode() or self._prefill()
 
     def computed(self, chunks: list[Chunk]) -> None:
@@ -167,7 +167,7 @@ class Scheduler:
             insort(self._waiting, request, key=_arrival)
 
     def accept_drafts(self, request: Request, drafts: list[int]) -> None:
-        """Gives a request, which has its new tokens already, the ``drafts`` of its next ones.
+        """Gives a request that already has its new tokens the ``drafts`` for the tokens after them.
 
         Rows of drafts that were not accepted are forgotten: the next step begins with the request's last token. The
         last token that a request may have is not drafted, as no step would be saved.
@@ -219,7 +219,7 @@ class Scheduler:
     def _decode_chunk(self, request: Request) -> Chunk:
         """The chunk of a request's tokens that are not computed, and of its drafts.
 
-        If only the device knows the last tokens, only the device knows the drafts: the chunk has the maximum number.
+        If only the device knows the last tokens, it alone knows the drafts too: the chunk has the maximum number.
         """
         on_device = self.num_drafts > 0 and bool(request.placeholders)
         start, drafts = request.num_computed_tokens, self.num_drafts if on_device else len(request.drafts)
@@ -267,7 +267,7 @@ class Scheduler:
 
 
 def _decodes(request: Request) -> bool:
-    """Whether a request decodes; it does not once its last token is certainly sampled and only has to be read."""
+    """Whether a request decodes: not if its last token has certainly been sampled and only has to be read."""
     return request.prefilled and request.num_output_tokens - request.num_unverified < request.max_tokens
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.sampling.processors import PerRequestTable, of_prompt
+from dsa_engine.engine.sampling.logits_processors import PerRequestTable, of_prompt
 from dsa_engine.engine.sampling.result import Columns
 from dsa_engine.kernels.runtime.transfer import upload
 

@@ -1,4 +1,7 @@
-"""From a step's logits to the next tokens of all ranks' requests, which stay on the device until they are read."""
+"""From a step's logits to the next tokens of all ranks' requests, which stay on the device until they are read.
+
+`logits_processors.py` changes the logits (penalties, biases); `draw.py` draws by temperature, top-k, top-p and min-p.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch.nn.functional as F
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.draw import log_probabilities, sample
-from dsa_engine.engine.sampling.processors import LogitsProcessors, Wanted, is_biased
+from dsa_engine.engine.sampling.logits_processors import LogitsProcessors, Wanted, is_biased
 from dsa_engine.engine.sampling.result import NOT_FINITE, NOTHING_LEFT, StepResult
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.runtime.transfer import download, upload

@@ -20,7 +20,7 @@ import torch
 
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.engine.sampling.processors import Wanted
+from dsa_engine.engine.sampling.logits_processors import Wanted
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.text.tokenizer import Tokenizer
 

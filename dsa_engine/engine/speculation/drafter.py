@@ -6,10 +6,10 @@ Its step is:
 1. The model computes 1 + k rows, of t_{n-1}, d_1 … d_k. The sampler chooses a token after each row, s_0 … s_k, as if
    the rows were computed one at a time: the row of d_j sees the drafts before it, and its token is drawn with the
    random numbers of its position.
-2. Drafts are *accepted* up to the first that differs from the chosen token: d_1 = s_0, d_2 = s_1, … With a accepted
-   drafts, the request's next tokens are s_0 … s_a: the same tokens as without drafts.
+2. Drafts are *accepted* up to the first that differs from the chosen token: d_1 = s_0, d_2 = s_1, … With m accepted
+   drafts, the request's next tokens are s_0 … s_m: the same tokens as without drafts.
 3. The MTP module runs over the same rows, with the model's hidden states and the next tokens s_0 … s_k, and drafts the
-   token after s_a. Its results for later rows are void. So are the cache rows of drafts that were not accepted: the
+   token after s_m. Its results for later rows are void. So are the cache rows of drafts that were not accepted: the
    next step overwrites them before it reads them.
 4. In eagle mode the module goes on, a row at a time, from its own hidden state and its last draft. The cache rows of
    these passes are void too. In vanilla mode each of several modules drafts one token (``passes.py``).
@@ -46,7 +46,7 @@ class Drafter:
 
     Args:
         model, cache: the engine's.
-        observe: is called with the plan of passes whose rows are not those of the step.
+        observe: called with the plan of each pass whose rows are not the step's.
         seed: the engine's, for requests that have no seed.
 
     Attributes:
@@ -74,7 +74,7 @@ class Drafter:
             count: number of drafts to make for every request.
 
         Returns:
-            the samples with the results of drafts; after prefills also with an outcome, which the next step may follow.
+            the samples with their draft results; after prefills also an outcome, so that a step can be launched ahead.
         """
         table = []
         for request, indices in samples.indices.items():
@@ -82,7 +82,7 @@ class Drafter:
             indices_and_drafts = [*indices, *[0] * missing, *offered, *[0] * (count - len(offered))]
             table.append([len(request), len(offered), 0, *indices_and_drafts])
         on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count))
-        known = Columns.of(upload(on_host, self._mesh.device))  # ``tokens`` are their indices in the samples
+        known = Columns.of(upload(on_host, self._mesh.device))  # its ``tokens`` are indices into the samples
         tokens, assumed = samples.tokens[known.tokens], None
         if self.assume is not None and table:
             keys = [seed_key(seed_of(request, self._seed)) for request in samples.indices]

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from dsa_engine.engine.requests.pages import pages_for
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.sampling.draw import Draws, Limits, draw, draws_of
+from dsa_engine.engine.sampling.logits_processors import penalised, penalties_of
 from dsa_engine.engine.sampling.penalty_counts import PenaltyCounts, with_drafts
-from dsa_engine.engine.sampling.processors import penalised, penalties_of
 from dsa_engine.engine.sampling.result import FIRST_TOKEN, NOT_FINITE, Columns, Outcome, StepResult
 from dsa_engine.engine.sampling.sampler import needs_host, seed_of
 from dsa_engine.engine.speculation.acceptance import Assume, count_accepted

@@ -25,10 +25,10 @@ from dsa_engine.parallel.group import Group
 
 
 def mha_min_queries(config: ModelConfig) -> float:
-    """Number of queries from which the MHA form is cheaper than dense MQA.
+    """Smallest number of queries for which the MHA form is cheaper than dense MQA.
 
-    Counted per head in multiply-adds: expansion costs ``r·(nope+v)`` a key once, and saves
-    ``(2r + rope) − (nope + rope + v)`` a query-key pair (r: the latent's rank).
+    Counted per head in multiply-adds: expansion costs ``r·(nope+v)`` once per key, and saves
+    ``(2r + rope) − (nope + rope + v)`` per query-key pair (r: the latent's rank).
     """
     rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
     expanded = config.qk_nope_head_dim + rope + config.v_head_dim
@@ -82,7 +82,7 @@ class RankPlan:
         return ids
 
     def next_token_ids(self, rows: int, sampled: Mapping[Request, range], ahead: int = 1) -> list[int]:
-        """The token ``ahead`` positions after each row's: what an MTP module embeds there; 0 if there is none.
+        """For each row, the token ``ahead`` positions later, which an MTP module embeds there; 0 if there is none.
 
         Args:
             sampled: indices, for ``batch.known_ids``, of the tokens after a request's known ones. These are the tokens
@@ -100,7 +100,7 @@ class RankPlan:
 
     @cached_property
     def _by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Position, −1 for padding, and index of the chunk of each row; int64 ``[rows]`` each."""
+        """Position (−1 for padding) and chunk index of each row; int64 ``[rows]`` each."""
         positions, sequences = [-1] * self.rows, [0] * self.rows
         for s in self.segments:
             rows = slice(s.row, s.row + s.length)

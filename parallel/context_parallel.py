@@ -1,8 +1,8 @@
 """Context parallelism: the division of a sequence's tokens over ranks.
 
 Every rank holds only the activations of its own tokens. The cache rows of a step (latent and index key side by side)
-are gathered in one asynchronous collective (``Attention._gather_cache_rows``) and written directly to their causal slots, so that the
-order of the ranks' tokens costs no reordering pass.
+are gathered in one asynchronous collective (``Attention._gather_cache_rows``) and written directly to their causal
+slots, so that the order of the ranks' tokens costs no reordering pass.
 """
 
 from __future__ import annotations

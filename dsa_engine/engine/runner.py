@@ -99,7 +99,7 @@ class ModelRunner:
             return self.graphs.ready(plan.bucket)
         if plan.bucket is None or self.drafter is None or before.outcome is None:
             return False
-        return self.graphs.ready(self.drafter.graph.key(plan, self.drafter.assume))
+        return self.graphs.ready(self.drafter.graph.key(plan, self.drafter.rule))
 
     def _is_static(self, plan: StepPlan) -> bool:
         """Whether the host knows every shape of this step: a decode step whose dispatch does not depend on routing."""
@@ -115,7 +115,7 @@ class ModelRunner:
         """
         if self.num_drafts and plan.bucket is not None:
             assert self.drafter is not None and self.graphs is not None
-            key = self.drafter.graph.key(plan, self.drafter.assume)
+            key = self.drafter.graph.key(plan, self.drafter.rule)
             return self.drafter.graph.run(plan, key, None if before is None else before.outcome, self.graphs)
         sampled = None if before is None else before.tokens
         batch, hidden = self.forward(plan, sampled)

@@ -42,10 +42,12 @@ class AssumedAcceptance:
         """0.85 at the first position, 0.85² at the second, and so on."""
         return cls(tuple(DEFAULT_RATE ** (i + 1) for i in range(num_drafts)))
 
-    def __call__(self, keys: torch.Tensor, positions: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        """Number of accepted drafts out of ``num_drafts``, int64 ``[n]``, drawn by the keys of requests' seeds and the
-        positions of their last tokens, int64 ``[n]`` each: the same on every rank, and on the device."""
+    def __call__(
+        self, tokens: torch.Tensor, drafts: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Number of accepted drafts (:data:`~dsa_engine.engine.speculation.acceptance.AcceptanceRule`), drawn by keys
+        and positions: the same on every rank, and on the device."""
         # Negative positions: their random numbers are not those of the tokens.
         drawn = exponential_noise(keys, -1 - positions, 1)[:, 0].neg().exp()
-        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(num_drafts)]
+        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(drafts.shape[1])]
         return torch.stack([drawn < rate for rate in rates] or [drawn < 0]).long().sum(dim=0)

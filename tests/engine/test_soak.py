@@ -199,8 +199,8 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
     engine, rng = llm.engine, random.Random(1)
     accepted: Counter[int] = Counter()
 
-    def decide(keys: torch.Tensor, positions: torch.Tensor, limit: int) -> torch.Tensor:
-        counts = (positions * 7 + keys) % (limit + 1)
+    def decide(tokens: torch.Tensor, drafts: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        counts = (positions * 7 + keys) % (drafts.shape[1] + 1)
         accepted.update(counts.tolist())
         return counts
 
@@ -210,7 +210,7 @@ def test_soak_with_drafts(tiny_llm: Callable[..., LLM], modules: int, ahead: boo
         )
         engine.async_scheduling = True
     assert engine.runner.drafter is not None
-    engine.runner.drafter.assume = decide
+    engine.runner.drafter.rule = decide
     ended = run(llm, rng, 2 * HALF)
     print(ended, accepted, f"{engine.scheduler.preemptions} preemptions")
     assert ended.total() == 2 * HALF and {"stop", "length", "error", "left", "too large", "bad token"} == set(ended)

@@ -28,15 +28,20 @@ def test_counts_of_drafts() -> None:
 
 
 def test_assumed_rates_are_kept() -> None:
-    assume, count = AssumedAcceptance((0.9, 0.5, 0.2)), 4000
+    rule, count = AssumedAcceptance((0.9, 0.5, 0.2)), 4000
     keys = torch.tensor([seed_key(i % 40) for i in range(count)])
     positions = torch.arange(count) // 40
-    accepted = assume(keys, positions, 4)
+
+    def accepted_of(num_drafts: int) -> torch.Tensor:
+        drafts = torch.zeros(count, num_drafts, dtype=torch.int64)
+        return rule(torch.ones(count, 1 + num_drafts, dtype=torch.int64), drafts, keys, positions)
+
+    accepted = accepted_of(4)
     rates = [float((accepted > i).float().mean()) for i in range(4)]
     assert rates == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.03)
-    assert torch.equal(accepted, assume(keys, positions, 4)), "the same on every rank"
-    assert torch.equal(assume(keys, positions, 0), torch.zeros_like(keys))
-    assert torch.equal(assume(keys, positions, 1), accepted.clamp(max=1))
+    assert torch.equal(accepted, accepted_of(4)), "the same on every rank"
+    assert torch.equal(accepted_of(0), torch.zeros_like(keys))
+    assert torch.equal(accepted_of(1), accepted.clamp(max=1))
     assert AssumedAcceptance.default(3).rates == pytest.approx((0.85, 0.7225, 0.614125))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
@@ -121,7 +122,7 @@ def measure_latency(
     if num_drafts is not None:
         engine.draft(num_drafts)
     if engine.runner.drafter is not None:
-        engine.runner.drafter.assume = acceptance
+        engine.runner.drafter.rule = acceptance or count_equal
     reset_peak(mesh.device)
     peak = 0.0
     for i in range(warmup + repeat + 1):

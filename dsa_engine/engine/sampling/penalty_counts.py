@@ -1,9 +1,9 @@
 """Token counts for penalties, updated on the device before the host knows the tokens.
 
 These are for steps that are one graph (``speculation/graph_step.py``). A table has a row for each request with
-penalties: its counts, as :class:`.processors.LogitsProcessors` has for other steps, and the position up to which its
-tokens are counted. Before a step, the tokens before its first row are added, from the outcome of the step before or
-from the host. No token is counted twice, whatever was launched before.
+penalties: its counts, as :class:`.logits_processors.LogitsProcessors` has for other steps, and the position up to which
+its tokens are counted. Before a step, the tokens before its first row are added, from the outcome of the previous step
+or from the host. No token is counted twice, whatever was launched before.
 """
 
 from __future__ import annotations

@@ -24,27 +24,19 @@ from dsa_engine.engine.sampling.logits_processors import Wanted
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.text.tokenizer import Tokenizer
 
-# Says how many drafts are accepted, int64 [n], where tokens mean nothing and speed is measured: from the keys of the
-# requests' seeds and the positions of their last tokens, int64 [n] each, and the largest number of drafts.
-Assume = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+# Number of accepted drafts of each request, int64 [n], from
+#   tokens: int64 [n, 1 + count], chosen at the position of each draft, and after the last
+#   drafts: int64 [n, count]
+#   keys: int64 [n], keys of the requests' seeds
+#   positions: int64 [n], positions of the requests' last tokens before the drafts
+AcceptanceRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 THINKING = ("<think>", "</think>")
 
 
-def count_accepted(
-    tokens: torch.Tensor, drafts: torch.Tensor, offered: torch.Tensor, assumed: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Number of accepted drafts of each request, int64 ``[n]``.
-
-    Args:
-        tokens: int64 ``[n, 1 + count]``, chosen at the position of each draft, and after the last.
-        drafts: int64 ``[n, count]``.
-        offered: int64 ``[n]``, number of drafts that were verified; later ones are void.
-        assumed: int64 ``[n]``, in place of what the tokens say (:data:`Assume`).
-    """
-    if assumed is None:
-        assumed = (tokens[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)
-    return assumed.minimum(offered)
+def count_equal(tokens: torch.Tensor, drafts: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """The strict rule (:data:`AcceptanceRule`)."""
+    return (tokens[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)
 
 
 class RelaxedAcceptance:

@@ -31,7 +31,7 @@ import torch
 from dsa_engine.engine.sampling.draw import seed_key
 from dsa_engine.engine.sampling.result import Columns, Outcome, StepResult
 from dsa_engine.engine.sampling.sampler import seed_of
-from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
+from dsa_engine.engine.speculation.acceptance import AcceptanceRule, count_equal
 from dsa_engine.engine.speculation.graph_step import GraphStep
 from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
 from dsa_engine.engine.steps.plan import StepPlan
@@ -52,7 +52,7 @@ class Drafter:
     Attributes:
         passes: runs the MTP modules.
         graph: runs a whole step, with its sampling and drafts, as one graph.
-        assume: decides, in place of the tokens, how many drafts are accepted; for measuring where tokens mean nothing.
+        rule: decides how many drafts are accepted.
     """
 
     def __init__(self, model: Model, cache: KVCache, observe: Callable[[StepPlan], None], seed: int):
@@ -60,7 +60,7 @@ class Drafter:
         self._seed = seed
         self.passes: Passes = (ModuleEach if len(model.mtp) > 1 else EagleChain)(model, cache, observe)
         self.graph = GraphStep(self.passes, seed)
-        self.assume: Assume | None = None
+        self.rule: AcceptanceRule = count_equal
 
     def draft(
         self, step: StepPlan, batch: ForwardBatch, hidden: torch.Tensor, samples: StepResult, count: int
@@ -76,18 +76,17 @@ class Drafter:
         Returns:
             the samples with their draft results; after prefills also an outcome, so that a step can be launched ahead.
         """
-        table = []
+        table, keys = [], []
         for request, indices in samples.indices.items():
             offered, missing = request.drafts[: len(indices) - 1], 1 + count - len(indices)
             indices_and_drafts = [*indices, *[0] * missing, *offered, *[0] * (count - len(offered))]
+            keys.append(seed_key(seed_of(request, self._seed)))
             table.append([len(request), len(offered), 0, *indices_and_drafts])
         on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count))
         known = Columns.of(upload(on_host, self._mesh.device))  # its ``tokens`` are indices into the samples
-        tokens, assumed = samples.tokens[known.tokens], None
-        if self.assume is not None and table:
-            keys = [seed_key(seed_of(request, self._seed)) for request in samples.indices]
-            assumed = self.assume(upload(torch.tensor(keys), self._mesh.device), known.position - 1, count)
-        accepted = count_accepted(tokens, known.drafts, known.offered, assumed)
+        tokens = samples.tokens[known.tokens]
+        seeds = upload(torch.tensor(keys, dtype=torch.int64), self._mesh.device)
+        accepted = self.rule(tokens, known.drafts, seeds, known.position - 1).minimum(known.offered)
         # A negative token is the code of an error, which ends its request.
         drafts, last_rows = self.passes.after_eager_step(step, batch, hidden, tokens.clamp(min=0), accepted)
         if not table:

@@ -27,7 +27,7 @@ from dsa_engine.engine.sampling.logits_processors import penalised, penalties_of
 from dsa_engine.engine.sampling.penalty_counts import PenaltyCounts, with_drafts
 from dsa_engine.engine.sampling.result import FIRST_TOKEN, NOT_FINITE, Columns, Outcome, StepResult
 from dsa_engine.engine.sampling.sampler import needs_host, seed_of
-from dsa_engine.engine.speculation.acceptance import Assume, count_accepted
+from dsa_engine.engine.speculation.acceptance import AcceptanceRule
 from dsa_engine.engine.speculation.passes import Passes, verifies
 from dsa_engine.engine.speculation.rows import ChunkColumns, StaticRows, StepRows, gathered_rows
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -41,7 +41,7 @@ class GraphKey(NamedTuple):
     bucket: Bucket
     limits: Limits | None  # None: all requests are greedy
     penalises: bool
-    assume: Assume | None
+    rule: AcceptanceRule
 
 
 class Inputs(NamedTuple):
@@ -97,13 +97,13 @@ class GraphStep:
         """Whether all requests verify up to ``count`` drafts and their sampling does not need the host."""
         return all(verifies(c, count) and not needs_host(c.request) for plan in step.ranks for c in plan.chunks)
 
-    def key(self, step: StepPlan, assume: Assume | None) -> GraphKey:
+    def key(self, step: StepPlan, rule: AcceptanceRule) -> GraphKey:
         """The name of the graph that runs a padded step."""
         assert step.bucket is not None
         params = [chunk.request.params for plan in step.ranks for chunk in plan.chunks]
         drawn, vocab = [p for p in params if p.temperature > 0], self._model.config.vocab_size
         limits = Limits.of(drawn, vocab).rounded(vocab) if drawn else None
-        return GraphKey(step.bucket, limits, any(p.penalises for p in params), assume)
+        return GraphKey(step.bucket, limits, any(p.penalises for p in params), rule)
 
     def run(self, step: StepPlan, key: GraphKey, before: Outcome | None, graphs: DecodeGraphs) -> StepResult:
         """Launches a step without waiting for the device.
@@ -165,8 +165,7 @@ class GraphStep:
             logits = penalised(logits, with_drafts(buffers.counts[:, :-1], ids), penalties)
         tokens = _choose(logits, draws, inputs.drawn, rows, key.limits)
         tokens = tokens.where(finite.view_as(tokens), NOT_FINITE)
-        assumed = None if key.assume is None else key.assume(draws.keys, columns.first, width - 1)
-        accepted = count_accepted(tokens, ids[:, 1:], rows.offered, assumed)
+        accepted = key.rule(tokens, ids[:, 1:], draws.keys, columns.first).minimum(rows.offered)
         drafts = self._passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, buffers.passes)
         outcome = Columns(columns.first + accepted + 1, rows.offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())

@@ -19,7 +19,7 @@ FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests", "benchmarks"
 # Not to be parts of a name: a maximum is `max`, a position is a `row`, an `index` or a `slot`.
 PARTS = {"most", "place", "places", "behind", "verified", "nobody", "somebody", "everybody", "everybodys", "whoever"}
 # As a whole name: these say neither of what nor which.
-WHOLE = {"ends", "share", "shares", "kept"}
+WHOLE = {"ends", "share", "shares", "left", "kept", "found"}
 USUAL = re.compile("at_most|in_place", re.IGNORECASE)
 # A rank, a request, a thread, a caller is called that.
 PEOPLE = re.compile(r"\b(?:some|any|every|no)body\b|\bwho(?:ever)?\b", re.IGNORECASE)

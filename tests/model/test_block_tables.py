@@ -31,8 +31,8 @@ def check(tables: BlockTables, requests: list[list[int]]) -> None:
     rows, width = tables.rows(requests), max(map(len, requests), default=0)
     table = tables.gather(rows, width).tolist()
     assert len(set(rows)) == len(requests) == len(table)
-    for row, pages, found in zip(rows, requests, table, strict=True):
-        assert found[: len(pages)] == pages
+    for row, pages, actual in zip(rows, requests, table, strict=True):
+        assert actual[: len(pages)] == pages
         assert tables.host[row, : len(pages)].tolist() == pages
 
 

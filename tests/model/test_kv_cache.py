@@ -55,8 +55,8 @@ def test_all_commands_count_the_same_bytes(
     config = ModelConfig.from_dict(raw(rank, rope, dim))
     in_fp8 = cache_bytes_per_token(config, cache_format(config, FP8))
     for row in rows:
-        tokens, left = row["tokens_that_fit_in_fp8_caches"], max(0, 10**9 - row["weight_bytes"])
-        assert tokens * in_fp8 <= left < (tokens + 1) * in_fp8
+        tokens, remaining = row["tokens_that_fit_in_fp8_caches"], max(0, 10**9 - row["weight_bytes"])
+        assert tokens * in_fp8 <= remaining < (tokens + 1) * in_fp8
     for dtype in (torch.float32, torch.bfloat16, FP8):
         cache = make(rank, rope, dim, dtype)
         held = sum(pool.nbytes for pool in [*cache.latent, *cache.index_keys] if pool is not None)

@@ -175,9 +175,9 @@ def forced_decode(
     while llm.engine.scheduler.has_work:
         llm.engine.step()
     rows = []
-    for (ids, length), found in zip(requests, seen, strict=True):
-        assert list(found) == list(range(length - 1, len(ids)))
-        rows.append(torch.stack(list(found.values())))
+    for (ids, length), by_position in zip(requests, seen, strict=True):
+        assert list(by_position) == list(range(length - 1, len(ids)))
+        rows.append(torch.stack(list(by_position.values())))
     return rows
 
 

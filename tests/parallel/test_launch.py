@@ -264,7 +264,7 @@ def test_the_watch_outlives_a_store_that_is_slow(
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(failure_watch, "STORE_WAIT", timedelta(seconds=0.1))
     heard: list[str] = []
-    watch, other = (failure_watch.FailureWatch(lambda found: heard.append(found.get("first").decode())) for _ in "12")
+    watch, other = (failure_watch.FailureWatch(lambda signs: heard.append(signs.get("first").decode())) for _ in "12")
     watch.start()
     until(lambda: relay.accepted >= 5)  # an attempt takes two connections
     assert watch._thread.is_alive()

@@ -114,11 +114,11 @@ class Naive(StoredFormat):
 
 def test_logits_are_those_of_a_naive_formulation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And far from those of expanded weights with activations as they are, by what FP8 rounds off."""
-    found = LLM(folder, quantization="fp8", **OPTIONS).prompt_logits(PROMPT)
+    actual = LLM(folder, quantization="fp8", **OPTIONS).prompt_logits(PROMPT)
     plain = LLM(folder, quantization="dequantize", **OPTIONS).prompt_logits(PROMPT)
     monkeypatch.setattr(choose, "FORMATS", {"fp8": Naive})
     wanted = LLM(folder, quantization="fp8", **OPTIONS).prompt_logits(PROMPT)
-    error, rounding = (float((found - other).norm() / other.norm()) for other in (wanted, plain))
+    error, rounding = (float((actual - other).norm() / other.norm()) for other in (wanted, plain))
     print(f"relative error of logits: {error:.1e}; FP8 against expanded weights: {rounding:.1e}")
     assert error < 1e-3
     assert 1e-2 < rounding < 0.2

@@ -45,17 +45,17 @@ def stored(oracle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory)
 def plain_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All weights of a folder as float64, codes times scales, worked out in the plainest way."""
     tensors = load_file(folder / "model.safetensors")
-    found = {}
+    dequantized = {}
     for name, tensor in tensors.items():
         if name.endswith("_packed"):
             codes = torch.stack([(tensor.long() >> 4 * i) % 16 - 8 for i in range(8)], dim=-1).flatten(-2).double()
             scale = tensors[name.replace("_packed", "_scale")].double()
-            found[name.removesuffix("_packed")] = codes * scale.repeat_interleave(128, dim=1)
+            dequantized[name.removesuffix("_packed")] = codes * scale.repeat_interleave(128, dim=1)
         elif tensor.dtype == torch.int8:
-            found[name] = tensor.double() * tensors[f"{name}_scale"].double()
+            dequantized[name] = tensor.double() * tensors[f"{name}_scale"].double()
         elif not name.endswith(("_scale", "_shape")):
-            found[name] = tensor.double()
-    return found
+            dequantized[name] = tensor.double()
+    return dequantized
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

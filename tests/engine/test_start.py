@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.engine.speculation.graph_step import GraphKey
 from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.steps.plan import Bucket
@@ -126,7 +127,7 @@ def test_buckets_with_drafts_have_room_for_them(fake_engine: Callable[..., Any])
         drafts = {"speculative_config": {"num_speculative_tokens": 2}}
         engine = fake_engine(device, "deepseek_v32", 2, **SMALL | drafts, cudagraph_capture_sizes=[1])
         assert likely_buckets(engine.mesh, engine.options, 9000, 2) == [(1, 9024), (1, 8192), (1, 4096)]
-        greedy = {GraphKey(Bucket(1, 3, context), None, False, None) for context in (4096, 8192, 9024)}
+        greedy = {GraphKey(Bucket(1, 3, context), None, False, count_equal) for context in (4096, 8192, 9024)}
         assert set(engine.graphs._graphs) == greedy, "as requests run that decode"
         add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()

@@ -77,6 +77,7 @@ def test_a_bad_option_is_said_once(torchrun: Callable[..., Any], demo_cache: Pat
     assert done.stderr.count("error: cp_size 2 does not divide the world size 3") == 1
 
 
+@pytest.mark.slow
 def test_the_demo(tmp_path: Path) -> None:
     document, report = tmp_path / "document.txt", tmp_path / "out.json"
     document.write_text("A long story of many words.\n" * 400)

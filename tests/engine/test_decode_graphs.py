@@ -34,7 +34,10 @@ def test_buckets() -> None:
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
-@pytest.mark.parametrize("model_type, ahead", [("deepseek_v32", False), ("deepseek_v32", True), ("deepseek_v3", True)])
+@pytest.mark.parametrize(
+    "model_type, ahead",
+    [("deepseek_v32", False), ("deepseek_v32", True), pytest.param("deepseek_v3", True, marks=pytest.mark.slow)],
+)
 def test_padded_steps(
     model_type: str, ahead: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:
@@ -149,7 +152,7 @@ REFERENCES = pytest.mark.skipif(INTERPRETED, reason="slow in the interpreter")
 
 
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=REFERENCES), pytest.param(True, marks=KERNELS)])
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_the_same_as_one_row_at_a_time(
     model_type: str, padded: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]
 ) -> None:

@@ -184,7 +184,7 @@ def test_quantised_products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    ["sparse_decode,top_k,indexer_decode", pytest.param(None, marks=pytest.mark.slow)],
+    ["sparse_decode,top_k,indexer_prefill,int8", pytest.param(None, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_the_benchmark_on_a_cpu(run_script: Callable[..., Any], tmp_path: Path, names: str | None) -> None:

@@ -76,17 +76,17 @@ class Drafter:
         Returns:
             the samples with their draft results; after prefills also an outcome, so that a step can be launched ahead.
         """
-        table, keys = [], []
+        table = []
         for request, indices in samples.indices.items():
             offered, missing = request.drafts[: len(indices) - 1], 1 + count - len(indices)
             indices_and_drafts = [*indices, *[0] * missing, *offered, *[0] * (count - len(offered))]
-            keys.append(seed_key(seed_of(request, self._seed)))
-            table.append([len(request), len(offered), 0, *indices_and_drafts])
-        on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count))
-        known = Columns.of(upload(on_host, self._mesh.device))  # its ``tokens`` are indices into the samples
+            key = seed_key(seed_of(request, self._seed))
+            table.append([len(request), len(offered), 0, *indices_and_drafts, key])
+        on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count) + 1)
+        on_device = upload(on_host, self._mesh.device)
+        known, keys = Columns.of(on_device[:, :-1]), on_device[:, -1]  # known.tokens are indices into the samples
         tokens = samples.tokens[known.tokens]
-        seeds = upload(torch.tensor(keys, dtype=torch.int64), self._mesh.device)
-        accepted = self.rule(tokens, known.drafts, seeds, known.position - 1).minimum(known.offered)
+        accepted = self.rule(tokens, known.drafts, keys, known.position - 1).minimum(known.offered)
         # A negative token is the code of an error, which ends its request.
         drafts, last_rows = self.passes.after_eager_step(step, batch, hidden, tokens.clamp(min=0), accepted)
         if not table:

@@ -88,7 +88,8 @@ class LLM:
 
         Args:
             prompts: texts, lists or arrays of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a
-                single prompt counts as a list of one, and an empty list has no outputs.
+                single prompt counts as a list of one, and an empty list has no outputs. A dictionary may have a
+                ``"cache_salt"``, a text: only requests with the same one share cached pages.
             sampling_params: one for all prompts, or one for each; default: :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
@@ -219,6 +220,13 @@ class LLM:
         with Call(self._callers) as call:
             call.run("wait", [])
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached pages, once the requests before it have ended; returns True, as vLLM's does."""
+        self._callers.check()
+        with Call(self._callers) as call:
+            call.run("reset_prefix_cache", [])
+        return True
+
     def follow(self) -> None:
         """Serves rank 0's calls on another rank; returns when rank 0 has closed its LLM::
 
@@ -332,7 +340,10 @@ class LLM:
         # Some parameters need a tokenizer: if there is none, self.tokenizer raises before anything runs.
         texts = bool(params.stop_strings or params.bad_words) or Tokenizer.lies_in(self.folder)
         tokenizer = self.tokenizer if texts else None
-        return _PreparedPrompt(prompt, self.engine.new_requests(self._encode(prompt), params, tokenizer), tokenizer)
+        adds = self.engine.new_requests(self._encode(prompt), params, tokenizer)
+        for add in adds:
+            add.cache_salt = prompt.cache_salt
+        return _PreparedPrompt(prompt, adds, tokenizer)
 
 
 def _requests(prepared: Seq[_PreparedPrompt]) -> list[tuple[Add, Tokenizer | None]]:

@@ -152,6 +152,12 @@ class EngineOptions(Options):
         help="maximum fraction of prefill steps while any request decodes, in (0, 1]; 1: prefill first",
     )
     page_size: int = option(POSITIVE_INT, 64, "tokens per cache page.", aliases=("block_size",))
+    enable_prefix_caching: bool = option(
+        BOOL,
+        True,
+        "use the cache pages of earlier requests whose tokens begin alike; they stay until the memory is needed.",
+        help="compute every prompt in full",
+    )
     cache_memory: int | str | None = option(
         _SIZE,
         None,

@@ -54,6 +54,7 @@ class RequestMetrics:
     tpot_s: float | None  # per token after the first; None for a single token
     preemptions: int = 0  # times it lost its cache pages to an older request and was prefilled again
     speculation: SpeculationMetrics | None = None  # None without drafts
+    num_cached_tokens: int = 0  # tokens of the prompt whose cache rows an earlier request had computed
 
     @classmethod
     def of(
@@ -64,11 +65,12 @@ class RequestMetrics:
         tokens: int,
         preemptions: int,
         speculation: SpeculationMetrics | None = None,
+        num_cached_tokens: int = 0,
     ) -> RequestMetrics:
         if first is None or last is None:
-            return cls(math.nan, None, preemptions, speculation)
+            return cls(math.nan, None, preemptions, speculation, num_cached_tokens)
         tpot = (last - first) / (tokens - 1) if tokens > 1 else None
-        return cls(first - arrival, tpot, preemptions, speculation)
+        return cls(first - arrival, tpot, preemptions, speculation, num_cached_tokens)
 
 
 class Logprob(float):

@@ -29,7 +29,6 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "swap_space": ("requests that give way are computed again, nothing is swapped; leave it out", (0, None)),
     "cpu_offload_gb": ("weights stay on the device; use more ranks, or fewer layers with hf_overrides", (0,)),
     "num_gpu_blocks_override": ('use cache_memory, such as "40GiB"', (None,)),
-    "enable_prefix_caching": ("there is no prefix cache; every prompt is computed in full", (False, None)),
     "enable_chunked_prefill": ("prompts are always prefilled in chunks, of max_num_batched_tokens", (True, None)),
     "max_seq_len_to_capture": ("CUDA graphs cover every length; enforce_eager=True does without them", (None,)),
     "max_logprobs": ("SamplingParams(logprobs=…) says how many; there is no other limit", ()),
@@ -108,8 +107,7 @@ _METHODS = {
     "llm_engine": "it is llm.engine here, and another class than vLLM's",
     "start_profile": "use --profile of the scripts, or torch.profiler around generate()",
     "stop_profile": "use --profile of the scripts, or torch.profiler around generate()",
-    "get_metrics": "every output has metrics: ttft_s, tpot_s, preemptions",
-    "reset_prefix_cache": "there is no prefix cache",
+    "get_metrics": "every output has metrics: ttft_s, tpot_s, preemptions, num_cached_tokens",
     "sleep": "weights stay on the device; end the process to free them",
     "wake_up": "weights stay on the device",
 } | dict.fromkeys(("embed", "encode", "classify", "reward", "score"), "models here generate text")

@@ -27,7 +27,7 @@ def main() -> None:
     check_outputs(args.json)
     max_drafts = max(args.num_speculative_tokens)
     config = json.loads(args.speculative_config) | {"num_speculative_tokens": max_drafts}
-    llm = llm_from(args, speculative_config=config if max_drafts else {})
+    llm = llm_from(args, speculative_config=config if max_drafts else {}, enable_prefix_caching=False)
     results = measure_drafting(llm, held_out(llm), args.length, args.cases, args.num_speculative_tokens)
     if not llm.engine.mesh.is_leader:
         return

@@ -298,7 +298,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         ({"block_size": 16, "page_size": 16}, "^page_size, block_size are the same; give one$"),
         ({"blok_size": 16}, "^there is no option 'blok_size'; did you mean 'block_size'\\?$"),
         ({"tensor_parallel_size": 2}, "^there is no option 'tensor_parallel_size'; start the program with torchrun"),
-        ({"enable_prefix_caching": True}, "; there is no prefix cache; every prompt is computed in full$"),
+        ({"swap_space": 4}, "; requests that give way are computed again, nothing is swapped; leave it out$"),
         ({"cp_size": 2}, r"; it is one of ParallelConfig: parallel=ParallelConfig\(cp_size=2\)$"),
         ({"max_num_seq": 8}, "^there is no option 'max_num_seq'; did you mean 'max_num_seqs'\\?$"),
         ({"x": 8}, "^there is no option 'x'; options are model, dtype, device, .*, progress, parallel$"),

@@ -127,7 +127,7 @@ def test_other_names_of_an_option_and_what_vllm_calls_what_is_done_anyway() -> N
         page_size=16, cache_memory=1 << 20
     )
     assert (
-        EngineOptions(tensor_parallel_size=1, enable_prefix_caching=False, tokenizer_mode="auto", enable_lora=False)
+        EngineOptions(tensor_parallel_size=1, enable_chunked_prefill=True, tokenizer_mode="auto", enable_lora=False)
         == EngineOptions()
     )
     with pytest.raises(TypeError, match="tensor_parallel_size"):

@@ -91,7 +91,9 @@ class Engine:
             )
         self._check_idle()
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
-        self.scheduler.least_last_chunk = num_drafts if len(self.model.mtp) > 1 else 1
+        modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
+        prefix_cache.lookahead, prefix_cache.least_computed = modules, max(1, modules)
+        prefix_cache.reset()  # the rows of modules that have not run are missing
         ahead = self.mesh.device.type == "cuda" and self.options.async_scheduling and self.mesh.static_decode
         # With drafts, the host does not know which tokens the next step computes: only a padded step can follow.
         self.async_scheduling = ahead and (self.graphs is not None or not num_drafts)
@@ -117,7 +119,7 @@ class Engine:
 
     def queue(self, add: Add) -> Request:
         """Queues a request made by :meth:`new_requests`; it runs in the next steps."""
-        request = Request(add.id, add.prompt_ids, add.params, add.bad_words)
+        request = Request(add.id, add.prompt_ids, add.params, add.bad_words, cache_salt=add.cache_salt)
         self.scheduler.add(request)
         return request
 
@@ -271,12 +273,14 @@ class Engine:
         """
         self._check_idle()
         prompt, logits = run.prompt_ids, torch.empty(0)
-        if run.job == "wait":
+        if run.job == "reset_prefix_cache":
+            self.scheduler.prefix_cache.reset()
+        if run.job in ("wait", "reset_prefix_cache"):
             return logits
         if run.job == "prompt_logits":
             logits = torch.empty(len(prompt), self.config.vocab_size, dtype=torch.float32)
         block = max(1, self.workspace // (8 * self.config.vocab_size))  # rows whose logits are made at a time
-        request = Request(-1, prompt, SamplingParams(max_tokens=1))
+        request = Request(-1, prompt, SamplingParams(max_tokens=1), reads_prefix_cache=False)
         with self.progress(len(prompt), "tokens", "prefill") as bar:
             try:
                 self.scheduler.add(request)

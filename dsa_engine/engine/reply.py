@@ -131,6 +131,7 @@ class Reply:
                 len(self.output),
                 request.preemptions if request else 0,
                 SpeculationMetrics.of(request.draft_stats) if request and request.draft_stats else None,
+                (request.num_cached_tokens or 0) if request else 0,
             ),
             stop_reason=whole.stop_reason,
             error=whole.error,

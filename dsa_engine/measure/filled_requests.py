@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.requests.pages import Capacity, pages_for
+from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.sampling_params import SamplingParams

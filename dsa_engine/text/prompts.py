@@ -14,10 +14,12 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt's text or its token ids; beside token ids, the text is only reported."""
+    """A prompt's text or its token ids; beside token ids, the text is only reported. Requests with different cache
+    salts share no cached pages."""
 
     text: str | None
     token_ids: list[int] | None
+    cache_salt: str | None = None
 
 
 _FORMS = (
@@ -60,12 +62,14 @@ def _parsed(prompt: Any) -> ParsedPrompt:
         return ParsedPrompt(prompt, None)
     if not isinstance(prompt, Mapping):
         return ParsedPrompt(None, _token_ids(prompt))
-    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if prompt.keys() - {"prompt", "prompt_token_ids"} or (text is None and ids is None):
+    text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    if prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"} or (text is None and ids is None):
         raise TypeError(f"{_FORMS}, not a dictionary with the keys {', '.join(map(shown, prompt)) or '(none)'}")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"the prompt in a dictionary must be a text, not {shown(text)}")
-    return ParsedPrompt(text, None if ids is None else _token_ids(ids))
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise TypeError(f"cache_salt must be a text that is not empty, not {shown(salt)}")
+    return ParsedPrompt(text, None if ids is None else _token_ids(ids), salt)
 
 
 def _token_ids(given: Any) -> list[int]:

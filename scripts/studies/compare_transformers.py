@@ -57,7 +57,8 @@ def main() -> None:
     with float32_checkpoint(resolve_model(args.model)) as folder:
         theirs = load_transformers(folder)
         longest = max(args.seq_len + [c + args.output_len for c in args.context])
-        llm = LLM(folder, dtype="float32", device="cpu", max_num_seqs=max(args.batch_size), max_model_len=longest)
+        options = {"max_num_seqs": max(args.batch_size), "max_model_len": longest, "enable_prefix_caching": False}
+        llm = LLM(folder, dtype="float32", device="cpu", **options)
     fractions = PeakFractions(llm.engine)
     results = []
     decodes = list(itertools.product(args.context, args.batch_size))

@@ -44,7 +44,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     check_outputs(args.json)
-    llm = LLM(args.model, device=args.device, max_model_len=args.input_len + args.output_len, progress=False)
+    options = {"max_model_len": args.input_len + args.output_len, "enable_prefix_caching": False}
+    llm = LLM(args.model, device=args.device, progress=False, **options)
     taken: list[tuple[float, float]] = []  # per request: when it was made and when this rank received it
     queue = llm.engine.queue
 

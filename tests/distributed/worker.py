@@ -76,11 +76,12 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         result["logprobs"].append(plain)
     result["drafts"] = drafts
     result["preemptions"] = engine.scheduler.preemptions
+    result["hits"] = engine.scheduler.prefix_cache.hits
     result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
-    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.ledger.own_free
+    result["own_pages_lost"] = engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank]
     return result
 
 

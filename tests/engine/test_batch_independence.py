@@ -55,7 +55,7 @@ def model(oracle: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="module")
 def alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of each prompt in a batch of one."""
-    llm = load(model.folder)
+    llm = load(model.folder, enable_prefix_caching=False)
     return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsa_engine.engine.requests.pages import Capacity
+from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
@@ -29,6 +29,7 @@ def make(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_prefill_share=fraction,
+        enable_prefix_caching=False,  # prompts here begin alike
     )
 
 
@@ -277,7 +278,7 @@ def test_a_preempted_request_may_go_to_another_group() -> None:
     while ranks[0].has_work:
         steps = [step(scheduler) for scheduler in ranks]
         assert all(s == steps[0] for s in steps)
-    assert all(scheduler.free_pages == [6] * 4 and scheduler.ledger.own_free == 6 for scheduler in ranks)
+    assert all(scheduler.free_pages == [6] * 4 for scheduler in ranks)
 
 
 def test_oldest_first_among_the_waiting() -> None:

@@ -33,6 +33,7 @@ def shared(demo_cache: Path) -> LLM:
         page_size=4,
         hf_overrides={"index_topk": 24},
         enforce_eager=True,
+        enable_prefix_caching=False,  # the same prompts are computed again and again
         progress=False,
     )
 

@@ -284,7 +284,7 @@ def test_a_part_of_a_prompt_does_not_keep_a_token_waiting(demo_cache: Path, monk
 @pytest.mark.parametrize("fill_cache", [False, True])
 def test_measured_tokens(llm: LLM, fill_cache: bool) -> None:
     """Each token has one time, though the first call of a step returns none."""
-    run = generate_batch(llm.engine, [[5] * 40] * 2, 6, fill_cache=fill_cache)
+    run = generate_batch(llm.engine, [[5] * 40, [6] * 40], 6, fill_cache=fill_cache)
     assert run.decoded_tokens == len(run.itl) == 5 and min(run.itl) > 0
     assert run.first_token_steps == ([] if fill_cache else [0, 0])
 

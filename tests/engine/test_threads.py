@@ -35,7 +35,7 @@ def assert_idle(llm: LLM) -> None:
     llm.wait_idle()
     scheduler, pages = llm.engine.scheduler, llm.engine.cache.pages
     assert not scheduler.has_work
-    assert scheduler.free_pages == [pages] and scheduler.ledger.own_free == pages
+    assert scheduler.free_pages == [pages]
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_step_that_fails_ends_those_who_were_part_of_it(llm: LLM, monkeypatch:
 
     def failing(plan: Any, *rest: Any) -> Any:
         requests = [chunk.request for rank in plan.ranks for chunk in rank.chunks]
-        if not plan.decodes and any(request.prompt == poison for request in requests):
+        if any(request.prompt == poison and not request.prefilled for request in requests):
             raise RuntimeError("out of memory")
         return launch(plan, *rest)
 

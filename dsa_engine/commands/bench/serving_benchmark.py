@@ -186,6 +186,7 @@ def measure_serving(
     barrier(engine)
     for _ in range(warmup):
         _send_all(engine, [(prompts[0], load.output_len)], [0.0], None, lambda done: None)
+    engine.scheduler.prefix_cache.reset()
     with engine.progress(load.num_prompts, "requests", "serving") as bar:
         work = [(prompt, length) for prompt, (_, length) in zip(prompts, lengths, strict=True)]
         sent, duration, max_at_once = _send_all(engine, work, load.arrivals(), load.max_concurrency, bar.update)

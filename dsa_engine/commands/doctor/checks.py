@@ -206,7 +206,7 @@ def check_tokens(mesh: Mesh) -> str:
         ways |= {"CUDA graphs": {}, "references": {"kernels": "reference"}}
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     tokens: dict[str, list[list[int]]] = {}
-    common: dict[str, Any] = {"parallel": mesh.config}
+    common: dict[str, Any] = {"parallel": mesh.config, "enable_prefix_caching": False}
     for name, options in ways.items():
         llm = LLM(
             "demo", device=mesh.device.type, dtype="float32", max_model_len=2048, cache_memory="256MiB", progress=False,

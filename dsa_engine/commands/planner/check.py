@@ -135,6 +135,7 @@ class Check:
         config = ParallelConfig()
         self._mesh: Mesh = config.create_mesh(device)
         common: dict[str, Any] = {"device": device, "max_num_seqs": 8, "max_model_len": 16384, "progress": False}
+        common["enable_prefix_caching"] = False
         self._small = [LLM(model, parallel=config, **common)]
         self._large = self._small[0]
         if self._mesh.world_size == 1:

@@ -17,6 +17,7 @@ class Add:
         params: for one output, with ``max_tokens`` a number; a copy of the caller's object.
         bad_words: token ids of each word that must not be generated.
         arrival: time of the call in seconds, by ``time.perf_counter`` on the rank that was called.
+        cache_salt: requests with different salts share no cached pages.
     """
 
     prompt_ids: list[int]
@@ -24,6 +25,7 @@ class Add:
     bad_words: list[list[int]] = field(default_factory=list)
     arrival: float = 0.0
     id: int = -1
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Abort:
     ids: tuple[int, ...]
 
 
-Job = Literal["prefill", "prompt_logits", "wait"]
+Job = Literal["prefill", "prompt_logits", "reset_prefix_cache", "wait"]
 
 
 @dataclass(frozen=True)

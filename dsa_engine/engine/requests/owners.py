@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dsa_engine.engine.requests.pages import Capacity, PageLedger
+from dsa_engine.engine.requests.capacity import Capacity
+from dsa_engine.engine.requests.pages import PageLedger
 from dsa_engine.engine.requests.request import Request
 
 

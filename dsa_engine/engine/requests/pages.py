@@ -1,43 +1,110 @@
-"""Pages of the caches: which ones each request holds on every rank, and how many it needs."""
+"""Pages of the caches on every rank: free, held by requests, or cached for requests to come.
+
+A full page is known by the digest of its tokens and of all tokens before it (``page_digests.py``). Requests whose
+prompts begin alike hold the same pages. A page that no request holds keeps its digest and its rows until it is needed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 from dsa_engine.engine.requests.request import Request
-from dsa_engine.errors import CapacityError
-from dsa_engine.kernels.runtime.integers import cdiv
 
 
-def pages_for(tokens: int, page_size: int) -> int:
-    """Number of pages that ``tokens`` tokens fill."""
-    return cdiv(tokens, page_size)
+class PagePool:
+    """Pages of one rank.
 
-
-class PageAllocator:
-    """Hands out page numbers, the lowest first, and takes them back; returned pages are used again first."""
+    Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted in
+    the order of their last use.
+    """
 
     def __init__(self, pages: int):
         self._free = list(range(pages - 1, -1, -1))
+        self._holders: dict[int, int] = {}  # number of requests that hold a page
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # pages with a digest and without a holder, oldest first
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Number of pages that :meth:`take` can hand out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Number of pages that no request holds, with rows that may be used again."""
+        return len(self._cached)
 
     def take(self, count: int) -> list[int]:
         """Hands out ``count`` pages; the caller has checked that so many are free."""
-        if count > len(self._free):
-            raise RuntimeError(f"{count} pages asked for, {len(self._free)} are free")
-        return [self._free.pop() for _ in range(count)]
+        if count > self.free:
+            raise RuntimeError(f"{count} pages asked for, {self.free} are free")
+        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        while len(pages) < count:
+            page, _ = self._cached.popitem(last=False)
+            del self._page_of[self._digest_of.pop(page)]
+            pages.append(page)
+        self._holders |= dict.fromkeys(pages, 1)
+        return pages
 
-    def give_back(self, pages: list[int]) -> None:
-        self._free += reversed(pages)
+    def count_known(self, digests: Sequence[bytes]) -> int:
+        """Number of digests, from the first on, whose pages are here."""
+        for number, digest in enumerate(digests):
+            if digest not in self._page_of:
+                return number
+        return len(digests)
+
+    def count_held(self, digests: Iterable[bytes]) -> int:
+        """Number of digests whose pages some request holds."""
+        return sum(self._page_of.get(digest) in self._holders for digest in digests)
+
+    def share(self, digests: Iterable[bytes]) -> list[int]:
+        """Gives the known pages of these digests to one more request."""
+        pages = [self._page_of[digest] for digest in digests]
+        for page in pages:
+            self._cached.pop(page, None)
+            self._holders[page] = self._holders.get(page, 0) + 1
+        return pages
+
+    def name(self, pages: Iterable[int], digests: Iterable[bytes]) -> None:
+        """Records the digests of held pages whose rows are complete. A digest keeps its first page."""
+        for page, digest in zip(pages, digests, strict=True):
+            if digest not in self._page_of and page not in self._digest_of:
+                self._page_of[digest] = page
+                self._digest_of[page] = digest
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Removes the digests of held pages: their rows may be wrong."""
+        for page in pages:
+            if (digest := self._digest_of.pop(page, None)) is not None:
+                del self._page_of[digest]
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes back a request's pages. The last are evicted first: pages are found from the first on."""
+        for page in reversed(pages):
+            if self._holders[page] > 1:
+                self._holders[page] -= 1
+                continue
+            del self._holders[page]
+            if page in self._digest_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def evict_all(self) -> None:
+        """Frees all cached pages, and forgets the digests of held ones."""
+        self._free += reversed(self._cached)
+        self._cached.clear()
+        self._page_of.clear()
+        self._digest_of.clear()
 
 
 class PageLedger:
-    """Counts the pages that every request holds on every rank, and gives requests their page numbers on this rank.
+    """The pages that every request holds on every rank; ``Request.pages`` are those of this rank.
 
-    All ranks have the same counts, as all take the same decisions; the page numbers go to ``Request.pages``.
+    All ranks have the same ledger, as all take the same decisions; so each knows what the others have, without
+    messages.
 
     Args:
         rank, world_size: this rank, and the number of ranks.
@@ -47,23 +114,22 @@ class PageLedger:
     def __init__(self, rank: int, world_size: int, pages: int):
         self.pages = pages
         self._rank = rank
-        self._free = [pages] * world_size
-        self._held: list[dict[Request, int]] = [{} for _ in range(world_size)]
-        self._allocator = PageAllocator(pages)
+        self._pools = [PagePool(pages) for _ in range(world_size)]
+        self._held: list[dict[Request, list[int]]] = [{} for _ in range(world_size)]
 
     @property
     def free(self) -> list[int]:
-        """Free pages of every rank."""
-        return list(self._free)
+        """Free pages of every rank, cached ones included."""
+        return [pool.free for pool in self._pools]
 
     @property
-    def own_free(self) -> int:
-        """Number of pages that the allocator of this rank can hand out; equals ``free[rank]``."""
-        return self._allocator.free
+    def cached(self) -> list[int]:
+        """Pages of every rank that no request holds, with rows that may be used again."""
+        return [pool.cached for pool in self._pools]
 
     def held(self, request: Request, rank: int) -> int:
         """Number of pages that a request holds on a rank."""
-        return self._held[rank].get(request, 0)
+        return len(self._held[rank].get(request, ()))
 
     def holders(self, rank: int) -> list[Request]:
         """Requests that hold pages on a rank."""
@@ -71,67 +137,57 @@ class PageLedger:
 
     def take(self, request: Request, rank: int, count: int) -> None:
         """Gives a request ``count`` more pages on a rank; the caller has checked that so many are free."""
-        if count > self._free[rank]:
-            raise RuntimeError(f"{count} pages asked for on rank {rank}, {self._free[rank]} are free")
-        if rank == self._rank:
-            request.pages += self._allocator.take(count)
-        self._free[rank] -= count
-        self._held[rank][request] = self.held(request, rank) + count
+        pool = self._pools[rank]
+        if count > pool.free:
+            raise RuntimeError(f"{count} pages asked for on rank {rank}, {pool.free} are free")
+        self._give(request, rank, pool.take(count))
+
+    def known(self, digests: Sequence[bytes], ranks: Iterable[int]) -> int:
+        """Number of digests, from the first on, whose pages are on all of these ranks."""
+        for rank in ranks:
+            digests = digests[: self._pools[rank].count_known(digests)]
+        return len(digests)
+
+    def needed(self, digests: Sequence[bytes], rank: int, pages: int) -> int:
+        """Number of free pages that a request of ``pages`` pages takes, which begins with the known pages of
+        ``digests``."""
+        return pages - self._pools[rank].count_held(digests)
+
+    def share(self, request: Request, rank: int, digests: Iterable[bytes]) -> None:
+        """Gives a request without pages the known pages of these digests on a rank."""
+        self._give(request, rank, self._pools[rank].share(digests))
+
+    def name(self, request: Request, digests: Sequence[bytes], first: int) -> None:
+        """Records the digests of a request's complete pages from page ``first`` on, on every rank that holds them."""
+        last = first + len(digests)
+        for pool, held in zip(self._pools, self._held, strict=True):
+            if pages := held.get(request):
+                pool.name(pages[first:last], digests)
 
     def release(self, request: Request, rank: int) -> None:
         """Takes back all pages of a request on a rank, if it holds any."""
-        self._free[rank] += self._held[rank].pop(request, 0)
+        self._pools[rank].release(self._held[rank].pop(request, []))
         if rank == self._rank:
-            self._allocator.give_back(request.pages)
             request.pages = []
 
-    def release_all(self, request: Request) -> None:
-        """Takes back all pages of a request on all ranks."""
-        for rank in range(len(self._free)):
+    def release_all(self, request: Request, *, forget_from: int | None = None) -> None:
+        """Takes back all pages of a request on all ranks.
+
+        Args:
+            forget_from: forgets the digests of its pages from this one on, as their rows may be wrong.
+        """
+        for rank, pool in enumerate(self._pools):
+            if forget_from is not None:
+                pool.forget(self._held[rank].get(request, [])[forget_from:])
             self.release(request, rank)
 
+    def evict_all(self) -> None:
+        """Frees all cached pages, and forgets the digests of held ones."""
+        for pool in self._pools:
+            pool.evict_all()
 
-@dataclass(frozen=True)
-class Capacity:
-    """Size of the caches of all ranks, and what fits in them when they are empty.
-
-    Attributes:
-        world_size, cp_size: number of ranks, and of ranks in a context-parallel group.
-        pages: pages on each rank.
-        page_size: tokens in a page.
-    """
-
-    world_size: int
-    cp_size: int
-    pages: int
-    page_size: int
-
-    def max_pages(self, prompt_len: int, max_tokens: int) -> int:
-        """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""
-        return pages_for(prompt_len + max_tokens - 1, self.page_size)
-
-    def with_drafts(self, request: Request, num_drafts: int) -> int:
-        """Number of pages for a request's next step: for its tokens, the drafts that the step verifies, and the drafts
-        that it makes. The last new draft needs no row."""
-        to_verify = num_drafts if request.prefilled else 0
-        wanted = len(request) + to_verify + max(0, num_drafts - 1)
-        limit = len(request.prompt) + request.max_tokens - 1
-        return pages_for(max(len(request) - request.num_unverified, min(wanted, limit)), self.page_size)
-
-    def check(self, prompt_len: int, max_tokens: int) -> None:
-        """Checks that a request of this size can run, if alone.
-
-        Raises:
-            CapacityError: it cannot; the message says how many pages it needs and how many there are.
-        """
-        self.require("this request", self.max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
-
-    def require(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
-        """Raises ``CapacityError`` if ``what``, requests of this size, need more pages than a rank has."""
-        if need > self.pages:
-            raise CapacityError(
-                f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
-                f"({prompt_len + max_tokens} in all) need {need} pages of {self.page_size} tokens, the cache "
-                f"has {self.pages}; raise cache_memory by a factor of {need / self.pages:.2f}, or take fewer requests "
-                "or tokens"
-            )
+    def _give(self, request: Request, rank: int, pages: list[int]) -> None:
+        held = self._held[rank].setdefault(request, [])
+        held += pages
+        if rank == self._rank:
+            request.pages = held  # the same list as long as it holds pages, see BlockTables.rows

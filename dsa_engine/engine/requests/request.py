@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsa_engine.engine.requests.page_digests import PageDigests
 from dsa_engine.outputs import Logprobs
 from dsa_engine.sampling_params import SamplingParams
 
@@ -61,6 +62,12 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose rows are in the cache, or will be when the steps in flight are done
     num_prefill_tokens: int = field(init=False)  # tokens to prefill: the prompt, and the output before a preemption
     preemptions: int = 0  # how often it has lost its pages
+    cache_salt: str | None = None  # requests with different salts share no pages
+    reads_prefix_cache: bool = True  # False: all tokens are computed
+    digests: PageDigests | None = None  # of its full pages; None: its pages are neither found nor kept
+    num_named_pages: int = 0  # its first pages, which other requests can find
+    num_found_pages: int = 0  # its first pages, which other requests have computed
+    num_cached_tokens: int | None = None  # tokens found in the prefix cache when it was first admitted
     cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it
     pages: list[int] = field(default_factory=list)
@@ -88,6 +95,11 @@ class Request:
         """Maximum number of output tokens; ``new_request.py`` sets it if the caller did not."""
         assert self.params.max_tokens is not None
         return self.params.max_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Number of tokens whose ids the host knows: all but placeholders."""
+        return len(self.prompt) + len(self.output)
 
     @property
     def prefilled(self) -> bool:

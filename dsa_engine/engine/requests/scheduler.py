@@ -7,13 +7,14 @@ The ranks of one context-parallel group prefill a request, and all of them hold 
 keeps the pages and decodes it alone. A request enters with the pages for its whole prefill, so no prefill waits for
 memory half-way, and takes each further page when it decodes into it. If its owner has no free page, the youngest
 request with pages there is preempted: it loses all pages, returns to the queue in order of arrival, and is later
-prefilled again, prompt and output so far.
+prefilled again, prompt and output so far. Tokens whose pages are found in the prefix cache are not computed again.
 
-Every request ends. The oldest is never preempted: the youngest is preempted first, and a request alone on its owner
-has all the pages it can ever need (``Capacity.check``). While the oldest waits it is first in the queue, and no request
-enters before it. Those that run either end or return to the queue after it, so at worst it waits until the cache is
-empty. Once it runs it is first in every prefill step and part of every decode step, and neither kind of step waits for
-ever for the other. When it ends, the next one is the oldest.
+Every request ends. The oldest is never preempted: the youngest is preempted first, and a request alone on its owner has
+all the pages it can ever need (``Capacity.check``). While the oldest waits it is first in the queue, and no request
+enters before it; only a younger request waits for what an older one computes. Those that run either end or return to
+the queue after it, so at worst it waits until the cache is empty. Once it runs it is first in every prefill step and
+part of every decode step, and neither kind of step waits for ever for the other. When it ends, the next one is the
+oldest.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import logging
 from bisect import insort
 from collections import deque
 
+from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.owners import Load, choose_owner
-from dsa_engine.engine.requests.pages import Capacity, PageLedger, pages_for
+from dsa_engine.engine.requests.pages import PageLedger
+from dsa_engine.engine.requests.prefix_cache import PrefixCache
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.errors import CapacityError
 
@@ -38,13 +41,13 @@ class Scheduler:
         max_num_batched_tokens: maximum number of tokens that a rank prefills in a step.
         max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
             (0, 1]; 1 puts prefill first.
+        enable_prefix_caching: whether requests use pages that others have computed.
 
     Attributes:
         num_drafts: maximum number of drafts of a request in a step.
-        least_last_chunk: minimum length of the last chunk of a prompt that is prefilled in several chunks; every step
-            must have room for it.
         capacity: says whether a request can run at all.
         ledger: which pages each request holds, on every rank.
+        prefix_cache: finds the pages of tokens that have been computed.
         preemptions: number of times that a running request has lost its pages to an older one.
     """
 
@@ -56,6 +59,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_share: float,
+        enable_prefix_caching: bool = True,
     ):
         cp_size = capacity.cp_size
         self._groups = [range(first, first + cp_size) for first in range(0, capacity.world_size, cp_size)]
@@ -64,11 +68,11 @@ class Scheduler:
         self._budget: list[int] = []  # tokens that each group can still prefill in the step being planned
         self._max_prefill_share = max_prefill_share
         self.num_drafts = 0
-        self.least_last_chunk = 1
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._credit_after = 0.0  # the same after the step scheduled last
         self.capacity = capacity
         self.ledger = PageLedger(rank, capacity.world_size, capacity.pages)
+        self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching)
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []
         self.preemptions = 0
@@ -94,6 +98,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request that can run (``capacity.check``)."""
+        self.prefix_cache.enter(request)
         insort(self._waiting, request, key=_arrival)
 
     def adopt(self, request: Request) -> None:
@@ -146,6 +151,7 @@ class Scheduler:
         for chunk in chunks:
             request = chunk.request
             request.num_computed_tokens = chunk.end
+            self.prefix_cache.name(request)
             if request.prefilled:
                 for rank in chunk.ranks:
                     if rank != request.owner:
@@ -160,9 +166,11 @@ class Scheduler:
         Raises:
             ValueError: see :meth:`.request.Request.rewind`.
         """
+        if num_computed_tokens == 0:
+            self.prefix_cache.name(request)
         request.rewind(num_computed_tokens)
         if num_computed_tokens == 0:
-            self.ledger.release_all(request)
+            self.prefix_cache.release(request)
             self._running.remove(request)
             insort(self._waiting, request, key=_arrival)
 
@@ -183,17 +191,22 @@ class Scheduler:
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
-        self.ledger.release_all(request)
+        self.prefix_cache.release(request, failed=request.finish_reason == "error")
 
     def _prefill(self) -> list[Chunk]:
-        """Chunks of the requests in prefill, then of those that can enter."""
+        """Chunks of the requests in prefill, then of those that can enter. A request that waits for an older one's
+        pages lets others enter."""
         prefilling = [request for request in self._running if not request.prefilled]
         chunks = [chunk for request in prefilling if (chunk := self._prefill_chunk(request))]
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            request = self._waiting[0]
-            if not self._admit(request):
+        for request in self.waiting:
+            if len(self._running) >= self._max_num_seqs:
                 break
-            self._waiting.popleft()
+            usable = self.prefix_cache.usable(request)
+            if self.prefix_cache.waits(request, usable, self._running):
+                continue
+            if not self._admit(request, usable):
+                break
+            self._waiting.remove(request)
             insort(self._running, request, key=_arrival)
             if chunk := self._prefill_chunk(request):
                 chunks.append(chunk)
@@ -202,8 +215,8 @@ class Scheduler:
     def _prefill_chunk(self, request: Request) -> Chunk | None:
         remaining = request.num_prefill_tokens - request.num_computed_tokens
         length = min(remaining, self._budget[request.cp_group])
-        if 0 < remaining - length < self.least_last_chunk:
-            length = max(0, remaining - self.least_last_chunk)
+        if 0 < remaining - length < self.prefix_cache.least_computed:
+            length = max(0, remaining - self.prefix_cache.least_computed)
         if length == 0:
             return None
         self._budget[request.cp_group] -= length
@@ -244,25 +257,31 @@ class Scheduler:
             message = "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
             logging.getLogger(__name__).warning(message, request.id)
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request, usable: list[bytes]) -> bool:
         """Gives a request its group, its owner and its first pages; returns False if no group has room.
 
-        The cost of decoding grows with the tokens that a rank's requests attend to, so the request goes to the group
-        with the fewest; for the owner, see :func:`.owners.choose_owner`.
+        It goes to the group that has most of its ``usable`` pages. Among those, as the cost of decoding grows with the
+        tokens that a rank's requests attend to, it goes to the group with the fewest; for the owner, see
+        :func:`.owners.choose_owner`.
         """
-        free, load = self.ledger.free, Load.of(self._running, self.ledger, self.capacity)
-        need = self.capacity.with_drafts(request, self.num_drafts)
+        ledger = self.ledger
+        free, load = ledger.free, Load.of(self._running, ledger, self.capacity)
+        pages = self.capacity.with_drafts(request, self.num_drafts)
+        found = [usable[: ledger.known(usable, ranks)] for ranks in self._groups]
         fits = [
             number
             for number, ranks in enumerate(self._groups)
-            if self._budget[number] > 0 and all(free[r] - load.reserved_pages[r] >= need for r in ranks)
+            if self._budget[number] > 0
+            and all(free[r] - load.reserved_pages[r] >= ledger.needed(found[number], r, pages) for r in ranks)
         ]
         if not fits:
             return False
-        group = min(fits, key=lambda number: sum(load.tokens[r] for r in self._groups[number]))
+        group = min(fits, key=lambda number: (-len(found[number]), sum(load.tokens[r] for r in self._groups[number])))
         request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self.capacity)
         for rank in self._groups[group]:
-            self.ledger.take(request, rank, need)
+            ledger.share(request, rank, found[group])
+            ledger.take(request, rank, pages - len(found[group]))
+        self.prefix_cache.admitted(request, len(found[group]))
         return True
 
 

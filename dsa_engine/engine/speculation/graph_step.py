@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.sampling.draw import Draws, Limits, draw, draws_of
 from dsa_engine.engine.sampling.logits_processors import penalised, penalties_of

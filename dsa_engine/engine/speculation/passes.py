@@ -11,8 +11,8 @@ has position p computes the ``count - 1`` positions before p again, with the tok
 request, for all modules. Near the start of a request there are fewer positions before p; then the rows begin at
 position 0, and the remaining ones are padding. The model's hidden states at these positions are saved
 (``Request.last_rows``); those of the modules are computed from them. The chunks of a prompt need no states of an
-earlier chunk: the last chunk has at least as many tokens as there are modules (``Scheduler.least_last_chunk``), so all
-rows before it embed tokens of the prompt.
+earlier chunk: the last chunk has at least as many tokens as there are modules (``PrefixCache.least_computed``), so
+all rows before it embed tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.speculation.rows import (
     ChunkColumns,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.parallel import Mesh
 from dsa_engine.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.startup.kernel_findings import KernelFindings, marks_removed
 from dsa_engine.engine.steps.batch import build_batch

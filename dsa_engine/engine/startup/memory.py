@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.pages import pages_for
+from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh

@@ -18,7 +18,7 @@ import torch
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.requests.pages import Capacity
+from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
@@ -99,6 +99,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_share=options.max_prefill_share,
+        enable_prefix_caching=options.enable_prefix_caching,
     )
     contexts = ContextBuckets(max_model_len, options.page_size)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None

@@ -36,7 +36,8 @@ def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
-    """The model that the options describe, and the links on which an emulated rank would communicate.
+    """The model that the options describe, and the links on which an emulated rank would communicate. It computes
+    every prompt in full.
 
     Raises:
         ValueError, OSError: an option or a file is not possible; then nothing has been loaded.
@@ -45,7 +46,7 @@ def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
         for option in ("emulate_rank", "expert_loads", "links"):
             if getattr(args, option) is not None:
                 raise ValueError(f"--{option.replace('_', '-')} needs --emulate-world, the number of ranks to emulate")
-        return llm_from(args), Links()
+        return llm_from(args, enable_prefix_caching=False), Links()
     links = Links.read(args.links) if args.links else Links()
     config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))
     parallel = EmulatedConfig(
@@ -55,7 +56,7 @@ def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
         expert_loads=None if args.expert_loads is None else tuple(_read_loads(args.expert_loads, config)),
         machine_size=links.machine_size,
     )
-    return llm_from(args, parallel=parallel), links
+    return llm_from(args, parallel=parallel, enable_prefix_caching=False), links
 
 
 def _read_loads(path: str, config: ModelConfig) -> list[float]:

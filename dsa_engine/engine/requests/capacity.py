@@ -1,0 +1,60 @@
+"""Size of the caches of all ranks, and the pages that a request needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.runtime.integers import cdiv
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Number of pages that ``tokens`` tokens fill."""
+    return cdiv(tokens, page_size)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Size of the caches of all ranks, and what fits in them when they are empty.
+
+    Attributes:
+        world_size, cp_size: number of ranks, and of ranks in a context-parallel group.
+        pages: pages on each rank.
+        page_size: tokens in a page.
+    """
+
+    world_size: int
+    cp_size: int
+    pages: int
+    page_size: int
+
+    def max_pages(self, prompt_len: int, max_tokens: int) -> int:
+        """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""
+        return pages_for(prompt_len + max_tokens - 1, self.page_size)
+
+    def with_drafts(self, request: Request, num_drafts: int) -> int:
+        """Number of pages for a request's next step: for its tokens, the drafts that the step verifies, and the drafts
+        that it makes. The last new draft needs no row."""
+        to_verify = num_drafts if request.prefilled else 0
+        wanted = len(request) + to_verify + max(0, num_drafts - 1)
+        limit = len(request.prompt) + request.max_tokens - 1
+        return pages_for(max(len(request) - request.num_unverified, min(wanted, limit)), self.page_size)
+
+    def check(self, prompt_len: int, max_tokens: int) -> None:
+        """Checks that a request of this size can run, if alone.
+
+        Raises:
+            CapacityError: it cannot; the message says how many pages it needs and how many there are.
+        """
+        self.require("this request", self.max_pages(prompt_len, max_tokens), prompt_len, max_tokens)
+
+    def require(self, what: str, need: int, prompt_len: int, max_tokens: int) -> None:
+        """Raises ``CapacityError`` if ``what``, requests of this size, need more pages than a rank has."""
+        if need > self.pages:
+            raise CapacityError(
+                f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
+                f"({prompt_len + max_tokens} in all) need {need} pages of {self.page_size} tokens, the cache "
+                f"has {self.pages}; raise cache_memory by a factor of {need / self.pages:.2f}, or take fewer requests "
+                "or tokens"
+            )

@@ -1,0 +1,112 @@
+"""The prefix cache: pages that other requests have computed, found by the digests of their tokens.
+
+Pages are named when their rows are complete, during the prefill and afterwards. While a prompt is prefilled, all ranks
+of its context-parallel group hold its pages, later its owner does; the pages of the other ranks stay cached. A request
+uses the pages that all ranks of its group have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsa_engine.engine.requests.page_digests import PageDigests
+from dsa_engine.engine.requests.pages import PageLedger
+from dsa_engine.engine.requests.request import Request
+
+
+class PrefixCache:
+    """Finds and names pages.
+
+    Args:
+        ledger: the pages of all ranks.
+        page_size: tokens of a page.
+        enabled: whether pages are named at all.
+
+    Attributes:
+        lookahead: number of tokens after a page that its rows depend on; to be changed only before a :meth:`reset`.
+        least_computed: number of last tokens of a request that are always computed.
+        queries, hits: number of tokens of the requests admitted so far, and of those that were found.
+    """
+
+    def __init__(self, ledger: PageLedger, page_size: int, enabled: bool):
+        self._ledger = ledger
+        self._page_size = page_size
+        self._enabled = enabled
+        self.lookahead, self.least_computed = 0, 1
+        self.queries, self.hits = 0, 0
+
+    def enter(self, request: Request) -> None:
+        """Lets a new request find pages, and be found."""
+        if self._enabled:
+            request.digests = PageDigests(self._page_size, self.lookahead, request.cache_salt)
+
+    def usable(self, request: Request) -> list[bytes]:
+        """Digests of the first pages of a waiting request, as far as it need not compute them.
+
+        It computes its last tokens, and the tokens before those whose log-probabilities it still wants.
+        """
+        if request.digests is None or not request.reads_prefix_cache:
+            return []
+        tokens = request.num_prefill_tokens - self.least_computed
+        if request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
+            tokens = min(tokens, len(request.prompt_logprobs) - 1)
+        return self._digests(request)[: max(0, tokens) // self._page_size]
+
+    def waits(self, request: Request, usable: list[bytes], running: Iterable[Request]) -> bool:
+        """Whether an older request's prefill will compute at least half of what this request still has to compute.
+
+        Only older requests are waited for, so the oldest never waits.
+        """
+        for other in running:
+            if other.prefilled or other.digests is None or other.id >= request.id:
+                continue
+            common = _count_equal(other.digests.values, usable)
+            gained = (common - other.num_named_pages) * self._page_size
+            if gained > 0 and 2 * gained >= request.num_prefill_tokens - other.num_named_pages * self._page_size:
+                return True
+        return False
+
+    def admitted(self, request: Request, pages: int) -> None:
+        """Records that a request starts with so many pages of the cache."""
+        request.num_named_pages = request.num_found_pages = pages
+        request.num_computed_tokens = pages * self._page_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.queries += request.num_prefill_tokens
+            self.hits += request.num_computed_tokens
+
+    def name(self, request: Request) -> None:
+        """Names a request's pages whose rows have been computed, or will be when the steps in flight are done."""
+        computed = request.num_computed_tokens // self._page_size
+        if request.digests is None or computed <= request.num_named_pages:
+            return
+        new = self._digests(request)[request.num_named_pages : computed]
+        self._ledger.name(request, new, request.num_named_pages)
+        request.num_named_pages += len(new)
+
+    def release(self, request: Request, *, failed: bool = False) -> None:
+        """Takes back all pages of a request; those that it has computed are forgotten if it has ``failed``."""
+        if not failed:
+            self.name(request)
+        self._ledger.release_all(request, forget_from=request.num_found_pages if failed else None)
+        request.num_named_pages = request.num_found_pages = 0
+
+    def reset(self) -> None:
+        """Forgets all pages."""
+        self._ledger.evict_all()
+
+    def _digests(self, request: Request) -> list[bytes]:
+        assert request.digests is not None
+        return request.digests.extend(request.num_known_tokens, request.tokens)
+
+
+def _count_equal(digests: list[bytes], others: list[bytes]) -> int:
+    """Number of equal digests, from the first on. Each covers those before it, so that bisection finds it."""
+    low, high = 0, min(len(digests), len(others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if digests[middle - 1] == others[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -182,7 +182,7 @@ class Simulation:
     decoding_steps: int = 0  # steps while some request decodes
     prefill_steps: int = 0  # … that prefilled
     rewound: int = 0  # number of rewinds
-    found: int = 0  # tokens that were not computed
+    num_found: int = 0  # tokens that were not computed
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
@@ -255,7 +255,7 @@ class Simulation:
             assert chunk.start == chunk.request.num_computed_tokens, "a token is left out, or computed twice"
             if prefills and chunk.request.id not in self.admitted:
                 self.admitted.append(chunk.request.id)
-                self.found += chunk.start
+                self.num_found += chunk.start
         for rank, of_rank in enumerate(steps):
             self.check_pages(rank, of_rank)
             self.check_rows(rank, of_rank)
@@ -357,7 +357,7 @@ def test_every_request_ends_and_no_page_is_lost(rewinds: bool, caching: bool, se
         assert run.now < 5000, "a request never ends"
     event(f"preempted: {min(run.ranks[0].preemptions, 3)}")
     event(f"rewound: {min(run.rewound, 3)}")
-    event(f"tokens found: {min(run.found, 20) // 5 * 5}")
+    event(f"tokens found: {min(run.num_found, 20) // 5 * 5}")
     assert caching or run.admitted == sorted(run.admitted), "not in order of arrival"
     run.check_digests()
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):

@@ -219,9 +219,9 @@ def test_tokens_are_those_without_the_cache(
             runs.append(outputs)
             llm.wait_idle()
             assert llm.engine.scheduler.free_pages == [llm.engine.cache.pages]
-    found = [output.metrics.num_cached_tokens for one in runs[1] for output in one.outputs]
+    hits = [output.metrics.num_cached_tokens for one in runs[1] for output in one.outputs]
     assert not any(output.metrics.num_cached_tokens for one in runs[0] for output in one.outputs)
-    assert sum(count > 0 for count in found) >= len(found) - 4 and found[5] > 90
+    assert sum(count > 0 for count in hits) >= len(hits) - 4 and hits[5] > 90
     for one, other in zip(*runs, strict=True):
         assert [output.token_ids for output in one.outputs] == [output.token_ids for output in other.outputs]
         for output, same in zip(one.outputs, other.outputs, strict=True):

@@ -267,21 +267,21 @@ class Scheduler:
         ledger = self.ledger
         free, load = ledger.free, Load.of(self._running, ledger, self.capacity)
         pages = self.capacity.with_drafts(request, self.num_drafts)
-        found = [usable[: ledger.known(usable, ranks)] for ranks in self._groups]
+        hits = [usable[: ledger.known(usable, ranks)] for ranks in self._groups]
         fits = [
             number
             for number, ranks in enumerate(self._groups)
             if self._budget[number] > 0
-            and all(free[r] - load.reserved_pages[r] >= ledger.needed(found[number], r, pages) for r in ranks)
+            and all(free[r] - load.reserved_pages[r] >= ledger.needed(hits[number], r, pages) for r in ranks)
         ]
         if not fits:
             return False
-        group = min(fits, key=lambda number: (-len(found[number]), sum(load.tokens[r] for r in self._groups[number])))
+        group = min(fits, key=lambda number: (-len(hits[number]), sum(load.tokens[r] for r in self._groups[number])))
         request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self.capacity)
         for rank in self._groups[group]:
-            ledger.share(request, rank, found[group])
-            ledger.take(request, rank, pages - len(found[group]))
-        self.prefix_cache.admitted(request, len(found[group]))
+            ledger.share(request, rank, hits[group])
+            ledger.take(request, rank, pages - len(hits[group]))
+        self.prefix_cache.admitted(request, len(hits[group]))
         return True
 
 

@@ -32,7 +32,7 @@ def test_cached_pages_are_found_until_they_are_needed() -> None:
     pool.name(pool.take(2), [a, b])
     pool.release([0, 1])
     assert pool.free == 3 and pool.cached == 2 and pool.count_known([a, b, c]) == 2 and pool.count_held([a, b]) == 0
-    assert pool.share([a]) == [0] and pool.share([a]) == [0] and pool.count_held([a, b, c]) == 1 and pool.free == 2
+    assert pool.reuse([a]) == [0] and pool.reuse([a]) == [0] and pool.count_held([a, b, c]) == 1 and pool.free == 2
     assert pool.take(2) == [2, 1], "a free page before a cached one"
     assert pool.count_known([a, b]) == 1, "the page of b has other rows now"
     pool.release([0])
@@ -50,7 +50,7 @@ def test_the_least_recently_used_request_is_evicted_first_from_its_last_page_on(
     pool.name(first + second, names)
     pool.release(second)
     pool.release(first)
-    pool.release(pool.share(names[2:3]))
+    pool.release(pool.reuse(names[2:3]))
     evicted = [pool.take(1)[0] for _ in range(4)]
     assert evicted == [second[1], first[1], first[0], second[0]]
 

@@ -90,7 +90,9 @@ def test_attention_divides_its_products_and_overlaps_them(name: str) -> None:
 @compiles
 def test_fp8_is_multiplied_as_fp8() -> None:
     """By wgmma of e4m3 operands, without spills; nothing is converted on the way."""
-    products = [kernel for kernel in compiled("fp8_products", 90).kernels if kernel["kernel"].startswith("block_scaled")]
+    products = [
+        kernel for kernel in compiled("fp8_products", 90).kernels if kernel["kernel"].startswith("block_scaled")
+    ]
     assert {kernel["kernel"] for kernel in products} == {"block_scaled_matmul_kernel", "block_scaled_experts_kernel"}
     for kernel in products:
         assert kernel["fp8"] == kernel["wgmma"] > 0 and kernel["mma"] == kernel["spilled"] == 0

@@ -59,7 +59,7 @@ class PagePool:
         """Number of digests whose pages some request holds."""
         return sum(self._page_of.get(digest) in self._holders for digest in digests)
 
-    def share(self, digests: Iterable[bytes]) -> list[int]:
+    def reuse(self, digests: Iterable[bytes]) -> list[int]:
         """Gives the known pages of these digests to one more request."""
         pages = [self._page_of[digest] for digest in digests]
         for page in pages:
@@ -153,9 +153,9 @@ class PageLedger:
         ``digests``."""
         return pages - self._pools[rank].count_held(digests)
 
-    def share(self, request: Request, rank: int, digests: Iterable[bytes]) -> None:
+    def reuse(self, request: Request, rank: int, digests: Iterable[bytes]) -> None:
         """Gives a request without pages the known pages of these digests on a rank."""
-        self._give(request, rank, self._pools[rank].share(digests))
+        self._give(request, rank, self._pools[rank].reuse(digests))
 
     def name(self, request: Request, digests: Sequence[bytes], first: int) -> None:
         """Records the digests of a request's complete pages from page ``first`` on, on every rank that holds them."""

@@ -279,7 +279,7 @@ class Scheduler:
         group = min(fits, key=lambda number: (-len(hits[number]), sum(load.tokens[r] for r in self._groups[number])))
         request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self.capacity)
         for rank in self._groups[group]:
-            ledger.share(request, rank, hits[group])
+            ledger.reuse(request, rank, hits[group])
             ledger.take(request, rank, pages - len(hits[group]))
         self.prefix_cache.admitted(request, len(hits[group]))
         return True

@@ -30,9 +30,11 @@ class DummyReader:
 
     def load(self, source: Source) -> None:
         """Fills ``source.into``: norm weights with ones, biases with zeros, and matrices with normal values of std
-        0.02, which codes have after scaling."""
+        0.02, which codes have after scaling; the groups of INT4 columns are in order."""
         if source.scale_of is not None:
             source.into.fill_(_DUMMY_CODES[source.scale_of][1])
+        elif source.name.endswith("_g_idx"):
+            source.into.fill_(-1)  # columns in order
         elif source.holds_codes:
             fill_normal(source, self.seed, std=0.02 / _DUMMY_CODES[source.into.dtype][1])
         elif source.name.endswith("norm.weight"):

@@ -48,6 +48,7 @@ class Source:
     scale_of: torch.dtype | None = (
         None  # for a scale, which must be positive: the dtype of the codes that it multiplies
     )
+    without: str = ""  # name of a tensor that would give this one another meaning: the checkpoint must not hold it
 
     @property
     def holds_codes(self) -> bool:
@@ -120,6 +121,11 @@ class CheckpointReader:
             CheckpointError: the tensor or its file is missing, damaged, or not what the configuration says.
         """
         stored = self._slice(source.name)
+        if source.without in self._file_of:
+            raise CheckpointError(
+                f"{self._file_of[source.without]}: {source.without!r} is stored, but quantization_config in config.json "
+                "does not say so (weights.actorder: 'group'); get both files from the same place"
+            )
         self._check_shape(source.name, stored, source.shape)
         dtype = self._dtype(source.name, stored)
         self._check_kind(source, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsa_engine.config.checks import is_integer, is_number, shown
@@ -16,6 +16,9 @@ MAX_SIZES: dict[str, int] = {
     "original_max_position_embeddings": 2**31 - 1,
 }
 _MAX_SIZE = 2**24
+
+# The values of a key that change nothing: these, or all of a type. float: any number.
+Neutral = Sequence[Any] | type
 
 
 class Keys:
@@ -66,7 +69,7 @@ class Keys:
         """One of ``allowed``; without a default the key must be there."""
         value = self._value(key, default)
         if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"{key} {shown(value)} is not supported; supported are {', '.join(allowed)}")
+            raise ValueError(f"{self.name(key)} {shown(value)} is not supported; supported are {', '.join(allowed)}")
         return value
 
     def part(self, key: str) -> Keys:
@@ -105,6 +108,30 @@ class Keys:
     def name(self, key: str) -> str:
         """The name of a key in errors."""
         return f"config.json: {self._within}.{key}" if self._within else f"config.json: {key!r}"
+
+    def refuse_unread(self, neutral: Mapping[str, Neutral] | None = None) -> None:
+        """Raises ``ValueError`` for a key that was not read, unless it is null or its value is ``neutral``: it might
+        change what the others mean."""
+        for key, value in self.raw.items():
+            if key in self.asked or value is None:
+                continue
+            allowed = (neutral or {}).get(key)
+            if allowed is None:
+                raise ValueError(
+                    f"{self.name(key)} {shown(value)} is not supported: nothing reads this key, and it may change what "
+                    "the others mean"
+                )
+            if isinstance(allowed, type):
+                kind = {"float": "a number", "str": "a text", "bool": "true or false"}.get(
+                    allowed.__name__, "an object"
+                )
+                if not (is_number(value) if allowed is float else isinstance(value, allowed)):
+                    raise ValueError(f"{self.name(key)} must be {kind}, not {shown(value)}")
+            elif not any(type(value) is type(one) and value == one for one in allowed):
+                supported = ", ".join(map(repr, allowed))
+                raise ValueError(
+                    f"{self.name(key)} {shown(value)} is not supported; supported are {supported}, or null"
+                )
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)

@@ -7,13 +7,14 @@ not quantised. Schemes are only read here: :mod:`dsa_engine.quantization` has a 
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from dsa_engine.config.checks import is_integer, shown
-from dsa_engine.config.keys import Keys
+from dsa_engine.config.keys import Keys, Neutral
+from dsa_engine.config.patterns import check_pattern, matches
 
 METHODS = ("fp8", "compressed-tensors")
 
@@ -21,6 +22,36 @@ METHODS = ("fp8", "compressed-tensors")
 PLAIN_IN_RELEASED = ("eh_proj", "weights_proj", "gate", "embed_tokens", "lm_head", "head")
 
 _MAX_BLOCK = 2**24
+
+# Keys that nothing here reads, and their values that change nothing. null changes nothing either; all others are refused.
+_STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
+_NEUTRAL_RELEASED: Mapping[str, Neutral] = {
+    "dequantize": (False,),
+    "expert_dtype": ("fp8",),
+    "modules_to_convert": ([],),
+}
+_NEUTRAL_COMPRESSED: Mapping[str, Neutral] = {
+    "quantization_status": _STATUSES,
+    "global_compression_ratio": float,
+    "version": str,
+    "run_compressed": bool,
+    "dequantize": (False,),
+    "use_optimized_inference": bool,
+    "kv_cache_scheme": ({},),
+    "moe_sparsity_config": ({},),
+    "sparsity_config": ({},),
+    "transform_config": ({}, {"config_groups": {}}),
+}
+# Of weights and of activations: how they were calibrated, and the dtypes of tensors, which the files have.
+_NEUTRAL_ARGUMENTS: Mapping[str, Neutral] = {
+    "observer": str,
+    "observer_kwargs": dict,
+    "scale_dtype": str,
+    "zp_dtype": str,
+    "group_size": (-1,),
+    "actorder": (False,),
+}
+_ACTORDER = {"group": "group", "dynamic": "group", "weight": "", "static": ""}
 
 
 @dataclass(frozen=True)
@@ -38,6 +69,7 @@ class WeightScheme:
     layout: str = (
         ""  # compressed-tensors' name for the layout of codes in the file: "int-quantized", "pack-quantized", …
     )
+    actorder: str = ""  # "group": the columns of a group lie anywhere in a row, and the file has g_idx
 
     @property
     def name(self) -> str:
@@ -47,9 +79,8 @@ class WeightScheme:
         inputs = "plain" if self.activation_bits is None else f"{self.activation_bits}-bit"
         asymmetric = "" if self.symmetric else ", with zero points"
         layout = f", {self.layout}" if self.layout else ""
-        return (
-            f"{kind} {shared.get(self.strategy, f'by {self.strategy}')} with {inputs} activations{asymmetric}{layout}"
-        )
+        shared_by = shared.get(self.strategy, f"by {self.strategy}") + (", in any order" if self.actorder else "")
+        return f"{kind} {shared_by} with {inputs} activations{asymmetric}{layout}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +118,8 @@ class QuantizationConfig:
 
     def _is(self, module: str, entry: str, *, target: bool) -> bool:
         if entry.startswith("re:"):
-            return re.match(entry[3:], module) is not None
+            key = "targets" if target else "ignore" if self.method != "fp8" else "modules_to_not_convert"
+            return matches(f"quantization_config.{key}", entry[3:], module)
         if entry == module or (target and entry == "Linear"):
             return True
         return self.method == "fp8" and (entry in module.split(".") or module.startswith(f"{entry}."))
@@ -120,15 +152,20 @@ def _released(part: Keys) -> QuantizationConfig:
             f"quantization_config 'fp8'/{shown(fmt)} is not supported; supported is quant_method 'fp8' with fmt 'e4m3'"
         )
     scale_fmt = part.get("scale_fmt")
-    if scale_fmt not in (None, "ue8m0"):
-        raise ValueError(f"quantization_config.scale_fmt {shown(scale_fmt)} is not supported; 'ue8m0' is, or none")
+    if scale_fmt not in (None, "ue8m0", "float"):
+        raise ValueError(
+            f"quantization_config.scale_fmt {shown(scale_fmt)} is not supported; 'ue8m0' and 'float' are, or none"
+        )
     scheme = part.get("activation_scheme")
     if scheme not in (None, "dynamic"):
         raise ValueError(f"quantization_config.activation_scheme {shown(scheme)} is not supported; 'dynamic' is")
     block = _pair(part, "weight_block_size")
     power_of_two = scale_fmt == "ue8m0"
     stored = WeightScheme("float", 8, "block", block=block, activation_bits=8, power_of_two=power_of_two)
-    plain = (*PLAIN_IN_RELEASED, *_words(part, "modules_to_not_convert"))
+    # `transformers` and vLLM have two names for the list, and read the second where the first is missing.
+    listed = _words(part, "modules_to_not_convert") or _words(part, "ignored_layers")
+    plain = (*PLAIN_IN_RELEASED, *listed)
+    part.refuse_unread(_NEUTRAL_RELEASED)
     return QuantizationConfig("fp8", ((("Linear",), stored),), plain)
 
 
@@ -145,7 +182,12 @@ def _compressed_tensors(part: Keys) -> QuantizationConfig:
         if not targets:
             raise ValueError(f"{group.name('targets')} must name at least one target")
         read.append((targets, _scheme(group, part.get("format"))))
-    return QuantizationConfig("compressed-tensors", tuple(read), _words(part, "ignore"))
+    ignore = _words(part, "ignore")
+    sparsity = part.raw.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
+        part.get("sparsity_config")  # the weights are stored whole
+    part.refuse_unread(_NEUTRAL_COMPRESSED)
+    return QuantizationConfig("compressed-tensors", tuple(read), ignore)
 
 
 def _scheme(group: Keys, layout: Any) -> WeightScheme:
@@ -154,18 +196,19 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
     weights = group.part("weights")
     if not weights.raw:
         raise ValueError(f"{group.name('weights')} is missing: a group without quantised weights is not supported")
-    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), "tensor")
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), _default_strategy(weights))
+    if weights.flag("dynamic", False):
+        raise ValueError(f"{weights.name('dynamic')} must be false: weights are quantised when they are stored")
     activation_bits = None
     inputs = group.part("input_activations")
     if inputs.raw:
         activation_bits = inputs.size("num_bits", 8)
         if not inputs.flag("dynamic", False):
             raise ValueError(f"{inputs.name('dynamic')} must be true: static scales of activations are not supported")
-        if weights.get("type") != "float":
-            _check_int_inputs(inputs)
+        _check_inputs(inputs, weights.get("type") != "float")
     if group.part("output_activations").raw:
         raise ValueError(f"{group.name('output_activations')} is not supported: outputs are never quantised here")
-    return WeightScheme(
+    scheme = WeightScheme(
         weights.choice("type", ("int", "float"), "int"),
         weights.size("num_bits", 8),
         strategy,
@@ -173,23 +216,60 @@ def _scheme(group: Keys, layout: Any) -> WeightScheme:
         group_size=weights.size("group_size") if strategy == "group" else None,
         symmetric=weights.flag("symmetric", True),
         activation_bits=activation_bits,
-        layout=str(own if own is not None else layout if layout is not None else ""),
+        layout=_layout(group.name("format"), own if own is not None else layout),
+        actorder=_actorder(weights, strategy),
     )
+    weights.refuse_unread(_NEUTRAL_ARGUMENTS)
+    group.refuse_unread()
+    return scheme
 
 
-def _check_int_inputs(inputs: Keys) -> None:
-    """Checks that inputs of integer weights are integers with a scale per token; other roundings are not supported."""
-    for key, only in (("type", "int"), ("strategy", "token"), ("symmetric", True)):
+def _default_strategy(weights: Keys) -> str:
+    """The strategy that compressed-tensors takes where none is named."""
+    size = weights.raw.get("group_size")
+    return "tensor" if size is None else "channel" if size == -1 else "group"
+
+
+def _layout(name: str, layout: Any) -> str:
+    if layout is not None and not isinstance(layout, str):
+        raise ValueError(f"{name} must be a text, not {shown(layout)}")
+    return layout or ""
+
+
+def _actorder(weights: Keys, strategy: str) -> str:
+    """ "group" if the file has ``g_idx``. An order that GPTQ only used while it quantised leaves no trace in the file."""
+    value = weights.get("actorder")
+    if value is None or isinstance(value, bool):
+        order = "group" if value else ""
+    elif not isinstance(value, str) or value.lower() not in _ACTORDER:
+        raise ValueError(
+            f"{weights.name('actorder')} {shown(value)} is not supported; supported are {', '.join(_ACTORDER)}, or null"
+        )
+    else:
+        order = _ACTORDER[value.lower()]
+    if order and strategy != "group":
+        raise ValueError(f"{weights.name('actorder')} {shown(value)} needs strategy 'group', not {strategy!r}")
+    return order
+
+
+def _check_inputs(inputs: Keys, integer_weights: bool) -> None:
+    """Checks that inputs of integer weights are integers with a scale per token; other roundings are not supported. With
+    other weights the format decides."""
+    for key, only, default in (("type", "int", "int"), ("strategy", "token", None), ("symmetric", True, True)):
         value = inputs.get(key)
-        if value is not None and value != only:
+        value = default if value is None else value
+        if integer_weights and (type(value) is not type(only) or value != only):
             raise ValueError(f"{inputs.name(key)} {shown(value)} is not supported; {only!r} is")
+    if not integer_weights:
+        inputs.get("group_size")
+    inputs.refuse_unread(_NEUTRAL_ARGUMENTS)
 
 
 def _pair(part: Keys, key: str) -> tuple[int, int]:
     value = part.get(key)
     whole = isinstance(value, list) and len(value) == 2
     if not whole or not all(is_integer(n) and 0 < n < _MAX_BLOCK for n in value):
-        raise ValueError(f"quantization_config.{key} must be [rows, columns], not {shown(value)}")
+        raise ValueError(f"{part.name(key)} must be [rows, columns], not {shown(value)}")
     return value[0], value[1]
 
 
@@ -202,8 +282,5 @@ def _words(part: Keys, key: str) -> tuple[str, ...]:
         raise ValueError(f"{part.name(key)} must be a list of names, not {shown(value)}")
     for word in value:
         if word.startswith("re:"):
-            try:
-                re.compile(word[3:])
-            except re.error as error:
-                raise ValueError(f"{part.name(key)}: {shown(word)} is no regular expression: {error}") from error
+            check_pattern(part.name(key), word)
     return tuple(value)

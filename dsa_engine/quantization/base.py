@@ -96,6 +96,26 @@ class Linear(Weights):
             self.sources += sources_of(part, *pieces)
 
 
+class SideBySide(Linear):
+    """Linear layers over the same input, with their outputs side by side: for matrices that cannot be
+    stacked."""
+
+    def __init__(self, layers: Sequence[Linear]):
+        self._layers = layers
+        self.tensors = tuple(tensor for layer in layers for tensor in layer.tensors)
+        self.sources = [source for layer in layers for source in layer.sources]
+
+    def loaded(self) -> None:
+        for layer in self._layers:
+            layer.loaded()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x) for layer in self._layers], dim=-1)
+
+    def dequantized(self) -> torch.Tensor:
+        return torch.cat([layer.dequantized() for layer in self._layers])
+
+
 class GroupedExperts(Weights):
     """The routed experts of one rank, SwiGLU each: ``down · silu_mul(gate_up · x)``.
 

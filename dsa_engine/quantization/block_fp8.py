@@ -20,7 +20,7 @@ from dsa_engine.kernels.linear.block_scaled_libraries import library_product
 from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
 from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, StoredFormat
+from dsa_engine.quantization.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat
 
 
 def blocks_of(size: int) -> int:
@@ -75,26 +75,6 @@ class BlockFP8Linear(Linear):
 
     def dequantized(self) -> torch.Tensor:
         return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)
-
-
-class SideBySide(Linear):
-    """Linear layers over the same input, with their outputs side by side: for matrices that would share a block if they
-    were stacked."""
-
-    def __init__(self, layers: Sequence[Linear]):
-        self._layers = layers
-        self.tensors = tuple(tensor for layer in layers for tensor in layer.tensors)
-        self.sources = [source for layer in layers for source in layer.sources]
-
-    def loaded(self) -> None:
-        for layer in self._layers:
-            layer.loaded()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([layer(x) for layer in self._layers], dim=-1)
-
-    def dequantized(self) -> torch.Tensor:
-        return torch.cat([layer.dequantized() for layer in self._layers])
 
 
 class BlockFP8Experts(GroupedExperts):

@@ -16,6 +16,10 @@ unit ``u``, a unit being n nibbles, as wide as an operand of the product:
 A tensor core takes consecutive columns side by side, in words of 32 bits. Such a word is one plane of two or four
 units: one to three instructions make it (:func:`unpack_numbers`, :func:`unpack_codes`), where the stored order takes
 some for each byte. Results do not depend on the order.
+
+GPTQ may put the columns of a group anywhere in a row (``actorder: "group"``): the file then has ``g_idx[j]``, the group
+of column j. In memory the columns of a group lie side by side (:func:`columns_by_group`), and products read x in that
+order.
 """
 
 from __future__ import annotations
@@ -68,14 +72,43 @@ def unpack_int4(packed: torch.Tensor, planes: int = STORED) -> torch.Tensor:
     return nibbles.view(torch.int8) - 8
 
 
-def arrange_int4_(packed: torch.Tensor, planes: int) -> None:
+def arrange_int4_(packed: torch.Tensor, planes: int, columns: torch.Tensor | None = None) -> None:
     """Rearranges the stored order into planes within the tensor, some rows at a time: int32 ``[..., columns / 8]``,
-    contiguous, columns in 32s."""
+    contiguous, columns in 32s. With ``columns [in]`` these stored columns follow one another."""
     if packed.is_meta:  # sizes of a model alone would take many thousand steps
         return
     rows = packed.view(-1, packed.shape[-1])
     for part in rows.split(max(1, _ARRANGED_WORDS // max(1, rows.shape[1]))):
-        part.copy_(pack_int4(unpack_int4(part), planes))
+        codes = unpack_int4(part)
+        part.copy_(pack_int4(codes if columns is None else codes.index_select(-1, columns), planes))
+
+
+def columns_by_group(g_idx: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The order of a row's columns in which those of a group lie side by side.
+
+    Args:
+        g_idx: int32 ``[in]``, the group of each column. With a −1 in it the columns are in order, as
+            ``compressed-tensors`` understands it.
+        group_size: number of columns of each group.
+
+    Returns:
+        int32 ``[in]``: the columns of the first group, of the second, …, each in ascending order.
+
+    Raises:
+        ValueError: a group that does not exist, or that has fewer or more columns than ``group_size``.
+    """
+    if g_idx.is_meta or bool((g_idx == -1).any()):
+        return torch.arange(g_idx.shape[0], dtype=torch.int32, device=g_idx.device)
+    order = g_idx.argsort(stable=True)
+    groups = torch.arange(g_idx.shape[0], dtype=torch.int32, device=g_idx.device) // group_size
+    wrong = (g_idx[order] != groups).nonzero()
+    if wrong.numel():
+        column = int(order[int(wrong[0])])
+        raise ValueError(
+            f"column {column} is in group {int(g_idx[column])}: each of the groups 0 … {int(groups[-1])} must have "
+            f"{group_size} columns"
+        )
+    return order.int()
 
 
 def dequantize_int4(

@@ -6,6 +6,9 @@ W4A16 multiplies x in its dtype. W4A8 multiplies INT8 codes of x (``int8.py``), 
 Weights leave memory packed and are unpacked in registers; each group of columns is summed without scales (in int32, or
 exact in the products of W4A16), then scaled in float32. With ``gated`` the halves of a matrix are gate and up of a
 SwiGLU layer, and the sums go through it before they are rounded.
+
+With ``columns`` (``actorder: "group"``) column j of a matrix multiplies column ``columns[g, …, j]`` of x. Gate and up may
+have different orders; then both products of a tile are made with either, and one half of each is taken.
 """
 
 from __future__ import annotations
@@ -44,11 +47,18 @@ def grouped_matmul_int4_reference(
     scale: torch.Tensor,
     counts: torch.Tensor,
     dtype: torch.dtype,
+    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty(x.shape[0], packed.shape[1], dtype=dtype, device=x.device)
     for group, rows in rows_by_group(counts):
         row_scale = None if x_scale is None else x_scale[rows]
-        out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
+        if columns is None:
+            out[rows] = matmul_int4_reference(x[rows], row_scale, packed[group], scale[group], dtype)
+            continue
+        orders = columns[group].view(-1, x.shape[1])
+        parts = (t.chunk(len(orders)) for t in (orders, packed[group], scale[group], out[rows].t()))
+        for order, codes, scales, into in zip(*parts, strict=True):
+            into.copy_(matmul_int4_reference(x[rows][:, order[0]], row_scale, codes, scales, dtype).t())
     return out
 
 
@@ -59,27 +69,42 @@ def multiply_int4_tile(
 ):  # fmt: skip
     """The product is transposed: weights are the left operand, which a warpgroup's product takes from registers, where
     they are unpacked. A step is one group of SIZE columns."""
-    x_scale, packed, packed_stride, scale = operands
+    x_scale, packed, packed_stride, scale, columns = operands
     CODES: tl.constexpr = CONSTANTS[0]
     SIZE: tl.constexpr = CONSTANTS[1]
     PRECISION: tl.constexpr = CONSTANTS[2]
+    ORDERS: tl.constexpr = CONSTANTS[3]
     UNITS: tl.constexpr = SIZE // 2 if CODES else SIZE // 4
     depth = tl.arange(0, SIZE)
     unit = tl.arange(0, UNITS)
-    x_at = x + source_row.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    x_row = x + source_row.to(tl.int64)[None, :] * x_stride
+    x_at = x_row + depth[:, None]
+    column_at = columns + group.to(tl.int64) * ORDERS * inner + depth
+    is_gate = (tl.arange(0, COLUMNS) % 2 == 0)[:, None]
     packed_at = packed + weight_row[:, None] * packed_stride + unit[None, :]
     scale_at = scale + weight_row * (inner // SIZE)
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for _ in range(0, inner, SIZE):
+        if ORDERS:
+            x_at = x_row + tl.load(column_at)[:, None]
         x_tile = tl.load(x_at, mask=inside[None, :], other=0)
         units = tl.load(packed_at)
         if CODES:
-            sums = tl.dot(unpack_codes(units, COLUMNS, SIZE), x_tile, out_dtype=tl.int32).to(tl.float32)
+            weight_tile = unpack_codes(units, COLUMNS, SIZE)
+            sums = tl.dot(weight_tile, x_tile, out_dtype=tl.int32).to(tl.float32)
         else:
             weight_tile = unpack_numbers(units, x.dtype.element_ty, COLUMNS, SIZE)
             sums = tl.dot(weight_tile, x_tile, input_precision=PRECISION)
+        if ORDERS == 2:
+            x_tile = tl.load(x_row + tl.load(column_at + inner)[:, None], mask=inside[None, :], other=0)
+            if CODES:
+                of_up = tl.dot(weight_tile, x_tile, out_dtype=tl.int32).to(tl.float32)
+            else:
+                of_up = tl.dot(weight_tile, x_tile, input_precision=PRECISION)
+            sums = tl.where(is_gate, sums, of_up)
         total += sums * tl.load(scale_at).to(tl.float32)[:, None]
         x_at += SIZE
+        column_at += SIZE
         packed_at += UNITS
         scale_at += 1
     if CODES:
@@ -90,14 +115,15 @@ def multiply_int4_tile(
 
 @triton.jit
 def grouped_matmul_int4_kernel(
-    x, source, row_ends, x_scale, packed, packed_stride, scale, out, x_stride, width, inner, groups,
+    x, source, row_ends, x_scale, packed, packed_stride, scale, columns, out, x_stride, width, inner, groups,
     GATHER: tl.constexpr, GATED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, BAND: tl.constexpr, GROUPS_PAD: tl.constexpr, PRECISION: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
-    """CODES: x holds INT8 codes. ``packed`` is read by the unit of its planes: 8 bits with CODES, else 16."""
+    """CODES: x holds INT8 codes. ``packed`` is read by the unit of its planes: 8 bits with CODES, else 16. ORDERS: the
+    orders of columns of a group's matrix: 0 where x is read in order, 1, or 2 of gate and of up."""
     multiply_groups(
-        x, source, row_ends, (x_scale, packed, packed_stride, scale), out, None, x_stride, width, inner, groups,
-        multiply_int4_tile, (CODES, SIZE, PRECISION), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
+        x, source, row_ends, (x_scale, packed, packed_stride, scale, columns), out, None, x_stride, width, inner,
+        groups, multiply_int4_tile, (CODES, SIZE, PRECISION, ORDERS), GATHER, GATED, ROWS, COLUMNS, BAND, GROUPS_PAD,
     )  # fmt: skip
 
 
@@ -125,6 +151,7 @@ def grouped_matmul_int4_triton(
     source: torch.Tensor | None = None,
     gated: bool = False,
     expected: float | None = None,
+    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel: products of groups of rows, with rows gathered, and results scaled and gated under way.
 
@@ -138,6 +165,8 @@ def grouped_matmul_int4_triton(
         dtype: dtype of the result.
         source: int32 ``[R]``, the row of x that each row is made from.
         expected: number of served rows, as far as the host knows; R if not given. Chooses tiles only.
+        columns: int32 ``[groups, in]``, or with ``gated`` ``[groups, 2, in]`` of gate and of up: the column of x that
+            each column of a matrix multiplies; None: the same column.
 
     Returns:
         ``[R, out]``; rows beyond the last end are not written.
@@ -150,10 +179,13 @@ def grouped_matmul_int4_triton(
         choices = config_for(table, x)
         tiles = fitting(choices, (out.shape[0] if expected is None else expected) / len(packed))
         units = packed.contiguous().view(torch.int16 if x_scale is None else torch.uint8)
-        operands = (x if x_scale is None else x_scale, units, units.shape[2], scale.contiguous())
+        orders = 0 if columns is None else columns.numel() // (len(packed) * x.shape[1])
+        order = row_ends if columns is None else columns.contiguous()
+        operands = (x if x_scale is None else x_scale, units, units.shape[2], scale.contiguous(), order)
         launch_grouped(
             grouped_matmul_int4_kernel, tiles, x, source, row_ends, operands, out, gated=gated,
             CODES=x_scale is not None, SIZE=x.shape[1] // scale.shape[2], PRECISION=dot_precision(x.dtype),
+            ORDERS=orders,
         )  # fmt: skip
     return out
 

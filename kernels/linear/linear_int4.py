@@ -20,6 +20,7 @@ def linear_int4(
     packed: torch.Tensor,
     scale: torch.Tensor,
     *,
+    columns: torch.Tensor | None = None,
     int8_activations: bool = False,
     largest: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -29,6 +30,7 @@ def linear_int4(
         x: ``[..., in]``, floating point.
         packed: int32 ``[out, in / 8]``, arranged by :func:`.formats.int4.arrange_int4_`.
         scale: ``[out, in / group]``, floating point.
+        columns: int32 ``[in]``, the column of x that each column of the weight multiplies; None: the same column.
         int8_activations: W4A8; else W4A16, in x's dtype.
         largest: float32 ``[...]``, the largest magnitude of each whole row where x holds only some of its columns; of
             use with W4A8.
@@ -43,7 +45,10 @@ def linear_int4(
     check_int4(rows, x_scale, packed[None], scale[None])
     if runs_triton(x):
         row_ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-        out = grouped_matmul_int4_triton(rows, x_scale, packed[None], scale[None], row_ends, x.dtype)
+        out = grouped_matmul_int4_triton(
+            rows, x_scale, packed[None], scale[None], row_ends, x.dtype, columns=columns
+        )  # fmt: skip
     else:
+        rows = rows if columns is None else rows.index_select(1, columns)
         out = matmul_int4_reference(rows, x_scale, packed, scale, x.dtype)
     return out.view(*x.shape[:-1], packed.shape[0])

@@ -51,6 +51,19 @@ def naive_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.double() * scale.double().repeat_interleave(codes.shape[-1] // scale.shape[-1], dim=-1)
 
 
+def random_orders(matrices: int, orders: int, columns: int) -> torch.Tensor:
+    """int32 ``[matrices, orders, columns]``, a permutation each."""
+    g = torch.Generator().manual_seed(7)
+    each = [torch.randperm(columns, generator=g, dtype=torch.int32) for _ in range(matrices * orders)]
+    return torch.stack(each).view(matrices, orders, columns)
+
+
+def in_order_of_x(weight: torch.Tensor, orders: torch.Tensor) -> torch.Tensor:
+    """``weight [matrices, out, in]`` whose column j multiplies column ``orders[…, j]`` of x, as a usual one."""
+    each = orders.long().repeat_interleave(weight.shape[1] // orders.shape[1], dim=1)
+    return torch.zeros_like(weight).scatter_(2, each, weight)
+
+
 def naive_rows(x: torch.Tensor, int8_activations: bool) -> torch.Tensor:
     """The factors of the product, in float64."""
     if not int8_activations:
@@ -208,13 +221,25 @@ def test_linear(
     assert relative_error(y, naive_rows(x, int8_activations) @ naive_weight(*stored).t()) < bound
     again = linear_int4(x[None].to(device), packed.to(device), scale.to(device), int8_activations=int8_activations)
     torch.testing.assert_close(again[0], y)
+    # The columns of x in another order, which is given.
+    columns = torch.randperm(inner, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    moved = torch.empty_like(x).index_copy_(1, columns.long(), x).to(device)
+    stored_there = packed.to(device), scale.to(device)
+    ordered = linear_int4(moved, *stored_there, columns=columns.to(device), int8_activations=int8_activations)
+    assert torch.equal(ordered, y)
 
 
 @pytest.mark.parametrize("int8_activations", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated, orders", [(False, 0), (True, 0), (False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("expected, group", [(None, 32), (60.0, 64), (1000.0, 128)])
 def test_grouped(
-    gated: bool, int8_activations: bool, expected: float | None, group: int, device: str, relative_error: Error
+    gated: bool,
+    orders: int,
+    int8_activations: bool,
+    expected: float | None,
+    group: int,
+    device: str,
+    relative_error: Error,
 ) -> None:
     if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("the kernel runs on CUDA or in Triton's interpreter")
@@ -228,9 +253,10 @@ def test_grouped(
     out = grouped_matmul_int4_triton(
         *rows, packed.to(device), scale.to(device), row_ends, torch.float32,
         source=source.to(device), gated=gated, expected=expected,
+        columns=None if not orders else random_orders(4, orders, 128).to(device),
     )  # fmt: skip
     number = [g for g, count in enumerate(counts) for _ in range(count)]
-    weight = naive_weight(*stored)
+    weight = in_order_of_x(naive_weight(*stored), random_orders(4, orders, 128)) if orders else naive_weight(*stored)
     multiplied = naive_rows(x, int8_activations)
     wanted = torch.stack([weight[g] @ multiplied[s] for s, g in zip(source.tolist(), number, strict=False)])
     if gated:
@@ -239,13 +265,19 @@ def test_grouped(
     assert relative_error(out[: sum(counts)], wanted) < 1e-5
 
 
+@pytest.mark.parametrize("orders", [0, 1, 2])
 @pytest.mark.parametrize("int8_activations", [False, True])
-def test_experts(int8_activations: bool, device: str, relative_error: Error) -> None:
+def test_experts(int8_activations: bool, orders: int, device: str, relative_error: Error) -> None:
     g = torch.Generator().manual_seed(3)
     experts = torch.randint(-1, 4, (20, 3), generator=g).int()
     x, weights = torch.randn(20, 64, generator=g), torch.rand(20, 3, generator=g)
     gate_up, down = int4_weight(4, 64, 64), int4_weight(4, 64, 32, seed=1)
     first, second = naive_weight(*gate_up), naive_weight(*down)
+    columns: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if orders:
+        of_gate_up, of_down = random_orders(4, orders, 64), random_orders(4, 1, 32)
+        first, second = in_order_of_x(first, of_gate_up), in_order_of_x(second, of_down)
+        columns = of_gate_up.squeeze(1).to(device), of_down[:, 0].to(device)
     wanted = torch.zeros(20, 64, dtype=torch.float64)
     for t, row in enumerate(experts.tolist()):
         for j, e in enumerate(row):
@@ -256,7 +288,8 @@ def test_experts(int8_activations: bool, device: str, relative_error: Error) -> 
     moved = [t.to(device) for t in (x, experts, weights)]
     stored = [tuple(t.to(device) for t in arranged(pair, int8_activations)) for pair in (gate_up, down)]
     for uncounted_bytes in (0, 1 << 30):
-        out = expert_mlp_int4(*moved, *stored, int8_activations=int8_activations, uncounted_bytes=uncounted_bytes)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"int8_activations": int8_activations, "uncounted_bytes": uncounted_bytes}
+        out = expert_mlp_int4(*moved, *stored, columns=columns, **options)  # type: ignore[arg-type]
         assert relative_error(out, wanted) < (1e-3 if int8_activations else 1e-5)  # a code beside a tie
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
-
+from dsa_engine.checkpoint.shard_file import ShardFile
 from dsa_engine.errors import CheckpointError
-from dsa_engine.system.interrupts import uninterrupted
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SAMPLE = 4096  # bytes
+_LONGEST_NAME = 255  # bytes of a file's name
 
 _TRANSFORMERS = "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)"
 _PICKLED = f"pickled, which may run code and is not read here; transformers writes it as safetensors: {_TRANSFORMERS}"
@@ -46,7 +45,7 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
         )
     file_of: dict[str, Path] = {}
     for path in files:
-        for name in open_shard(path).keys():
+        for name in ShardFile(path).tensors:
             if name in file_of:
                 raise CheckpointError(
                     f"{path} and {file_of[name].name} both hold {name!r}, and no {INDEX_NAME} chooses one"
@@ -64,7 +63,7 @@ def fingerprint(folder: Path) -> str:
     index = folder / INDEX_NAME
     if index.is_file():
         digest.update(index.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
@@ -83,26 +82,6 @@ def _others(folder: Path) -> str:
     return ""
 
 
-def open_shard(path: Path) -> Any:
-    """An open ``safe_open`` handle; its tensors are CPU views of the mapped file.
-
-    Raises:
-        CheckpointError: the file is missing, truncated or damaged.
-    """
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; download the checkpoint again, or its missing files")
-    try:
-        with uninterrupted():  # safetensors would report an interrupt as an error of the file
-            return safe_open(str(path), framework="pt", device="cpu")
-    except Exception as error:  # SafetensorError, or OSError from the file system
-        with path.open("rb") as file:
-            if file.read(40).startswith(b"version https://git-lfs"):
-                raise CheckpointError(f"{path} is a git-lfs pointer; run `git lfs pull` in its folder") from error
-        raise CheckpointError(
-            f"{path} is truncated or damaged ({error}); download it again, or for LLM('demo') install dsa-engine again"
-        ) from error
-
-
 def _read_index(index: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -113,6 +92,20 @@ def _read_index(index: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names")
     for file in set(weight_map.values()):
-        if Path(file).name != file:
-            raise CheckpointError(f"{index} names the file {file!r}, which does not lie in the folder itself")
+        _check_file_name(index, file)
     return {name: index.parent / file for name, file in weight_map.items()}
+
+
+def _check_file_name(index: Path, name: str) -> None:
+    try:
+        length = len(os.fsencode(name))
+    except UnicodeEncodeError:
+        length = 0
+    if length == 0 or "\0" in name:
+        raise CheckpointError(f"{index} names the file {name[:60]!r}, which no file can be called")
+    if length > _LONGEST_NAME:
+        raise CheckpointError(
+            f"{index} names a file of {len(name):,} characters ({name[:60]}…); a file name has at most 255 bytes"
+        )
+    if Path(name).name != name:
+        raise CheckpointError(f"{index} names the file {name!r}, which does not lie in the folder itself")

@@ -12,29 +12,20 @@ from collections.abc import KeysView
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from dsa_engine.checkpoint.index import locate_tensors, open_shard
+from dsa_engine.checkpoint.index import locate_tensors
+from dsa_engine.checkpoint.part_digests import Part, PartDigests
+from dsa_engine.checkpoint.shard_file import STORED_DTYPES, ShardFile, StoredTensor
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.system.interrupts import uninterrupted
 
 SCALE_SUFFIX = "_scale_inv"
 CHUNK_ELEMENTS = 1 << 24  # a temporary of at most 64 MiB in float32
-
-# safetensors' names for the dtypes that a checkpoint may hold.
-STORED_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+_CACHED = 1 << 19  # bytes of a temporary that stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -83,16 +74,21 @@ class CheckpointReader:
         folder: holds ``model.safetensors.index.json`` and its shards, or ``model.safetensors``, or any
             ``*.safetensors``.
         block_size: rows and columns that share one FP8 scale (``ModelConfig.weight_block_size``), or None.
+        digests: gets every part that is read.
 
     Raises:
         CheckpointError: no safetensors files, or an index that is not valid.
     """
 
-    def __init__(self, folder: str | Path, block_size: tuple[int, int] | None = None):
+    def __init__(
+        self, folder: str | Path, block_size: tuple[int, int] | None = None, digests: PartDigests | None = None
+    ):
         self.folder = Path(folder)
         self.block_size = block_size
         self.bytes_read = 0  # bytes of weights and scales read so far
-        self._open: dict[Path, Any] = {}
+        self._digests = digests
+        self._open: dict[Path, ShardFile] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._file_of = locate_tensors(self.folder)
 
     def __enter__(self) -> CheckpointReader:
@@ -104,6 +100,8 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
+        for file in self._open.values():
+            file.close()
         self._open.clear()
 
     def names(self) -> KeysView[str]:
@@ -111,8 +109,16 @@ class CheckpointReader:
 
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """The stored shape and dtype of a tensor; see :meth:`load` for errors."""
-        stored = self._slice(name)
-        return tuple(stored.get_shape()), self._dtype(name, stored)
+        stored = self._stored(name)
+        return stored.shape, self._dtype(name, stored)
+
+    def read_start(self, part: Part, count: int) -> torch.Tensor:
+        """The first elements of a part, at most ``count`` of its first row; they count as neither read nor digested."""
+        stored = self._stored(part.name)
+        size = (1, min(count, part.size[1])) if len(part.size) == 2 else (min(count, part.size[0]),)
+        into = torch.empty(size, dtype=self._dtype(part.name, stored))
+        self._open[self._file_of[part.name]].read(part.name, into, part.start)
+        return into
 
     def load(self, source: Source) -> None:
         """Fills ``source.into``.
@@ -120,7 +126,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: the tensor or its file is missing, damaged, or not what the configuration says.
         """
-        stored = self._slice(source.name)
+        stored = self._stored(source.name)
         if source.without in self._file_of:
             raise CheckpointError(
                 f"{self._file_of[source.without]}: {source.without!r} is stored, but quantization_config in config.json "
@@ -129,27 +135,28 @@ class CheckpointReader:
         self._check_shape(source.name, stored, source.shape)
         dtype = self._dtype(source.name, stored)
         self._check_kind(source, dtype)
-        scales = self._scales(source) if dtype == torch.float8_e4m3fn and not source.holds_codes else None
+        scaled = dtype == torch.float8_e4m3fn and not source.holds_codes
+        if scaled:
+            self._check_block_scales(source)
         if source.into.numel() == 0:
             return
         # Chunks end at block borders, so that no scale is read twice.
         row_elements = math.prod(source.into.shape[1:])
         rows_per_chunk = max(CHUNK_ELEMENTS // row_elements, 1)
-        block_rows = self.block_size[0] if scales is not None and self.block_size is not None else 1
+        block_rows = self.block_size[0] if scaled and self.block_size is not None else 1
         first, end = source.start[0], source.start[0] + source.into.shape[0]
         while first < end:
             last = min((first + rows_per_chunk) // block_rows * block_rows, end)
             if last <= first:  # a block has more rows than a chunk
                 last = min(first // block_rows * block_rows + block_rows, end)
-            self._load_rows(source, stored, scales, first, last)
+            self._load_rows(source, scaled, first, last)
             first = last
 
-    def _load_rows(self, source: Source, stored: Any, scales: Any, first: int, last: int) -> None:
+    def _load_rows(self, source: Source, scaled: bool, first: int, last: int) -> None:
         """Reads rows ``first`` to ``last`` of the whole tensor into their rows of ``source.into``."""
         into = source.into[first - source.start[0] : last - source.start[0]]
-        rest = [slice(s, s + n) for s, n in zip(source.start[1:], into.shape[1:], strict=True)]
-        part = self._read(source.name, stored, (slice(first, last), *rest))
-        if scales is None:
+        if not scaled:
+            part = self._read(source.name, (first, *source.start[1:]), tuple(into.shape))
             into.copy_(part)
             if source.holds_codes:
                 self._check_codes(source.name, part)
@@ -159,13 +166,16 @@ class CheckpointReader:
                 self._check_finite(source.name, into)
             return
         assert self.block_size is not None
-        start = (first, source.start[1])
-        blocks = tuple(
-            slice(offset // block, (offset + size + block - 1) // block)
+        start = first, source.start[1]
+        name = source.name + SCALE_SUFFIX
+        blocks = [
+            (offset // block, cdiv(offset + size, block) - offset // block)
             for offset, size, block in zip(start, into.shape, self.block_size, strict=True)
-        )
-        scale_inv = self._read(source.name + SCALE_SUFFIX, scales, blocks).float()
-        self._check_scales(source.name + SCALE_SUFFIX, scale_inv)
+        ]
+        stored = self._read(name, tuple(first for first, _ in blocks), tuple(count for _, count in blocks))
+        scale_inv = stored.to(torch.float32, copy=True)
+        self._check_scales(name, scale_inv)
+        part = self._read(source.name, start, tuple(into.shape))
         # For a GPU, the FP8 bytes cross the bus and are expanded on the device.
         into.copy_(dequantize_blocks(part.to(into.device), scale_inv.to(into.device), self.block_size, start))
         self._check_finite(source.name, into)
@@ -195,8 +205,9 @@ class CheckpointReader:
         """Refuses NaN among e4m3 codes; every integer is a valid code."""
         if codes.dtype != torch.float8_e4m3fn:
             return
-        nan = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
-        if nan:
+        raw = codes.view(torch.uint8).reshape(-1)
+        if any(int((some & 0x7F).amax()) == 0x7F for some in raw.split(_CACHED)):
+            nan = int(((raw & 0x7F) == 0x7F).sum())
             raise CheckpointError(
                 f"{self._file_of[name]}: {name!r} holds {nan} value(s) that are not finite (NaN): the file is damaged, "
                 "get it again"
@@ -214,17 +225,21 @@ class CheckpointReader:
             "(NaN or infinity): get a damaged file again, or choose dtype='float32' for large values"
         )
 
-    def _read(self, name: str, stored: Any, index: tuple[slice, ...]) -> torch.Tensor:
-        try:
-            with uninterrupted():  # torch reports an interrupt inside as another error
-                part: torch.Tensor = stored[index]
-        except Exception as error:  # safetensors raises its own errors and Python's
-            raise CheckpointError(f"{self._file_of[name]}: cannot read {name!r}: {error}") from error
-        self.bytes_read += part.numel() * part.element_size()
+    def _read(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        """A part as stored; the next one takes its memory."""
+        dtype = self._dtype(name, self._stored(name))
+        count = math.prod(size) * dtype.itemsize
+        if self._buffer.numel() < count:
+            self._buffer = torch.empty(count, dtype=torch.uint8)
+        part = self._buffer[:count].view(dtype).view(size)
+        self._open[self._file_of[name]].read(name, part, start)
+        self.bytes_read += count
+        if self._digests is not None:
+            self._digests.add(Part(name, start, size), part)
         return part
 
-    def _scales(self, source: Source) -> Any:
-        """The handle of the block scales of an FP8 weight, checked."""
+    def _check_block_scales(self, source: Source) -> None:
+        """Checks that an FP8 weight has block scales of the right shape."""
         path = self._file_of[source.name]
         if self.block_size is None:
             raise CheckpointError(
@@ -240,39 +255,35 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{path}: {source.name!r} is float8_e4m3fn, but {self.folder} lacks its scales {name!r}"
             )
-        stored = self._slice(name)
+        stored = self._stored(name)
         expected = tuple(cdiv(size, block) for size, block in zip(source.shape, self.block_size, strict=True))
         why = f"one scale per block of {list(self.block_size)} of {list(source.shape)}"
         self._check_shape(name, stored, expected, f" ({why})")
         if self._dtype(name, stored) == torch.float8_e4m3fn:
             raise CheckpointError(f"{self._file_of[name]}: {name!r} has dtype float8_e4m3fn; scales must be float32")
-        return stored
 
-    def _slice(self, name: str) -> Any:
+    def _stored(self, name: str) -> StoredTensor:
         path = self._file_of.get(name)
         if path is None:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name!r}, which config.json implies (it has {len(self._file_of)} tensors)"
             )
         if path not in self._open:
-            self._open[path] = open_shard(path)
-        try:
-            with uninterrupted():
-                return self._open[path].get_slice(name)
-        except Exception as error:  # SafetensorError: no such tensor
-            raise CheckpointError(f"{path} does not hold {name!r}: the index and the file disagree") from error
+            self._open[path] = ShardFile(path)
+        stored = self._open[path].tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{path} does not hold {name!r}: the index and the file disagree")
+        return stored
 
-    def _check_shape(self, name: str, stored: Any, expected: tuple[int, ...], why: str = "") -> None:
-        shape = tuple(stored.get_shape())
-        if shape != tuple(expected):
-            shapes = f"has shape {list(shape)}, expected {list(expected)}{why}"
+    def _check_shape(self, name: str, stored: StoredTensor, expected: tuple[int, ...], why: str = "") -> None:
+        if stored.shape != tuple(expected):
+            shapes = f"has shape {list(stored.shape)}, expected {list(expected)}{why}"
             raise CheckpointError(f"{self._file_of[name]}: {name!r} {shapes}")
 
-    def _dtype(self, name: str, stored: Any) -> torch.dtype:
-        stored_dtype = stored.get_dtype()
-        if stored_dtype not in STORED_DTYPES:
+    def _dtype(self, name: str, stored: StoredTensor) -> torch.dtype:
+        if stored.dtype not in STORED_DTYPES:
             raise CheckpointError(
-                f"{self._file_of[name]}: {name!r} has the unsupported dtype {stored_dtype}; "
+                f"{self._file_of[name]}: {name!r} has the unsupported dtype {stored.dtype}; "
                 f"supported are {', '.join(STORED_DTYPES)}"
             )
-        return STORED_DTYPES[stored_dtype]
+        return STORED_DTYPES[stored.dtype]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsa_engine.checkpoint.index import SINGLE_NAME
-from dsa_engine.checkpoint.reader import STORED_DTYPES
+from dsa_engine.checkpoint.shard_file import STORED_DTYPES
 from dsa_engine.checkpoint.tensor_spec import TensorSpec
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
+from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source, shard_file
 from dsa_engine.checkpoint import dummy as dummy_module
 from dsa_engine.checkpoint import reader as reader_module
+from dsa_engine.checkpoint.index import fingerprint
 from dsa_engine.errors import CheckpointError
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks, quantize_blocks
 
@@ -172,6 +174,57 @@ def test_missing_shard(tmp_path: Path) -> None:
     write_sharded(tmp_path, {"a.safetensors": {"w": torch.ones(20, 20)}})
     (tmp_path / "a.safetensors").unlink()
     fails(tmp_path, r"a\.safetensors is missing")
+
+
+def test_shards_that_are_no_files(tmp_path: Path) -> None:
+    """Nothing is waited for."""
+    index, shard = tmp_path / "model.safetensors.index.json", tmp_path / "a.safetensors"
+    index.write_text(json.dumps({"weight_map": {"w": shard.name}}))
+    os.mkfifo(shard)
+    fails(tmp_path, r"a\.safetensors is a pipe, not a file")
+    assert fingerprint(tmp_path), "and those of a run with several ranks"
+    shard.unlink()
+    shard.symlink_to("/dev/zero")
+    fails(tmp_path, r"a\.safetensors is a device, not a file")
+    shard.unlink()
+    shard.mkdir()
+    fails(tmp_path, r"a\.safetensors is a folder, not a file")
+    assert fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("n" * 5000, r"names a file of 5,000 characters \(n{60}…\); a file name has at most 255 bytes"),
+        ("é" * 200, "names a file of 200 characters"),
+        ("a\0b", r"names the file 'a\\x00b', which no file can be called"),
+        ("\ud800", "names the file .*, which no file can be called"),
+    ],
+)
+def test_names_that_no_file_can_have(name: str, match: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    assert len(fails(tmp_path, match)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("columns", [20, 3])
+def test_a_file_that_is_truncated_while_it_is_loaded(columns: int, tmp_path: Path) -> None:
+    """A mapping would end the process with SIGBUS."""
+    path = write(tmp_path, {"v": torch.ones(4), "w": torch.ones(2000, 20)}) / "model.safetensors"
+    with CheckpointReader(tmp_path) as reader:
+        reader.load(Source("v", torch.empty(4), (4,)))
+        os.truncate(path, 4096)
+        with pytest.raises(
+            CheckpointError, match=r"model\.safetensors ends before the end of 'w', after 4,096 bytes: it"
+        ):
+            reader.load(Source("w", torch.empty(2000, columns), (2000, 20)))
+
+
+def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointReader(write(tmp_path, {"w": torch.ones(20, 20)})) as reader:
+        reader.describe("w")
+        monkeypatch.setattr(shard_file.os, "preadv", lambda *_: os.close(-1))
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot read 'w': Bad file descriptor"):
+            reader.load(Source("w", torch.empty(20, 20), (20, 20)))
 
 
 def test_missing_tensor_and_wrong_shape(tmp_path: Path) -> None:

@@ -117,6 +117,11 @@ def test_ranks_that_differ_are_told_in_what(failing: Failing) -> None:
             f"the checkpoint's files is {digest} on rank 0, 2 and {digest} on rank 1; start all of them alike",
         ),
         (
+            "weights",
+            r"different checkpoints: 1 tensor\(s\) differ, model.layers.1.self_attn.o_proj.weight between rank 0, 2 "
+            "and rank 1; give all machines the same files",
+        ),
+        (
             "layout",
             "the ranks were started differently: cp_layout is 'head_tail' on rank 0, 2 and 'contiguous' on rank 1; "
             "timeout is 60 on rank 0, 2 and 50 on rank 1; start",

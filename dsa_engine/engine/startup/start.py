@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.engine import Engine
@@ -25,6 +26,7 @@ from dsa_engine.engine.speculation.acceptance import RelaxedAcceptance
 from dsa_engine.engine.startup.capture import capture_likely
 from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
+from dsa_engine.engine.startup.same_weights import compare_weights
 from dsa_engine.engine.startup.step_memory import step_bytes
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
@@ -80,9 +82,12 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         )
         with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
             model = Model(config, runtime, modules)
-        bytes_read = load_weights(model, folder, options, progress_of(mesh, options))
+        digests = PartDigests() if not mesh.host.alone and options.load_format != "dummy" else None
+        bytes_read = load_weights(model, folder, options, progress_of(mesh, options), digests)
     load_seconds = time.perf_counter() - begun
     mesh.barrier(_LOADING_S)
+    if digests is not None:
+        compare_weights(mesh, folder, digests, load_seconds)
     by_reference = check_kernels(model, stored, options)
     captures = mesh.device.type == "cuda" and not options.enforce_eager and not by_reference
     for_steps = None

@@ -12,6 +12,7 @@ import torch
 
 from dsa_engine.checkpoint import CheckpointReader, DummyReader, Source
 from dsa_engine.checkpoint.index import locate_tensors
+from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.checkpoint.reader import CHUNK_ELEMENTS
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.model.model import Model
@@ -74,7 +75,13 @@ def mtp_modules(folder: Path, config: ModelConfig, options: EngineOptions) -> in
     return modules
 
 
-def load_weights(model: Model, folder: Path, options: EngineOptions, progress: Callable[[int, str, str], Any]) -> int:
+def load_weights(
+    model: Model,
+    folder: Path,
+    options: EngineOptions,
+    progress: Callable[[int, str, str], Any],
+    digests: PartDigests | None = None,
+) -> int:
     """Loads this rank's weights; returns the number of bytes read.
 
     Args:
@@ -82,10 +89,11 @@ def load_weights(model: Model, folder: Path, options: EngineOptions, progress: C
         folder: the checkpoint.
         options: the engine's; ``load_format`` and ``seed`` are used.
         progress: makes a progress bar from a total, a unit and a title.
+        digests: gets the parts of the checkpoint that are read.
     """
     sources = list(model.weight_sources())
     dummy = options.load_format == "dummy"
-    reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size)
+    reader = DummyReader(options.seed) if dummy else CheckpointReader(folder, model.config.weight_block_size, digests)
     with progress(len(sources), "tensors", "loading") as bar:
         for source in sources:
             reader.load(source)

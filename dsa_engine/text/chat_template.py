@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dsa_engine.config.checks import shown
+from dsa_engine.config.checks import check_text, shown
 
 TIME_LIMIT = 20.0  # seconds for one conversation; templates take milliseconds
 
@@ -59,6 +59,7 @@ def _message(message: Any, conversation: Sequence[Any]) -> dict[str, Any]:
         content = "\n".join(_part(part) for part in content)
     if not isinstance(content, str):
         raise TypeError(f"{_FORM}, not {shown(conversation)}")
+    check_text("the content of a message", content)
     return {**message, "content": content}
 
 

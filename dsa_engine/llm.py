@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -282,6 +282,13 @@ class LLM:
         """Whether prompts may be texts and outputs have texts."""
         return Tokenizer.lies_in(self.folder)
 
+    def __reduce__(self) -> NoReturn:
+        """Called by ``pickle`` and ``copy``."""
+        raise TypeError(
+            "an LLM cannot be pickled or copied: it holds a running thread and the memory of a device; make one LLM in "
+            "each process, or use this one from several threads"
+        )
+
     def __repr__(self) -> str:
         engine = self.engine
         config, cache, mesh = engine.config, engine.cache, engine.mesh
@@ -355,13 +362,14 @@ def _outputs(prepared: Seq[_PreparedPrompt], replies: Seq[Reply]) -> list[Reques
     remaining, outputs = iter(replies), []
     for one in prepared:
         own = list(islice(remaining, len(one.adds)))
+        prompt_logprobs = own[0].prompt_logprobs()
         outputs.append(
             RequestOutput(
                 request_id=str(own[0].add.id),
                 prompt=one.prompt.text,
                 prompt_token_ids=own[0].add.prompt_ids,
                 outputs=[reply.completion(index) for index, reply in enumerate(own)],
-                prompt_logprobs=own[0].prompt_logprobs(),
+                prompt_logprobs=prompt_logprobs,
             )
         )
     return outputs

@@ -164,14 +164,25 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """The new text and tokens of a streamed request. ``str(piece)`` is the text."""
+    """The new text and tokens of a streamed request. ``str(piece)`` is the text.
+
+    The texts of all pieces, joined, are the text of the output, and so are the token ids and log-probabilities.
+
+    Attributes:
+        text: text that can no longer change; "" if all new text may still change, and without a tokenizer.
+        token_ids: the tokens since the piece before; their text may come with a later piece.
+        finish_reason: None on every piece but the last, which has that of :class:`CompletionOutput`.
+        error: on the last piece, the error message if ``finish_reason`` is "error".
+        logprobs: one entry per new token, as in :class:`CompletionOutput`; None if not requested.
+        stop_reason: on the last piece, as in :class:`CompletionOutput`.
+    """
 
     text: str
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # set on the last piece
-    error: str | None = None  # set with finish_reason "error"
-    logprobs: list[Logprobs] | None = None  # one entry per new token, as in CompletionOutput
-    stop_reason: int | str | None = None  # as in CompletionOutput
+    finish_reason: str | None = None
+    error: str | None = None
+    logprobs: list[Logprobs] | None = None
+    stop_reason: int | str | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dsa_engine.config.checks import integer, list_of, number, or_none, shown
+from dsa_engine.config.checks import check_text, integer, list_of, number, or_none, shown
 from dsa_engine.config.fields import BOOL, SEED, Kind, Options, documented, option
 from dsa_engine.vllm_options import sampling_answer
 
 _MAX_OUTPUTS = 4096  # for one prompt
 
 
-def _check_text(name: str, value: Any) -> None:
+def _check_string(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be a text that is not empty, not {shown(value)}")
 
 
-_TEXTS = list_of(_check_text, "non-empty strings")
+_STRINGS = list_of(_check_string, "non-empty strings")
+
+
+def _check_texts(name: str, value: Any) -> None:
+    _STRINGS(name, value)
+    for text in value:
+        check_text(f"a text of {name}", text)
+
+
 _TOKEN_ID = integer(0, 2**31 - 1)
 _TOKEN_IDS = list_of(_TOKEN_ID, "token ids")
 _BIAS = number(-100, 100)
@@ -26,7 +34,7 @@ _BIAS = number(-100, 100)
 def _check_stop(name: str, value: Any) -> None:
     if not isinstance(value, (str, list, tuple)):
         raise ValueError(f"{name} must be a string or a list of strings, not {shown(value)}")
-    _TEXTS(name, [value] if isinstance(value, str) else value)
+    _check_texts(name, [value] if isinstance(value, str) else value)
 
 
 def _check_allowed(name: str, value: Any) -> None:
@@ -110,7 +118,7 @@ class SamplingParams(Options):
         Kind(_check_logit_bias), None, "token id -> a number from -100 to 100 that is added to its logit."
     )
     bad_words: list[str] | None = option(
-        Kind(_TEXTS),
+        Kind(_check_texts),
         None,
         "words that are not generated: the last token of a word is forbidden after its other tokens.",
     )

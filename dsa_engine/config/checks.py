@@ -34,6 +34,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def check_text(name: str, value: str) -> None:
+    """Allows texts of whole characters, as UTF-8 can write them."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half a surrogate pair, which is no character, at index {error.start} "
+            f"({value[error.start]!a}); decode its bytes as they were encoded, or with errors='replace'"
+        ) from None
+
+
 def integer(minimum: int | None = None, maximum: int | None = None) -> Check:
     """Allows integers ``minimum … maximum``."""
     wanted = "a positive integer" if (minimum, maximum) == (1, None) else f"an integer{_range(minimum, maximum)}"

@@ -73,8 +73,8 @@ class EngineLoop:
         self._ended = threading.Event()
         self._closed = False
         self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
+        self.thread.start()  # may fail; then nothing of it is left
         atexit.register(self._leave)  # runs before the mesh's hook, which was registered earlier
-        self.thread.start()
 
     # Methods for callers, in any thread.
 

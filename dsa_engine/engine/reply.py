@@ -71,9 +71,8 @@ class Reply:
                 self.ending = self._take(sampled, last, now)
                 if self.ending is not None and self._text is not None:
                     self._text.finish()
-            except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
-                what = f"{type(error).__name__}: {error}"
-                self.ending = Ending("error", f"its tokens could not be decoded to text: {what}")
+            except BaseException as error:
+                self.ending = _not_decoded("tokens", error)
             if self.ending is not None:
                 return
 
@@ -142,8 +141,20 @@ class Reply:
         )
 
     def prompt_logprobs(self) -> list[Logprobs | None] | None:
-        """Log-probabilities of the prompt's tokens, with the text of each token if there is a tokenizer."""
+        """Log-probabilities of the prompt's tokens, with the text of each token if there is a tokenizer.
+
+        An error while decoding them ends the request with an error, so this comes before :meth:`completion`.
+        """
         logprobs = self.request.prompt_logprobs if self.request else None
         if logprobs is None or self._text is None:
             return logprobs
-        return [None if of_token is None else self._text.decoded(of_token) for of_token in logprobs]
+        try:
+            return [None if of_token is None else self._text.decoded(of_token) for of_token in logprobs]
+        except Exception as error:
+            self.ending = _not_decoded("prompt's tokens", error)
+            return None
+
+
+def _not_decoded(what: str, error: BaseException) -> Ending:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return Ending("error", f"its {what} could not be decoded to text: {kind}{error}")

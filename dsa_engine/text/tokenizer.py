@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dsa_engine.config.checks import check_text
 from dsa_engine.errors import CheckpointError
 from dsa_engine.text.chat_template import render
+from dsa_engine.text.growth import Growth
 
 
 class Tokenizer:
     """The tokenizer of a model folder.
+
+    What fails in it is a ``ValueError`` that names the folder, even a panic of its Rust code, which is no
+    ``Exception``. So it fails the request whose text is at fault, and no other.
 
     Args:
         folder: the model's folder.
@@ -32,7 +40,11 @@ class Tokenizer:
         try:
             # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
             self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-        except Exception as error:
+            backend = getattr(self.hf, "backend_tokenizer", None)
+            self._growth = None if backend is None else Growth(backend)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             advice = ""
             if "trust_remote_code" in str(error) and not trust_remote_code:
@@ -45,10 +57,48 @@ class Tokenizer:
         return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.hf.encode(text, add_special_tokens=add_special_tokens)
+        """Token ids of a text. If the text begins with the token that begins every text (BOS), it gets no second one.
+
+        Raises:
+            ValueError: the text is not whole characters, or the tokenizer fails, or would make it too long.
+        """
+        check_text("the text", text)
+        with self._one_error("encode the text"):
+            if self._growth is not None:
+                self._growth.check_text(text)
+            ids = self._encode(text, add_special_tokens)
+        begin = self.hf.bos_token_id
+        if add_special_tokens and ids[:2] == [begin, begin] and text.startswith(self.hf.bos_token):
+            del ids[0]
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.hf.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            # If one of its threads could not be started, the library fails in every later call; without them it works.
+            if "thread pool has not been initialized" not in str(error):
+                raise
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            return self.hf.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
+        """The text of token ids; raises ``ValueError`` if the tokenizer fails, or would make it too long."""
+        with self._one_error("decode tokens"):
+            if self._growth is not None and self._growth.decodes:
+                self._growth.check_tokens([token or "" for token in self.hf.convert_ids_to_tokens(ids)])
+            return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @contextmanager
+    def _one_error(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            raise ValueError(f"the tokenizer in {self._folder} cannot {what}: {kind}{reason}") from error
 
     def token_text(self, token: int) -> str:
         """The text of a single token, special tokens included."""
@@ -58,7 +108,7 @@ class Tokenizer:
 
     def word_ids(self, word: str) -> list[list[int]]:
         """The token ids of a word at the beginning of a text and, if its first token differs there, after a space."""
-        start, inside = (self.hf.encode(space + word.lstrip(), add_special_tokens=False) or [] for space in ("", " "))
+        start, inside = (self.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
         differs = bool(start and inside) and inside[0] != start[0] and len(inside) == len(start)
         return [ids for ids in ([start, inside] if differs else [start]) if ids]
 
@@ -90,7 +140,9 @@ def check_tokenizer(folder: Path) -> None:
 
         try:
             Read.from_file(str(path))
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             with path.open("rb") as file:
                 pointer = file.read(40).startswith(b"version https://git-lfs")

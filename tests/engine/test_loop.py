@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import copy
 import gc
 import os
 import pickle
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
 from dsa_engine.text.tokenizer import Tokenizer
 
@@ -175,6 +178,55 @@ def test_a_panic_in_the_text_of_one_request(llm: LLM, monkeypatch: pytest.Monkey
     assert failed.finish_reason == "error" and "Panic: index out of bounds" in str(failed.error)
     assert failed.token_ids == wanted[:4] and fine.token_ids == other
     assert llm.generate([[5, 6, 7]], GREEDY)[0].token_ids == wanted
+
+
+def test_an_error_in_the_text_of_prompt_logprobs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends that request; the other outputs of the call are there."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
+    fine = llm.generate([[9, 10]], params)[0]
+
+    def fails(self: Tokenizer, token: int) -> str:
+        if token == 6:
+            raise ValueError("no such token")
+        return "x"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "token_text", fails)
+        failed, other = llm.generate([[5, 6, 7], [9, 10]], params)
+    assert failed.finish_reason == "error" and failed.prompt_logprobs is None
+    assert failed.error == "its prompt's tokens could not be decoded to text: no such token"
+    assert (other.finish_reason, other.token_ids) == ("length", fine.token_ids) and other.prompt_logprobs is not None
+
+
+def test_a_thread_that_cannot_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That call fails; later ones are served, and no hook is left for the exit."""
+    wanted = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def twice() -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await llm.agenerate([[5, 6, 7]], GREEDY)
+        return await asyncio.wait_for(llm.agenerate([[5, 6, 7]], GREEDY), 20)
+
+    assert asyncio.run(twice())[0].token_ids == wanted
+    hooks = atexit._ncallbacks()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            EngineLoop(llm.engine)
+    assert atexit._ncallbacks() == hooks
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_llm_is_not_copied(llm: LLM, copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(
+        TypeError, match="^an LLM cannot be pickled or copied: it holds .*; make one LLM in each process"
+    ):
+        copied(llm)
 
 
 def test_a_panic_in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

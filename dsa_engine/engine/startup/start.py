@@ -83,8 +83,8 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         bytes_read = load_weights(model, folder, options, progress_of(mesh, options))
     load_seconds = time.perf_counter() - begun
     mesh.barrier(_LOADING_S)
-    by_reference = check_kernels(model, stored, options)
-    captures = mesh.device.type == "cuda" and not options.enforce_eager and not by_reference
+    waits = check_kernels(model, stored, options)
+    captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits
     for_steps = None
     if mesh.device.type == "cuda" and options.cache_memory is None:
         static = captures and mesh.static_decode

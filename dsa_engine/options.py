@@ -197,8 +197,8 @@ class EngineOptions(Options):
         _CAPTURE_SIZES,
         None,
         "numbers of requests of a rank, rounded up to powers of two, whose CUDA graphs are captured at the start, for "
-        "contexts of every length; others are captured when they first occur. Default: one request of any length, "
-        "and every number of requests of the shortest; an empty list: none.",
+        "contexts of every length; others are captured when they first occur, while all requests wait. Default: every "
+        "number up to max_num_seqs; an empty list: none.",
         help="numbers of requests, such as 1,8, whose graphs are captured at the start; none: all when they occur",
     )
     kernels: Kernels = option(

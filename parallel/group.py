@@ -129,7 +129,7 @@ class Group:
             return lambda: rows
         rows = rows.contiguous()
         event = self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
-        wait = self._start_gather(rows)
+        wait = self._start_gather(rows, asynchronous)
         if not asynchronous:
             gathered = wait()
             self._done(event)
@@ -177,12 +177,14 @@ class Group:
 
     # The transport; a subclass may have another one.
 
-    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
-        work = _all_gather(gathered, rows, group=self.handle, async_op=True)
+        # Without async_op NCCL takes the current stream, which saves two events.
+        work = _all_gather(gathered, rows, group=self.handle, async_op=asynchronous)
 
         def wait() -> torch.Tensor:
-            work.wait()
+            if work is not None:
+                work.wait()
             return gathered
 
         return wait

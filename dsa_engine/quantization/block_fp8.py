@@ -16,7 +16,7 @@ from dsa_engine.checkpoint import Source
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.quantize import FP8
-from dsa_engine.kernels.linear.block_scaled_libraries import library_product
+from dsa_engine.kernels.linear.block_scaled_libraries import are_powers_of_two, library_product, packs_scales
 from dsa_engine.kernels.linear.block_scaled_matmul import BLOCK, block_scaled_linear, multiplies_fp8
 from dsa_engine.kernels.moe.block_scaled_experts import block_scaled_experts
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -60,6 +60,7 @@ class BlockFP8Linear(Linear):
 
     def __init__(self, parts: Sequence[Matrix], power_of_two: bool, dtype: torch.dtype, device: torch.device):
         self._power_of_two, self._dtype = power_of_two, dtype
+        self._weight_power_of_two = False  # as far as is known before loading
         rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
         self.weight = torch.empty(sum(rows), columns, dtype=FP8, device=device)
         self.scale = torch.empty(blocks_of(sum(rows)), blocks_of(columns), device=device)
@@ -70,8 +71,13 @@ class BlockFP8Linear(Linear):
             _check_cut(part)
             self.sources += _sources(part, codes, scales)
 
+    def loaded(self) -> None:
+        if self._power_of_two and packs_scales(self.scale.device):
+            self._weight_power_of_two = are_powers_of_two(self.scale)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return block_scaled_linear(x, self.weight, self.scale, power_of_two=self._power_of_two)
+        powers = {"power_of_two": self._power_of_two, "weight_power_of_two": self._weight_power_of_two}
+        return block_scaled_linear(x, self.weight, self.scale, **powers)
 
     def dequantized(self) -> torch.Tensor:
         return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)
@@ -115,7 +121,8 @@ class BlockFP8(StoredFormat):
             )
         self._scheme, self._dtype, self._device = scheme, dtype, device
         if device.type == "cuda":
-            library_product(torch.empty(0, device=device).device)  # tried out now, not in the middle of a step
+            for powers_of_two in {False, scheme.power_of_two}:  # tried out now, not in the middle of a step
+                library_product(torch.empty(0, device=device).device, powers_of_two)
 
     def linear(self, *parts: Matrix) -> Linear:
         whole_blocks = all(part.shape[0] % BLOCK == 0 for part in parts[:-1])

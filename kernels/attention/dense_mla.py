@@ -89,7 +89,7 @@ def row_position(position, stop):
     return tl.minimum(position, stop - 1).to(tl.uint32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def dense_mla_kernel(
     q, pool, block_tables, sequences, visible, out, lse, tokens, table_stride, scale,
     PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr,
@@ -128,7 +128,7 @@ def _launch(
     return (out[0], lse[0]) if splits == 1 else merge_splits(out, lse, q.dtype)
 
 
-@operation()
+@operation(waits=True)
 def dense_mla(
     q: torch.Tensor,
     pool: torch.Tensor,

@@ -89,7 +89,7 @@ def row_of_slot(slot, source, entry, stop):
     return tl.minimum(slot.to(tl.uint32, bitcast=True), source[1].to(tl.uint32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def sparse_attention_kernel(
     q, pool, slots, counts, out, lse, tokens, k, scale,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
@@ -155,7 +155,7 @@ def _run_native(
     return out, lse
 
 
-@operation(runs=cpu.runs_kernel)
+@operation(runs=cpu.runs_kernel, waits=True)
 def sparse_attention(
     q: torch.Tensor,
     pool: torch.Tensor,

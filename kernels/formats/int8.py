@@ -8,6 +8,8 @@ SmoothQuant (arXiv 2211.10438), section 2: per-channel weights and dynamic per-t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -74,7 +76,12 @@ def quantize_rows_int8_kernel(
             tl.store(codes + row * width + first + column, nearest_int8(divide(more, scale)), mask=inside)
 
 
-@operation()
+def _numbers(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    codes, scales = result
+    return [codes.float() * scales[:, None]]
+
+
+@operation(decoded=_numbers)
 def quantize_rows_int8(values: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises each row of ``values [rows, width]`` by its own scale.
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from dsa_engine.kernels.grouped.skeleton import multiply_groups, sum_tile
 from dsa_engine.kernels.grouped.tiles import Tiles, empty_product, fitting, launch_grouped, rows_by_group
-from dsa_engine.kernels.runtime.launch import config_for, dot_precision, runs_triton
+from dsa_engine.kernels.runtime.launch import capability, config_for, dot_precision, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 
@@ -126,9 +126,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, per_group: torch.Tensor) -> No
 
 
 def torch_has_it(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether PyTorch's own grouped product applies: on CUDA, in bfloat16, with strides of 16 bytes."""
+    """Whether PyTorch's own grouped product applies: on sm_90 or sm_100, in bfloat16, with strides of 16 bytes.
+    On other chips it copies the ends of the groups to the host, which a CUDA graph does not allow."""
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+    there = x.is_cuda and capability(x) // 10 in (9, 10)
+    return there and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
 def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
@@ -136,7 +138,7 @@ def grouped_matmul_torch(x: torch.Tensor, weight: torch.Tensor, row_ends: torch.
     return F.grouped_mm(x, weight.transpose(1, 2), offs=row_ends)
 
 
-@operation()
+@operation(waits=True)
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiplies each group of rows by its own matrix.
 

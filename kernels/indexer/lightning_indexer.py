@@ -12,6 +12,7 @@ made, with the worst of its query's best so far.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,9 +28,16 @@ from dsa_engine.kernels.runtime.operation import operation
 
 # Queries of a tile on a CPU, which share the work of transposing keys; fewer where that leaves threads without a tile.
 _MAX_QUERIES, _MIN_QUERIES = 128, 16
+_TILE = 64  # rows that pieces are rounded to
 
 
-@operation(runs=cpu.serves)
+def _selected(given: dict[str, Any], positions: torch.Tensor) -> list[torch.Tensor]:
+    """float32 ``[T, tokens + 1]``: 1 for each selected position; the first column is of −1."""
+    dense = torch.zeros(len(positions), given["segments"].longest + 1, device=positions.device)
+    return [dense.scatter_(1, positions.long() + 1, 1.0)]
+
+
+@operation(runs=cpu.serves, near_ties=_selected)
 def lightning_indexer(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -114,13 +122,16 @@ def _select_natively(
 
 def _pieces(segments: Segments, elements: int) -> Iterator[tuple[int, int]]:
     """Cuts the rows into pieces ``(first, last)`` with at most ``elements`` scores, as wide as the row of a piece that
-    sees most tokens; a piece has one row at least."""
+    sees most tokens; a piece has one row at least. Pieces of 64 rows or more end at whole tiles, so that the next one's
+    tensors begin at 16 bytes: other addresses would be another variant of a kernel, to be compiled while serving."""
     first = row = width = 0
     for s in segments:
         end = s.row + s.length
         while row < end:
             width = max(width, s.end)
             full = first + max(1, elements // width)
+            if full - first >= _TILE:
+                full -= full % _TILE
             row = max(row, min(end, full))
             if row >= full:
                 yield first, row

@@ -10,6 +10,8 @@ DeepSeek-V3.2-Exp, section 2.1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -73,7 +75,12 @@ def quantize_index_queries_kernel(
         tl.store(scales + at, scale, mask=inside)
 
 
-@operation()
+def _numbers(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    codes, scales = result
+    return [codes.float() * scales[..., None]]
+
+
+@operation(decoded=_numbers)
 def quantize_index_queries(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

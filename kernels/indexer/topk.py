@@ -149,7 +149,7 @@ def select_by_kernel(
     return _launch(best, k, None, config, 1, positions, out)
 
 
-@operation(writes=("out",))
+@operation(writes=("out",), waits=True)
 def select_topk(
     scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None, *, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks_reference
 from dsa_engine.kernels.runtime.error_line import first_line
+from dsa_engine.kernels.runtime.launch import capability
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +62,30 @@ def takes(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
     return x.is_cuda and dtype == torch.bfloat16 and out % _BLOCK == 0 and inner % (4 * _BLOCK) == 0
 
 
+def library_product(device: torch.device, powers_of_two: bool) -> Product | None:
+    """The library's product to use on a device for many rows; None: our kernel.
+
+    Args:
+        powers_of_two: whether the scales of activations and weight are. From sm_100 on DeepGEMM packs scales as ue8m0
+            and ends the process's use of the device at any other scale, so that other ones cannot be tried.
+    """
+    return _tried_product(device, powers_of_two or not packs_scales(device))
+
+
+def packs_scales(device: torch.device) -> bool:
+    """Whether a library may pack scales as ue8m0 on this device."""
+    return capability(torch.empty(0, device=device)) >= 100
+
+
+def are_powers_of_two(scales: torch.Tensor) -> bool:
+    """Whether float32 ``scales`` are powers of two, or 0; waits for the device."""
+    return bool((scales.view(torch.int32) & 0x807FFFFF == 0).all())
+
+
 @cache
-def library_product(device: torch.device) -> Product | None:
-    """The library's product to use on a device for many rows; None: our kernel."""
+def _tried_product(device: torch.device, any_library: bool) -> Product | None:
     for name, product, there in (
-        ("DeepGEMM", by_deep_gemm, find_spec("deep_gemm") is not None),
+        ("DeepGEMM", by_deep_gemm, any_library and find_spec("deep_gemm") is not None),
         ("PyTorch's scaled_mm", by_torch, hasattr(F, "scaled_mm")),
     ):
         if not there:

@@ -153,7 +153,12 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 @operation()
 def block_scaled_linear(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, power_of_two: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    power_of_two: bool = False,
+    weight_power_of_two: bool = False,
 ) -> torch.Tensor:
     """A linear layer in FP8: quantises its input 1 × 128 and multiplies.
 
@@ -165,6 +170,7 @@ def block_scaled_linear(
         weight: ``[out, in]`` float8_e4m3fn, contiguous.
         weight_scale: ``[ceil(out / 128), ceil(in / 128)]`` float32, contiguous.
         power_of_two: round the scales of ``x`` up to powers of two.
+        weight_power_of_two: the scales of the weight are known to be powers of two, which some libraries need.
 
     Returns:
         ``[..., out]`` in x's dtype, rounded once.
@@ -177,7 +183,9 @@ def block_scaled_linear(
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
     rows = x.reshape(-1, x.shape[-1])
     codes, scales = quantize_rows(rows, BLOCK, power_of_two)
-    library = library_product(x.device) if len(rows) > FEW_ROWS and takes(x, weight, x.dtype) else None
+    library = None
+    if len(rows) > FEW_ROWS and takes(x, weight, x.dtype):
+        library = library_product(x.device, power_of_two and weight_power_of_two)
     if library is not None:
         out = library(codes, scales, weight, weight_scale)
     elif runs_triton(x):

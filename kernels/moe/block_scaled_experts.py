@@ -43,7 +43,7 @@ def block_scaled_experts_reference(
     return sum_experts_reference(x, experts, weights, down.shape[0], mlp)
 
 
-@operation()
+@operation(waits=True)
 def block_scaled_experts(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -42,7 +42,7 @@ def combine_kernel(y, pair_rows, weights, out, width, K: tl.constexpr, BLOCK: tl
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@operation()
+@operation(waits=True)
 def combine(y: torch.Tensor, pair_rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Weighted sum of every token's rows: the same bits each time.
 

@@ -75,7 +75,7 @@ def _run_native(
     return out
 
 
-@operation(runs=cpu.runs_kernel)
+@operation(runs=cpu.runs_kernel, waits=True)
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -42,7 +42,7 @@ def expert_mlp_int4_reference(
     return sum_experts_reference(x, experts, weights, gate_up[0].shape[0], mlp)
 
 
-@operation()
+@operation(waits=True)
 def expert_mlp_int4(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -9,6 +9,8 @@ experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -163,7 +165,14 @@ def _run(
     return experts, weights
 
 
-@operation(runs=cpu.runs_kernel)
+def _by_expert(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """The weights of all experts, float32 ``[T, experts + 1]``; the first column is of rows that choose none."""
+    experts, weights = result
+    dense = weights.new_zeros(len(experts), given["logits"].shape[1] + 1)
+    return [dense.scatter_(1, experts.long() + 1, weights)]
+
+
+@operation(runs=cpu.runs_kernel, near_ties=_by_expert)
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor,

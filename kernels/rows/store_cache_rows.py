@@ -55,7 +55,7 @@ def store_cache_rows_kernel(
         tl.store((at_page + SCALES_AT + offset * 4).to(tl.pointer_type(tl.float32)), scale, mask=keep)
 
 
-@operation(writes=("latent_pool", "key_pool"))
+@operation(writes=("latent_pool", "key_pool"), waits=True)
 def store_cache_rows(
     latent_pool: torch.Tensor,
     key_pool: torch.Tensor,

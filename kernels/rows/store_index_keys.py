@@ -11,6 +11,7 @@ DeepSeek-V3.2-Exp, section 2.1, rounded in bfloat16 as its released code does; t
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +152,14 @@ def _run_native(
     check_written(outside, pool)
 
 
-@operation(writes=("out",), runs=cpu.runs_kernel)
+def _numbers(given: dict[str, Any], result: None) -> list[torch.Tensor] | None:
+    """The keys of an FP8 destination as numbers."""
+    key_format: IndexKeyFormat = given["key_format"]
+    pool = given["out"] if given["slots"] is not None else given["out"].unsqueeze(1)
+    return [key_format.unpack_pages(pool)] if key_format.fp8 else None
+
+
+@operation(writes=("out",), runs=cpu.runs_kernel, decoded=_numbers, waits=True)
 def store_index_keys(
     projected: torch.Tensor,
     norm_weight: torch.Tensor,

@@ -9,6 +9,7 @@ give the same row. An FP8 pool quantises the rounded row; the formats are in :mo
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -110,7 +111,13 @@ def _run_native(
     check_written(outside, pool)
 
 
-@operation(writes=("out",), runs=cpu.runs_kernel)
+def _numbers(given: dict[str, Any], result: None) -> list[torch.Tensor] | None:
+    """The rows of an FP8 destination as numbers."""
+    row_format: LatentFormat = given["row_format"]
+    return [row_format.unpack(given["out"])] if row_format.fp8 else None
+
+
+@operation(writes=("out",), runs=cpu.runs_kernel, decoded=_numbers, waits=True)
 def store_latent(
     compressed: torch.Tensor,
     norm_weight: torch.Tensor,

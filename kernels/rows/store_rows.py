@@ -24,7 +24,7 @@ def store_rows_kernel(
     copy_tile(rows + row[:, None] * row_stride, pool + page * page_stride + offset * WIDTH, keep, WIDTH, PADDED)
 
 
-@operation(writes=("pool",))
+@operation(writes=("pool",), waits=True)
 def store_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes ``rows [R, width]`` to ``slots [R]`` of the pool; rows with slot −1 are dropped.
 

@@ -17,15 +17,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from dsa_engine.kernels.runtime import launch
+from dsa_engine.kernels.runtime.difference import Kind, differences
 from dsa_engine.kernels.runtime.error_line import error_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Largest relative error of a result, by its dtype: rounding differs, and products of long rows add in another order.
-_TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# Largest fraction of whole numbers and codes that differ: a near tie or a rounding may fall the other way.
-_MAX_DIFFERENT = 0.02
 
 
 @dataclass
@@ -33,8 +29,8 @@ class Comparison:
     """The results of a watched run.
 
     Attributes:
-        errors: the largest error of each operation that ran both ways: relative, or the fraction of whole numbers that
-            differ; infinite where the kernel does not run.
+        errors: the largest error of each operation that ran both ways, as :func:`.difference.differences` measures;
+            infinite where the kernel does not run.
         wrong: the reason for each operation whose kernel was replaced.
         before: called with an operation's name before its kernel runs for the first time.
     """
@@ -45,7 +41,12 @@ class Comparison:
 
 
 _replaced: dict[str, str] = {}  # operation: why its reference runs
+_waiting: set[str] = set()  # operations whose reference waits for the device
+_called: set[str] = set()  # replaced operations that have been called
 _watching: Comparison | None = None
+
+# (arguments by name, result) -> what is compared instead of the result and of what is written; None: these are
+View = Callable[[dict[str, Any], Any], list[torch.Tensor] | None]
 
 
 def operation(
@@ -53,6 +54,9 @@ def operation(
     writes: tuple[str, ...] = (),
     defined: Callable[..., torch.Tensor] | None = None,
     runs: Callable[[torch.Tensor], bool] = launch.runs_triton,
+    decoded: View | None = None,
+    near_ties: View | None = None,
+    waits: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Marks a public function that runs a kernel or its reference as an operation, named as the function is.
 
@@ -60,20 +64,28 @@ def operation(
         writes: the arguments that it writes to.
         defined: makes a mask of the defined elements of the result from the arguments; default: all are.
         runs: whether it runs a kernel on its first tensor.
+        decoded: the numbers that quantised results stand for. Rounding decides codes and scales: a scale may come out
+            as the next one with other codes for the same numbers.
+        near_ties: float results by row, where rounding decides a few rows: a near tie falls the other way.
+        waits: the reference waits for the device, which a CUDA graph does not allow.
     """
 
     def mark(run: Callable[P, R]) -> Callable[P, R]:
         name = run.__name__
+        kind: Kind = "quantised" if decoded else "near ties" if near_ties else "plain"
+        if waits:
+            _waiting.add(name)
 
         @functools.wraps(run)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if not _replaced and _watching is None:
                 return run(*args, **kwargs)
             if name in _replaced:
+                _called.add(name)
                 with launch.references():
                     return run(*args, **kwargs)
             if _watching is not None and runs(_first_tensor(*args, *kwargs.values())):
-                return _both_ways(_watching, run, writes, defined, args, kwargs)
+                return _both_ways(_watching, run, writes, defined, kind, decoded or near_ties, args, kwargs)
             return run(*args, **kwargs)
 
         return call
@@ -103,23 +115,16 @@ def replace(kernels: dict[str, str]) -> None:
     _replaced.update(kernels)
 
 
-def difference(ours: torch.Tensor, wanted: torch.Tensor, defined: torch.Tensor | None = None) -> float:
-    """Error of a result: the largest difference over the largest number, or the fraction of whole numbers and
-    codes that differ. Infinite where what is finite in one is not in the other."""
-    if defined is not None:
-        ours, wanted = ours[defined], wanted[defined]
-    if wanted.numel() == 0:
-        return 0.0
-    if wanted.dtype not in _TOLERANCE:
-        if wanted.dtype.is_floating_point:  # FP8: by its codes
-            ours, wanted = ours.view(torch.uint8), wanted.view(torch.uint8)
-        return float((ours != wanted).float().mean())
-    a, b = ours.float(), wanted.float()
-    finite = b.isfinite()
-    if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].isnan(), b[~finite].isnan()):
-        return float("inf")
-    a, b = a[finite], b[finite]
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
+def waiting() -> set[str]:
+    """The replaced operations whose reference waits for the device."""
+    return _waiting & set(_replaced)
+
+
+@contextmanager
+def calls() -> Iterator[set[str]]:
+    """Within, the replaced operations that are called are put into the set."""
+    _called.clear()
+    yield _called
 
 
 def _both_ways(
@@ -127,14 +132,16 @@ def _both_ways(
     run: Callable[P, R],
     writes: tuple[str, ...],
     defined: Callable[..., torch.Tensor] | None,
+    kind: Kind,
+    view: View | None,
     args: Any,
     kwargs: Any,
 ) -> R:
     name = run.__name__
-    apart = inspect.signature(run).bind(*args, **kwargs)
-    written = {key: apart.arguments[key] for key in writes if apart.arguments.get(key) is not None}
-    copies = {key: _copy(x) for key, x in written.items()}
-    apart.arguments.update(copies)
+    given, apart, before = (inspect.signature(run).bind(*args, **kwargs) for _ in range(3))
+    written = {key: x for key in writes if (x := given.arguments.get(key)) is not None}
+    for bound in (apart, before):
+        bound.arguments.update({key: _copy(x) for key, x in written.items()})
     if name not in comparison.errors:
         comparison.before(name)
     reason, ours = "", None
@@ -147,17 +154,51 @@ def _both_ways(
     error = float("inf")
     if not reason:
         mask = None if defined is None else defined(*args, **kwargs)
-        pairs = [*zip(_tensors(ours), _tensors(wanted), strict=True)]
-        pairs += [(copies[key], x) for key, x in written.items()]
-        errors = [(difference(a, b, mask), _TOLERANCE.get(b.dtype, _MAX_DIFFERENT)) for a, b in pairs]
+        for bound in (apart, given, before):
+            bound.apply_defaults()
+        errors = _errors(view, kind, mask, list(written), (apart.arguments, ours), (given.arguments, wanted), before)
         error = max(e for e, _ in errors)
-        worst = max(errors, key=lambda pair: pair[0] / pair[1])
+        worst = max(errors, key=lambda pair: pair[0] / max(pair[1], 1e-30))
         if worst[0] > worst[1]:
             reason = f"its result differs from the reference by {worst[0]:.2g}; allowed is {worst[1]:.2g}"
     comparison.errors[name] = max(comparison.errors.get(name, 0.0), error)
     if reason:
         comparison.wrong[name] = _replaced[name] = reason
     return wanted
+
+
+def _errors(
+    view: View | None,
+    kind: Kind,
+    defined: torch.Tensor | None,
+    written: list[str],
+    ours: tuple[dict[str, Any], Any],
+    wanted: tuple[dict[str, Any], Any],
+    before: inspect.BoundArguments,
+) -> list[tuple[float, float]]:
+    """The measured and allowed errors of a call, given by its arguments and its result both ways; of what it writes
+    to, the elements are compared that have changed since ``before``."""
+    viewed = [None if view is None else view(*call) for call in (ours, wanted)]
+    if viewed[0] is not None and viewed[1] is not None:
+        start = view(before.arguments, None) if view is not None and written else None
+        starts: list[torch.Tensor] | list[None] = [None] * len(viewed[0]) if start is None else start
+        results = list(zip(viewed[0], viewed[1], starts, strict=True))
+    else:
+        kind = "plain"
+        results = [(a, b, None) for a, b in zip(_tensors(ours[1]), _tensors(wanted[1]), strict=True)]
+        results += [(ours[0][key], wanted[0][key], before.arguments[key]) for key in written]
+    errors = []
+    for a, b, start_of in results:
+        errors += differences(a, b, defined if start_of is None else _changed(start_of, a, b), kind)
+    return errors or [(0.0, 0.0)]
+
+
+def _changed(before: torch.Tensor, ours: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The elements that a kernel or its reference has written; NaN that was there before is none."""
+    changed = torch.zeros_like(before, dtype=torch.bool)
+    for x in (ours, wanted):
+        changed |= (x != before) & ~((x != x) & (before != before))
+    return changed
 
 
 def _first_tensor(*values: object) -> torch.Tensor:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ import torch
 from dsa_engine.cli import main
 from dsa_engine.commands.doctor import checks as doctor
 from dsa_engine.commands.doctor.checks import NotHere, Unwell, check_device, check_room, doctor_mesh
-from dsa_engine.kernels.runtime import cpu
+from dsa_engine.kernels.runtime import cpu, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from fake_cuda import FakeConfig, FakeDevice
 
@@ -115,8 +117,38 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert {f["check"]: f["ok"] for f in json.loads((tmp_path / "d.json").read_text())["findings"]}["tokens"] is True
 
 
-def test_the_mesh_does_not_wait_for_long() -> None:
-    assert doctor_mesh("cpu").config.timeout == 60.0
+def test_only_links_are_given_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that compile kernels, one from a warm cache and one not, are minutes apart."""
+    mesh, made = doctor_mesh("cpu"), []
+    monkeypatch.setattr(doctor.dist, "new_group", lambda ranks, timeout: made.append(timeout.total_seconds()))
+    doctor._links_group(mesh)
+    assert (mesh.config.timeout, made) == (600.0, [60.0])
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
+def test_kernels_are_compared_before_they_are_captured_and_named_before_they_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel that hangs in a graph, or at its first run, would hang the doctor without a name."""
+    graphs = []
+
+    def steps(model: Any, *rest: Any) -> Iterator[str]:
+        watched = operation._watching
+        assert watched is not None
+        watched.before("topk")
+        assert "topk runs for the first time" in capsys.readouterr().err
+        yield "prefill"
+
+    def start(folder: Path, options: EngineOptions) -> Any:
+        graphs.append(not options.enforce_eager)
+        return SimpleNamespace(config=None, model=None, cache=SimpleNamespace(format=None))
+
+    monkeypatch.setattr(doctor, "start", start)
+    monkeypatch.setattr(doctor, "trial_tokens", lambda config: 1)
+    monkeypatch.setattr(doctor, "try_steps", steps)
+    with FakeDevice() as device:
+        doctor.check_kernels(FakeConfig(device=device).create_mesh("cuda"))
+    assert graphs == [False]
 
 
 def test_a_rank_without_a_compiler_has_compared_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,11 +100,11 @@ def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
             engine = fake_engine(device, "deepseek_v32", 1, **SMALL, cudagraph_capture_sizes=sizes)
             seen.append(device.captures[before:])
             assert engine.step_bytes is None and not engine.scheduler.has_work
-        # One request: up to 4,096, 8,192 and 9,024 tokens; up to 4,096: also 2, 4, 8. Then 1 and 4 requests each.
-        assert [len(captures) for captures in seen] == [6, 6, 0]
+        # Up to 4,096, 8,192 and 9,024 tokens: 1, 2, 4 and 8 requests, 1 and 4, none.
+        assert [len(captures) for captures in seen] == [12, 6, 0]
         add_filled(engine, 100, SamplingParams(temperature=0.0, max_tokens=8))
         engine.step()
-        assert len(device.captures) == 13, "when it first occurs"
+        assert len(device.captures) == 19, "when it first occurs"
         for captures in seen[:2]:
             assert all(capture.warmed_up and capture.launches for capture in captures)
             assert len({capture.stream for capture in captures}) == len({capture.pool for capture in captures}) == 1

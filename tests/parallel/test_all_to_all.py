@@ -101,7 +101,7 @@ class ThreadGroup(Group):
         assert receive is None or len(arrived) == sum(receive)
         return arrived
 
-    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         gathered = self.room.swap(self.index, [rows] * self.size)
         return lambda: gathered
 

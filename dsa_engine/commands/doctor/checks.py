@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,13 @@ from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.sizes import format_bytes
 
 PROMPT = "def main():\n    key 4821 is 97\n"
 _OLDEST = {"torch": (2, 11), "triton": (3, 6)}
+_LINKS_S, _COMPILING_S = 60.0, 600.0  # longest wait of a collective: of those that try the links, and of all others
 _LINK_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}  # bytes of a rank in a collective whose speed is measured
 # Two layers of DeepSeek-V3.2 with an eighth of its experts: every kernel at production sizes in a few GiB.
 _TWO_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 32}
@@ -135,9 +139,10 @@ def check_links(mesh: Mesh) -> str:
     count = _LINK_BYTES[mesh.device.type] // (2 * size) * size
     rows = torch.full((count,), mesh.rank + 1, dtype=torch.bfloat16, device=mesh.device)
     rates = []
+    group = _links_group(mesh)
     collectives: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "all-gather": mesh.world.all_gather,
-        "all-to-all": mesh.world.all_to_all,
+        "all-gather": group.all_gather,
+        "all-to-all": group.all_to_all,
     }
     for name, run in collectives.items():
         arrived = run(rows).view(size, -1)[:, 0].tolist()  # this also opens the connections
@@ -155,6 +160,12 @@ def check_links(mesh: Mesh) -> str:
     return f"{size} ranks on {len(set(mesh.machines))} machine(s): {', '.join(rates)}"
 
 
+def _links_group(mesh: Mesh) -> Group:
+    """All ranks, in a group whose collectives wait for a minute at most, as nothing is compiled meanwhile."""
+    handle = dist.new_group(list(mesh.global_ranks), timeout=timedelta(seconds=_LINKS_S))
+    return Group(mesh.world.ranks, mesh.world.index, handle)
+
+
 def check_kernels(mesh: Mesh) -> str:
     """Compares all kernels of DeepSeek-V3.2 with their references, at its sizes, for few rows and for a full step. On a
     CPU: the native kernels, or Triton's in the interpreter, at the demo model's sizes."""
@@ -162,8 +173,14 @@ def check_kernels(mesh: Mesh) -> str:
         raise NotHere("there is no C++ compiler, or DSA_ENGINE_NATIVE=0: CPU tensors take the PyTorch references")
     before, running = operation.replaced(), [""]
     operation.replace({})
+
+    def about_to_run(name: str) -> None:
+        running.append(name)
+        if mesh.device.type == "cuda":  # a kernel may hang there, and no interrupt gets through
+            print(f"  rank {mesh.rank}: {name} runs for the first time", file=sys.stderr, flush=True)
+
     try:
-        with _engine(mesh) as engine, operation.compared(operation.Comparison(running.append)) as comparison:
+        with _engine(mesh) as engine, operation.compared(operation.Comparison(about_to_run)) as comparison:
             for rows in (trial_tokens(engine.config), 8192)[: 2 if mesh.device.type == "cuda" else 1]:
                 for _ in try_steps(engine.model, engine.cache.format, rows * mesh.cp_size):
                     _wait(mesh)
@@ -189,6 +206,7 @@ def check_kernels(mesh: Mesh) -> str:
 @contextmanager
 def _engine(mesh: Mesh) -> Iterator[Engine]:
     common: dict[str, Any] = {"kernels": "triton", "progress": False, "cache_memory": "64MiB", "parallel": mesh.config}
+    common |= {"enforce_eager": True}  # no kernel is captured before it has been compared
     if mesh.device.type != "cuda":
         yield LLM("demo-random", device="cpu", **common).engine
         return
@@ -259,5 +277,5 @@ CHECKS: dict[str, Callable[[Mesh], str]] = {
 
 
 def doctor_mesh(device: str) -> Mesh:
-    """The ranks to check: those of torchrun, or this process. A collective that hangs ends within a minute."""
-    return ParallelConfig(timeout=60.0).create_mesh(device)
+    """The ranks to check: those of torchrun, or this process. Their collectives wait for ranks that compile kernels."""
+    return ParallelConfig(timeout=_COMPILING_S).create_mesh(device)

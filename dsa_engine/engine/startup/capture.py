@@ -16,18 +16,14 @@ from dsa_engine.parallel import Mesh
 def likely_buckets(mesh: Mesh, options: EngineOptions, max_model_len: int, num_drafts: int) -> list[tuple[int, int]]:
     """Requests of a rank and context of the steps to capture, the largest first, as smaller graphs reuse its memory.
 
-    By default these are one request with any context, and any number of requests, divided evenly over the ranks, with
-    the shortest; or the numbers of requests in ``cudagraph_capture_sizes`` with any context.
+    These are any number of requests, divided evenly over the ranks, or the numbers in ``cudagraph_capture_sizes``; each
+    with any context: to capture in the middle of serving, all requests wait.
     """
     contexts = ContextBuckets(max_model_len, options.page_size).all(num_drafts)
     sizes = options.cudagraph_capture_sizes
-    if sizes is not None:
-        buckets = {(next_power_of_2(size), context) for size in sizes for context in contexts}
-    else:
-        requests = next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size))
-        buckets = {(1, context) for context in contexts}
-        buckets |= {(1 << i, contexts[0]) for i in range(requests.bit_length())}
-    return sorted(buckets, reverse=True)
+    if sizes is None:
+        sizes = [1 << i for i in range(next_power_of_2(cdiv(options.max_num_seqs, mesh.world_size)).bit_length())]
+    return sorted({(next_power_of_2(size), context) for size in sizes for context in contexts}, reverse=True)
 
 
 def capture_likely(

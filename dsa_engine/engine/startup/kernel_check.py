@@ -43,7 +43,7 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
     """Decides which operations of this process run kernels, and which their references; every rank calls it.
 
     Returns:
-        whether any operation of any rank runs its reference, which may wait for the device: no CUDA graphs then.
+        whether a decode step of any rank runs a reference that waits for the device: no CUDA graphs then.
     """
     mesh = model.runtime.mesh
     launch.use_references(always=options.kernels == "reference")
@@ -63,7 +63,22 @@ def check_kernels(model: Model, stored: CacheFormat, options: EngineOptions) -> 
             name,
             reason,
         )
-    return bool(max(mesh.all_gather_int(len(operation.replaced()))))
+    return _waits_in_decode(model, stored)
+
+
+def _waits_in_decode(model: Model, stored: CacheFormat) -> bool:
+    """Whether a decode step of this configuration runs, on any rank, a reference that waits for the device."""
+    mesh = model.runtime.mesh
+    if not max(mesh.all_gather_int(len(operation.waiting()))):
+        return False
+    with operation.calls() as called:
+        for _ in try_steps(model, stored, trial_tokens(model.config)):
+            in_decode = set(called)
+            called.clear()
+    waiting = sorted(operation.waiting() & in_decode)
+    if waiting:
+        logger.warning("decode runs without CUDA graphs, as these references wait: %s", ", ".join(waiting))
+    return bool(max(mesh.all_gather_int(len(waiting))))
 
 
 def _has_kernels(model: Model) -> bool:
@@ -99,6 +114,9 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     with torch.random.fork_rng(devices=[]):
         ids = torch.randint(config.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = KVCache(config, stored, pages, _PAGE_SIZE, mesh.device)
+    for pool in (*cache.latent, *cache.index_keys):
+        if pool is not None:
+            pool.zero_()  # the same steps each time, whatever the memory held
 
     def run(chunks: list[Chunk]) -> None:
         plan = StepPlan.of(chunks, mesh.world_size, config, mesh.config.cp_layout)

@@ -88,8 +88,8 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     mesh.barrier(_LOADING_S)
     if digests is not None:
         compare_weights(mesh, folder, digests, load_seconds)
-    by_reference = check_kernels(model, stored, options)
-    captures = mesh.device.type == "cuda" and not options.enforce_eager and not by_reference
+    waits = check_kernels(model, stored, options)
+    captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits
     for_steps = None
     if mesh.device.type == "cuda" and options.cache_memory is None:
         static = captures and mesh.static_decode

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
+from dsa_engine.system.interrupts import uninterrupted
 
 
 class _Captured(NamedTuple):
@@ -128,10 +130,14 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(), which empties the memory caches of the whole process, other engines' too.
             # thread_local, as other threads, such as NCCL's watchdog, may call CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = function()
-            finally:
+            with uninterrupted():  # an interrupt between the two would leave side streams in the capture
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                except BaseException:
+                    with suppress(RuntimeError):  # that streams have not joined; the cause is the function's error
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
         self.memory_bytes += torch.cuda.memory_reserved(device) - before

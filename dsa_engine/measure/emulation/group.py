@@ -37,7 +37,7 @@ class EmulatedGroup(Group):
     def alone(self) -> bool:
         return self.size == 1
 
-    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         gathered = self._stand_in("all_gather", rows, lambda: self._gathered(rows))
         return lambda: gathered
 

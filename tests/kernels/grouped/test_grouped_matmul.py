@@ -12,6 +12,7 @@ from dsa_engine.kernels.grouped import grouped_matmul as module
 from dsa_engine.kernels.grouped.grouped_matmul import grouped_matmul, grouped_matmul_triton, torch_has_it
 from dsa_engine.kernels.grouped.tiles import max_tiles
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
+from fake_cuda import FakeDevice
 
 Error = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -154,6 +155,15 @@ def test_bad_arguments() -> None:
         grouped_matmul_triton(x, weight, row_ends, source=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"two halves of the weight, which is \(5, 5, 12\)"):
         grouped_matmul_triton(x, weight[:, :5], row_ends, gated=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("chip, has_it", [(80, False), (89, False), (90, True), (100, True), (103, True), (120, False)])
+def test_torch_is_asked_where_it_does_not_wait(chip: int, has_it: bool) -> None:
+    """On other chips its grouped product copies to the host, also in a capture."""
+    with FakeDevice(capability=chip):
+        x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((2, 8), (1, 16, 8)))
+        assert torch_has_it(x, weight) == has_it
 
 
 def test_when_torch_is_asked() -> None:

@@ -13,15 +13,16 @@ from dsa_engine.kernels.formats.fp8 import quantize_blocks
 from dsa_engine.kernels.formats.quantize import quantize_rows
 from dsa_engine.kernels.linear import block_scaled_libraries as libraries
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference
+from dsa_engine.kernels.runtime import launch
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    libraries.library_product.cache_clear()
+    libraries._tried_product.cache_clear()
     yield
-    libraries.library_product.cache_clear()
+    libraries._tried_product.cache_clear()
 
 
 def right(*what: torch.Tensor) -> torch.Tensor:
@@ -36,9 +37,26 @@ def broken(*what: torch.Tensor) -> torch.Tensor:
 def test_a_library_is_tried_first(product: Any, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_mm", None, raising=False)  # there, whatever the version
     monkeypatch.setattr(libraries, "by_torch", product)
-    assert libraries.library_product(CPU) is (product if used else None)
+    assert libraries.library_product(CPU, False) is (product if used else None)
     monkeypatch.setattr(libraries, "by_torch", broken)
-    assert libraries.library_product(CPU) is (product if used else None)  # asked once
+    assert libraries.library_product(CPU, False) is (product if used else None)  # asked once
+
+
+@pytest.mark.parametrize("chip, powers_of_two, used", [(90, False, True), (100, False, False), (100, True, True)])
+def test_deep_gemm_gets_no_scales_that_end_the_device(
+    chip: int, powers_of_two: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm_100 it packs scales as ue8m0, and traps at a mantissa: not even tried with other scales."""
+    monkeypatch.setattr(libraries, "find_spec", lambda name: True)
+    monkeypatch.setattr(libraries, "by_deep_gemm", right)
+    monkeypatch.setattr(libraries, "by_torch", broken)
+    with launch.compiling_for(chip):
+        assert libraries.library_product(CPU, powers_of_two) is (right if used else None)
+
+
+def test_powers_of_two() -> None:
+    assert libraries.are_powers_of_two(2.0 ** torch.arange(-20, 20)) and libraries.are_powers_of_two(torch.zeros(1))
+    assert not libraries.are_powers_of_two(torch.tensor([1.0, 1.5])) and not libraries.are_powers_of_two(-torch.ones(1))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 71])

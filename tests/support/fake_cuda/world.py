@@ -80,7 +80,7 @@ class FakeGroup(Group):
                 self.device.outside += LINK_BYTES
         return like.new_empty(*shape)
 
-    def _start_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         gathered = self._launched("all_gather", self.size * rows.shape[0], *rows.shape[1:], like=rows)
         return lambda: gathered
 

@@ -36,7 +36,11 @@ def test_buckets() -> None:
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs kernels: a GPU, or TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     "model_type, ahead",
-    [("deepseek_v32", False), ("deepseek_v32", True), pytest.param("deepseek_v3", True, marks=pytest.mark.slow)],
+    [
+        pytest.param("deepseek_v32", False, marks=pytest.mark.slow),
+        ("deepseek_v32", True),
+        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+    ],
 )
 def test_padded_steps(
     model_type: str, ahead: bool, oracle: Callable[..., Any], random_ids: Callable[..., list[int]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
+from dsa_engine.config.json_text import read_json
 from dsa_engine.errors import CheckpointError
 from dsa_engine.system.interrupts import uninterrupted
 
@@ -105,8 +105,8 @@ def open_shard(path: Path) -> Any:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        weight_map = read_json(index.read_text(encoding="utf-8"))["weight_map"]
+    except ValueError as error:
         raise CheckpointError(f"{index} is not valid JSON: {error}") from error
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{index} has no 'weight_map'") from error

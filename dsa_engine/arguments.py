@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import os
 import sys
 import time
@@ -13,7 +12,9 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsa_engine.config.checks import shown
 from dsa_engine.config.fields import BOOL, JSON_OBJECT, options_of
+from dsa_engine.config.json_text import read_json
 from dsa_engine.llm import LLM
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
@@ -163,13 +164,13 @@ def lengths(text: str) -> list[int]:
 def json_object(text: str, option: str) -> dict[str, Any]:
     """A JSON object from the command line; ``ValueError`` names the option."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = read_json(text)
+    except ValueError as error:
         raise ValueError(
-            f'{option} is not valid JSON ({error}): {text!r}; give such as {{"num_hidden_layers": 4}}'
+            f'{option} is not valid JSON ({error}): {shown(text)}; give such as {{"num_hidden_layers": 4}}'
         ) from error
     if not isinstance(value, dict):
-        raise ValueError(f'{option} must be a JSON object such as {{"num_hidden_layers": 4}}, not {text!r}')
+        raise ValueError(f'{option} must be a JSON object such as {{"num_hidden_layers": 4}}, not {shown(text)}')
     return value
 
 

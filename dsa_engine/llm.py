@@ -17,6 +17,7 @@ from dsa_engine.engine.call import Call, Callers
 from dsa_engine.engine.loop import EngineLoop
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.sampling.result import check_finite
 from dsa_engine.engine.startup.start import log_start, start
 from dsa_engine.model_folder import resolve_model
 from dsa_engine.options import EngineOptions
@@ -204,12 +205,15 @@ class LLM:
         """Logits at every position of a prompt: float32 CPU tensor ``[len, vocab]``, the same on every rank.
 
         Waits until the requests before it have ended.
+
+        Raises:
+            ValueError: logits that are not finite (inf or nan); the text has the first position.
         """
         self._callers.check()
         tokens = self._encode(_only(prompt))
         self.engine.check(tokens)
         with Call(self._callers) as call:
-            return call.run("prompt_logits", tokens)
+            return check_finite(call.run("prompt_logits", tokens))
 
     def wait_idle(self) -> None:
         """Waits until all requests before it have ended and their pages are free.

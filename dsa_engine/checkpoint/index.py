@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from hashlib import blake2b
 from pathlib import Path
 
 from dsa_engine.checkpoint.shard_file import ShardFile
+from dsa_engine.config.json_text import read_json
 from dsa_engine.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -84,8 +84,8 @@ def _others(folder: Path) -> str:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        weight_map = read_json(index.read_text(encoding="utf-8"))["weight_map"]
+    except ValueError as error:
         raise CheckpointError(f"{index} is not valid JSON: {error}") from error
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{index} has no 'weight_map'") from error

@@ -129,8 +129,8 @@ class CheckpointReader:
         stored = self._stored(source.name)
         if source.without in self._file_of:
             raise CheckpointError(
-                f"{self._file_of[source.without]}: {source.without!r} is stored, but quantization_config in config.json "
-                "does not say so (weights.actorder: 'group'); get both files from the same place"
+                f"{self._file_of[source.without]}: {source.without!r} is stored, but quantization_config in "
+                "config.json does not say so (weights.actorder: 'group'); get both files from the same place"
             )
         self._check_shape(source.name, stored, source.shape)
         dtype = self._dtype(source.name, stored)

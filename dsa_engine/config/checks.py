@@ -31,6 +31,8 @@ def shown(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python does not print integers of thousands of digits
         text = f"a {type(value).__name__} with a number of thousands of digits"
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -76,8 +76,8 @@ class Keys:
         """The keys of a nested object; no keys if it is missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{key} must be a JSON object, not {shown(value)}")
-        return Keys(value or {}, key)
+            raise ValueError(f"{self.name(key) if self._within else key} must be a JSON object, not {shown(value)}")
+        return Keys(value or {}, f"{self._within}.{key}" if self._within else key)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """A token id or a list of them; empty if the key is missing."""

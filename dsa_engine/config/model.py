@@ -6,7 +6,6 @@ file has to check. Field names are those of ``config.json``.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from dsa_engine.config.checks import shown
+from dsa_engine.config.json_text import check_depth, read_json
 from dsa_engine.config.keys import Keys
 from dsa_engine.config.overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.config.quantization import QuantizationConfig
@@ -127,6 +127,10 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
         """Builds the configuration from the keys of a ``config.json``; see :meth:`from_pretrained`."""
         overrides = overrides or {}
+        try:
+            check_depth(overrides)
+        except ValueError as error:
+            raise ValueError(f"hf_overrides: {error}") from None
         keys = Keys(merge_overrides(without_aliases(raw, overrides), overrides))
         model_type = keys.get("model_type")
         if model_type not in MODEL_TYPES:
@@ -193,11 +197,15 @@ class ModelConfig:
             need(self.indexer_types[0] == "full", "indexer_types[0] must be 'full': there is no selection to share yet")
         experts, groups = self.n_routed_experts, self.n_group
         need(experts % groups == 0, f"n_group {groups} must divide n_routed_experts {experts}")
-        need(groups == 1 or experts // groups >= 2, "a group must have at least 2 experts")
+        need(
+            groups == 1 or experts // groups >= 2,
+            f"n_group {groups} of n_routed_experts {experts}: a group must have at least 2 experts",
+        )
         need(self.topk_group <= groups, f"topk_group {self.topk_group} must not exceed n_group {groups}")
         need(
             self.num_experts_per_tok <= experts // groups * self.topk_group,
-            f"num_experts_per_tok {self.num_experts_per_tok} must not exceed the experts of {self.topk_group} groups",
+            f"num_experts_per_tok {self.num_experts_per_tok} must not exceed the experts of {self.topk_group} groups "
+            f"(topk_group; n_group {groups} of n_routed_experts {experts})",
         )
 
 
@@ -215,8 +223,8 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raw = read_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")
@@ -240,22 +248,23 @@ def _refuse_unsupported(keys: Keys) -> None:
         value = keys.get(key)
         if value is not None and (type(value) is not type(supported) or value != supported):
             raise ValueError(f"{key} = {shown(value)} is not supported; supported is {supported!r}")
+    keys.size("num_key_value_heads", 1)  # means nothing here: all heads share one latent row
     if "q_lora_rank" in keys.raw and keys.raw["q_lora_rank"] is None:
         raise ValueError("q_lora_rank = null (a full-rank q_proj) is not supported; give the rank of q_a_proj")
 
 
 def _dtype(keys: Keys) -> torch.dtype:
-    old = keys.get("torch_dtype")
-    name = keys.get("dtype") if keys.get("dtype") is not None else old if old is not None else "bfloat16"
-    if not isinstance(name, str) or name not in DTYPES:
-        raise ValueError(f"dtype {shown(name)} is not supported; supported are {', '.join(DTYPES)}")
-    return DTYPES[name]
+    given = {key: keys.get(key) for key in ("dtype", "torch_dtype") if keys.get(key) is not None}  # the new name first
+    for key, name in given.items():
+        if not isinstance(name, str) or name not in DTYPES:
+            raise ValueError(f"{key} {shown(name)} is not supported; supported are {', '.join(DTYPES)}")
+    return DTYPES[next(iter(given.values()), "bfloat16")]
 
 
 def _mlp_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
+    dense = min(keys.size("first_k_dense_replace", 0, minimum=0), layers)
     if keys.get("mlp_layer_types") is not None:
         return keys.per_layer("mlp_layer_types", layers, ("dense", "sparse"))
-    dense = min(keys.size("first_k_dense_replace", 0, minimum=0), layers)
     return ("dense",) * dense + ("sparse",) * (layers - dense)
 
 

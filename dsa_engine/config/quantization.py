@@ -23,7 +23,7 @@ PLAIN_IN_RELEASED = ("eh_proj", "weights_proj", "gate", "embed_tokens", "lm_head
 
 _MAX_BLOCK = 2**24
 
-# Keys that nothing here reads, and their values that change nothing. null changes nothing either; all others are refused.
+# Keys that nothing here reads, and their values that change nothing, as null does; all others are refused.
 _STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
 _NEUTRAL_RELEASED: Mapping[str, Neutral] = {
     "dequantize": (False,),
@@ -183,6 +183,7 @@ def _compressed_tensors(part: Keys) -> QuantizationConfig:
             raise ValueError(f"{group.name('targets')} must name at least one target")
         read.append((targets, _scheme(group, part.get("format"))))
     ignore = _words(part, "ignore")
+    _layout(part.name("format"), part.get("format"))
     sparsity = part.raw.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
         part.get("sparsity_config")  # the weights are stored whole
@@ -237,7 +238,7 @@ def _layout(name: str, layout: Any) -> str:
 
 
 def _actorder(weights: Keys, strategy: str) -> str:
-    """ "group" if the file has ``g_idx``. An order that GPTQ only used while it quantised leaves no trace in the file."""
+    """ "group" if the file has ``g_idx``. An order that GPTQ used only while it quantised ("weight") is not stored."""
     value = weights.get("actorder")
     if value is None or isinstance(value, bool):
         order = "group" if value else ""
@@ -253,8 +254,8 @@ def _actorder(weights: Keys, strategy: str) -> str:
 
 
 def _check_inputs(inputs: Keys, integer_weights: bool) -> None:
-    """Checks that inputs of integer weights are integers with a scale per token; other roundings are not supported. With
-    other weights the format decides."""
+    """Checks that inputs of integer weights are integers with a scale per token; other roundings are not supported.
+    With other weights the format decides."""
     for key, only, default in (("type", "int", "int"), ("strategy", "token", None), ("symmetric", True, True)):
         value = inputs.get(key)
         value = default if value is None else value

@@ -29,7 +29,7 @@ from dsa_engine.engine.requests.new_request import check_prompt, new_requests
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
-from dsa_engine.engine.sampling.result import RequestTokens, StepResult
+from dsa_engine.engine.sampling.result import RequestTokens, StepResult, check_finite
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
@@ -247,6 +247,7 @@ class Engine:
 
         Raises:
             ValueError, CapacityError: see :meth:`check`.
+            ValueError: logits that are not finite.
             RuntimeError: other requests are running.
         """
         return self._finished(Run(-1, "prefill", prompt))
@@ -262,7 +263,7 @@ class Engine:
             try:
                 next(job)
             except StopIteration as end:
-                return end.value
+                return check_finite(end.value)
 
     def job(self, run: Run) -> Generator[None, None, torch.Tensor]:
         """Computes a chunk of a prompt at each ``next``, and returns the logits of :meth:`prefill` or

@@ -121,13 +121,19 @@ class Attention(Weighted):
 
         if indexer and index_query and key_pool is not None:
             topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, cache_format)
+            overflowing = indexer.overflowing(index_query[0], index_query[1], key_pool, batch, cache_format)
+        else:
+            overflowing = None
         with stage("sparse flash attention"):
             out_latent = self._mqa(q_mqa, latent_pool, batch, topk_slots, cache_format.latent)
             out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
             self._mha(q_mha, latent_pool, batch, out, cache_format.latent)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
-            return head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp), topk_slots
+            attended = head_parallel_projection(out, self.o, batch.tp_rows, self.runtime.mesh.tp)
+            if overflowing is not None:  # then the logits are NaN too, which ends the row's request
+                attended[batch.first_sparse :].masked_fill_(overflowing[:, None], torch.nan)
+            return attended, topk_slots
 
     def _store_latent(
         self,

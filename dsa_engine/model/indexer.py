@@ -11,10 +11,13 @@ transform of queries and keys changes no exact product, so only FP8 keys and que
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from dsa_engine.config.model import LATENT_NORM_EPS, ModelConfig
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.indexer.indexer_scores import indexer_scores
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.rope import apply_rope
@@ -24,6 +27,10 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
+
+# Inputs are normed. Weights with which inputs of at most this norm cannot overflow need no check. The range of float16
+# is small: its norm is smaller, and still above those of models.
+_INPUT_NORM, _INPUT_NORM_FLOAT16 = 2.0**30, 2.0**10
 
 
 class Indexer(Weighted):
@@ -38,6 +45,32 @@ class Indexer(Weighted):
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
         self.weights_proj = Float32OutputLinear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
+        self._prefix = prefix
+        self._may_overflow = False
+
+    def weights_loaded(self) -> None:
+        if self.runtime.device.type == "meta" or not self._can_overflow():
+            return
+        self._may_overflow = True
+        logging.getLogger(__name__).warning(
+            "%s has weights so large that scores may overflow: each step checks, and requests for which they do end "
+            "with an error. The file may be damaged",
+            self._prefix,
+        )
+
+    def _can_overflow(self) -> bool:
+        """Whether the weights are so large that a score, or what it is made of, may not be finite."""
+        half = self.runtime.dtype == torch.float16
+        inputs, limit = _INPUT_NORM_FLOAT16 if half else _INPUT_NORM, torch.finfo(self.runtime.dtype).max
+        root = self.config.index_head_dim**0.5
+        # The largest magnitude of a number, from the norms of a weight's rows; in float64, where none overflows.
+        query, key = (_row_norms(linear.dequantized()).max() * inputs for linear in (self.wq_b, self.wk))
+        normed_key = self.k_norm_weight.double().abs().max() * root + self.k_norm_bias.double().norm()
+        head_weights = _row_norms(self.weights_proj.matrix).sum() * inputs
+        score = head_weights * query * root * normed_key
+        float32 = torch.finfo(torch.float32).max
+        # The norm of a key squares its numbers.
+        return not bool((score < float32) & (query < limit) & (normed_key < limit) & (key < min(limit, 1e18)))
 
     def store_keys(
         self,
@@ -106,3 +139,37 @@ class Indexer(Weighted):
                 workspace=self.runtime.workspace,
             )
             return slots_of(topk_indices, batch.block_tables, batch.sparse_mqa.sequences, pool.shape[1])
+
+    def overflowing(
+        self, q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, batch: ForwardBatch, cache_format: CacheFormat
+    ) -> torch.Tensor | None:
+        """bool ``[sparse rows]``: the rows with scores that are not finite, which select anything; None where the
+        weights cannot make any. It computes all scores once more, and does not wait for the device."""
+        if not self._may_overflow:
+            return None
+        assert cache_format.index_key is not None
+        with stage("lightning indexer"):
+            segments, workspace = batch.sparse_mqa, self.runtime.workspace
+            step, parts = max(1, workspace // (16 * max(1, segments.longest))), []
+            for first in range(0, segments.rows, step):
+                rows = slice(first, first + step)
+                piece = segments if step >= segments.rows else segments.part(first, min(first + step, segments.rows))
+                scores = indexer_scores(
+                    q[rows],
+                    weights[rows],
+                    pool,
+                    batch.block_tables,
+                    piece,
+                    key_format=cache_format.index_key,
+                    workspace=workspace // 2,
+                )
+                visible = piece.visible[:, None]
+                # Where few enough are seen, all are selected, but those with a score of -inf.
+                wrong = torch.where(visible > self.config.index_topk, ~scores.isfinite(), scores.isneginf())
+                parts.append((wrong & (torch.arange(scores.shape[1], device=q.device) < visible)).any(dim=1))
+            return torch.cat(parts)
+
+
+def _row_norms(weight: torch.Tensor) -> torch.Tensor:
+    """float64 ``[rows]``."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)

@@ -4,8 +4,8 @@ Inputs stay as they are (W4A16) or are quantised to INT8 by the row (W4A8). In a
 ``NAME.weight_packed``, ``NAME.weight_scale`` and ``NAME.weight_shape``, which only repeats the configuration. In memory
 the words' columns are arranged for the products (:mod:`~dsa_engine.kernels.formats.int4`).
 
-With ``actorder: "group"`` there is also ``NAME.weight_g_idx``, the group of each column. Columns are sorted by group when
-they are loaded, and x is read in that order.
+With ``actorder: "group"`` there is also ``NAME.weight_g_idx``, the group of each column. Columns are sorted by group
+when they are loaded, and x is read in that order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Packing:
         return packed, torch.empty(*rows, columns // self.group, dtype=self.dtype, device=self.device)
 
     def empty_orders(self, *shape: int) -> torch.Tensor | None:
-        """Room for the groups of columns, and later for their order; None where a group's columns follow one another."""
+        """Room for the groups of columns, later for their order; None where a group's columns follow one another."""
         return torch.empty(shape, dtype=torch.int32, device=self.device) if self.ordered else None
 
     def arrange(self, name: str, packed: torch.Tensor, order: torch.Tensor | None = None) -> None:

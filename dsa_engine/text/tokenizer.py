@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import check_text
+from dsa_engine.config.json_text import read_json
 from dsa_engine.errors import CheckpointError
 from dsa_engine.text.chat_template import render
 from dsa_engine.text.growth import Growth
@@ -131,7 +131,7 @@ def check_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     if path.is_file():
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            read_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{path} is not valid JSON ({error}); get the file again") from error
     path = folder / "tokenizer.json"

@@ -7,8 +7,8 @@ Weights leave memory packed and are unpacked in registers; each group of columns
 exact in the products of W4A16), then scaled in float32. With ``gated`` the halves of a matrix are gate and up of a
 SwiGLU layer, and the sums go through it before they are rounded.
 
-With ``columns`` (``actorder: "group"``) column j of a matrix multiplies column ``columns[g, …, j]`` of x. Gate and up may
-have different orders; then both products of a tile are made with either, and one half of each is taken.
+With ``columns`` (``actorder: "group"``) column j of a matrix multiplies column ``columns[g, …, j]`` of x. Gate and up
+may have different orders: then a tile's product is made with either order, and half of each is taken.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from dsa_engine.kernels.rows.silu_mul import silu_mul_reference
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-
 # The orders of the columns of gate and up, and of down; None: x is read in order.
 Orders = tuple[torch.Tensor | None, torch.Tensor | None]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsa_engine.config import patterns
 from dsa_engine.config.keys import Keys
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig, WeightScheme
@@ -103,12 +104,107 @@ def changed(group: dict[str, Any], part: str, **keys: Any) -> dict[str, Any]:
         (changed(INT8, "input_activations", dynamic=False), "dynamic must be true"),
         (changed(INT8, "output_activations", num_bits=8), "output_activations is not supported"),
         (changed(INT4, "weights", group_size=None), "lacks 'group_size'"),
+        (FP8 | {"of_tomorrow": 1}, "quantization_config.of_tomorrow 1 is not supported: nothing reads this key"),
+        (
+            FP8 | {"dequantize": True},
+            "quantization_config.dequantize True is not supported; supported are False, or null",
+        ),
+        (FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert .* is not supported"),
+        (
+            compressed(INT8, of_tomorrow={"a": 1}),
+            "quantization_config.of_tomorrow {'a': 1} is not supported: nothing reads",
+        ),
+        (
+            compressed(INT8, transform_config={"config_groups": {"R1": {}}}),
+            "quantization_config.transform_config {.* is not",
+        ),
+        (
+            compressed(INT8, sparsity_config={"format": "sparse-bitmask"}),
+            "quantization_config.sparsity_config .* is not",
+        ),
+        (
+            compressed(INT8, kv_cache_scheme={"num_bits": 8}),
+            "quantization_config.kv_cache_scheme {'num_bits': 8} is not",
+        ),
+        (
+            compressed(INT8, quantization_status="new"),
+            "quantization_status 'new' is not supported; supported are 'init",
+        ),
+        (compressed(INT8 | {"of_tomorrow": 1}), "config_groups.group_0.of_tomorrow 1 is not supported"),
+        (changed(INT8, "weights", dynamic=True), "group_0.weights.dynamic must be false"),
+        (changed(INT8, "weights", of_tomorrow=1), "group_0.weights.of_tomorrow 1 is not supported"),
+        (changed(INT8, "weights", group_size=128), "group_0.weights.group_size 128 is not supported"),
+        (changed(INT8, "weights", observer=3), "group_0.weights.observer must be a text, not 3"),
+        (changed(INT8, "weights", actorder="group"), "weights.actorder 'group' needs strategy 'group', not 'channel'"),
+        (
+            changed(INT4, "weights", actorder="rows"),
+            "weights.actorder 'rows' is not supported; .* group, dynamic, weight",
+        ),
+        (changed(INT4, "weights", block_structure=[1, 1]), r"weights.block_structure \[1, 1\] is not supported"),
+        (
+            changed(INT8, "input_activations", strategy=None),
+            "input_activations.strategy None is not supported; 'token'",
+        ),
+        (changed(INT8, "input_activations", group_size=128), "input_activations.group_size 128 is not supported"),
+        (changed(INT8, "input_activations", actorder="group"), "input_activations.actorder 'group' is not supported"),
+        (compressed(INT8, ignore=["re:" + "(" * 5000]), "quantization_config.ignore: .* is no regular expression"),
+        (compressed(INT8, ignore=["re:((a{99}){99}){99}"]), "ignore: .* repeats more than 1000 times; write it with"),
         (compressed() | {"config_groups": {"group_0": 1}}, "config_groups.group_0 must be a JSON object, not 1"),
     ],
 )
 def test_what_is_not_possible_is_refused(config: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         read(config)
+
+
+def test_keys_that_change_nothing() -> None:
+    """As the library, ``transformers`` and their older versions write them."""
+    fp8 = {"dequantize": False, "expert_dtype": "fp8", "modules_to_convert": None, "scale_fmt": "float", "later": None}
+    assert read(FP8 | fp8) == read(FP8)
+    assert read(FP8 | {"ignored_layers": ["a"]}) == read(FP8 | {"modules_to_not_convert": ["a"]}) != read(FP8)
+    arguments = {"observer": "mse", "observer_kwargs": {"a": 1}, "scale_dtype": None, "zp_dtype": "torch.int8"}
+    weights = INT8["weights"] | arguments | {"group_size": -1, "block_structure": None, "actorder": None}
+    inputs = INT8["input_activations"] | arguments | {"group_size": None, "symmetric": True, "actorder": False}
+    about = {"quantization_status": "frozen", "global_compression_ratio": 1.2, "version": "0.9", "run_compressed": True}
+    empty = {"kv_cache_scheme": None, "transform_config": {}, "moe_sparsity_config": None}
+    group = INT8 | {"weights": weights, "input_activations": inputs}
+    for sparsity in (None, {}, {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"}):
+        assert read(compressed(group, sparsity_config=sparsity, **about, **empty)) == read(compressed(INT8))
+
+
+def test_how_columns_are_ordered() -> None:
+    for order in ("group", "dynamic", "GROUP", True):
+        (scheme,) = read(changed(INT4, "weights", actorder=order)).schemes  # type: ignore[union-attr]
+        assert scheme.actorder == "group" and "in groups of 128, in any order" in scheme.name
+    for order in ("weight", "static", None, False):  # the codes are stored in order
+        assert read(changed(INT4, "weights", actorder=order)) == read(compressed(INT4))
+    del (weights := dict(INT4["weights"]))["strategy"]
+    assert read(compressed(INT4 | {"weights": weights})) == read(compressed(INT4)), "a size makes groups"
+
+
+@pytest.mark.parametrize("key", ["ignore", "targets"])
+def test_an_expression_that_takes_for_ever(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs once into the time limit, and the error has its key."""
+    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.05)
+    slow = ["re:(x|x)*[yz]"]
+    config = read(compressed(INT8 | {"targets": slow}) if key == "targets" else compressed(INT8, ignore=slow))
+    assert config is not None and config.scheme_of("model.weight") == (None if key == "targets" else config.schemes[0])
+    with pytest.raises(
+        ValueError,
+        match=rf"quantization_config.{key}: the regular expression 're:\(x\|x\)\*\[yz\]' takes longer than 0.05",
+    ):
+        config.scheme_of("x" * 60 + ".weight")
+
+
+def test_the_time_of_an_expression_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name alone takes longer than the limit."""
+    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.05)
+    names = [f"{'x' * 17}{number}" for number in range(2000)]
+    with pytest.raises(ValueError, match="takes longer than 0.05 seconds"):
+        for name in names:
+            patterns.matches("ignore", "(x|x)*[yzw]", name)
+    config = read(compressed(INT8, ignore=["re:.*gate$", "re:(.*)*(.*)*X"]))
+    assert config is not None and sum(config.scheme_of(name) is None for name in names) == 0
 
 
 def test_the_demo_model_is_in_the_released_format() -> None:

@@ -1,5 +1,5 @@
-"""INT4 whose groups are columns in any order (``actorder: "group"`` and ``g_idx``), as GPTQ stores them: the model computes
-with ``code[i, j] · scale[i, g_idx[j]]``."""
+"""INT4 whose groups are columns in any order (``actorder: "group"`` and ``g_idx``), as GPTQ stores them: the model
+computes with ``code[i, j] · scale[i, g_idx[j]]``."""
 
 from __future__ import annotations
 

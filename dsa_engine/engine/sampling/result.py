@@ -81,6 +81,19 @@ _ERRORS = {
 }
 
 
+def check_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Returns ``logits [vocab]`` or ``[len, vocab]`` on the host.
+
+    Raises:
+        ValueError: they are not finite; the text has the first position.
+    """
+    # The sum reads them once. Only if it is not finite (it may overflow), each is checked.
+    if not bool(logits.sum().isfinite()) and not bool((finite := logits.isfinite().all(dim=-1)).all()):
+        where = "after the prompt" if logits.dim() == 1 else f"at position {int((~finite).nonzero()[0])} of the prompt"
+        raise ValueError(f"the model's logits {where} are not finite (inf or nan)")
+    return logits
+
+
 class RequestTokens(NamedTuple):
     """The new tokens of one request from a step, in order of position; with drafts, the accepted ones and one more."""
 

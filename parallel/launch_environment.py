@@ -34,6 +34,15 @@ def local_world_size() -> int:
     return _number(name, "1", 1, "a positive integer")
 
 
+def local_ranks() -> range:
+    """The ranks of this machine, if torchrun has started them; else none, as they are not known."""
+    try:
+        rank, local = launched_rank()[0], int(os.environ["LOCAL_RANK"])
+        return range(rank - local, rank - local + local_world_size()) if launched_store() else range(0)
+    except (KeyError, ValueError):
+        return range(0)
+
+
 def launched_store() -> bool:
     """Whether the launcher keeps the store of the run, which then exists before any rank has begun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -43,6 +43,19 @@ def local_ranks() -> range:
         return range(0)
 
 
+def store_address() -> tuple[str, int]:
+    """Host and port of the run's store.
+
+    Raises:
+        ValueError: the environment does not name them.
+    """
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError(
+            "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"
+        )
+    return os.environ["MASTER_ADDR"], _number("MASTER_PORT", "", 0, "a port number, from 0 to 65535", 65536)
+
+
 def launched_store() -> bool:
     """Whether the launcher keeps the store of the run, which then exists before any rank has begun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -66,8 +66,8 @@ def _why_silent(host: str, port: int, waited_s: float) -> TimeoutError:
     except OSError as error:
         return TimeoutError(
             f"rank 0 has not come: for {waited_s:g} seconds no process has answered at {where} "
-            f"({error.strerror or error}); see whether rank 0 was started and still runs, on the machine that MASTER_ADDR names and with the same "
-            "MASTER_PORT, and whether a firewall is between the machines"
+            f"({error.strerror or error}); see whether rank 0 was started and still runs, on the machine that "
+            "MASTER_ADDR names and with the same MASTER_PORT, and whether a firewall is between the machines"
         )
     return TimeoutError(
         f"{where} accepts connections, but has not answered as the store of a run for {waited_s:g} seconds: something "

@@ -15,10 +15,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from dsa_engine.parallel.failure.absence import Absence
 from dsa_engine.parallel.failure.reporter import run_store
 
 _meetings_held: Counter[str] = Counter()  # by the ranks that took part
-_SLICE_S = 1.0  # seconds between two looks of a waiting rank at whether to go on waiting
+_SLICE_S = 1.0  # seconds between two looks of a waiting rank at the other ranks' processes
+_POLL_S = 0.05
 
 
 def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: float) -> None:
@@ -33,6 +35,7 @@ def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: fl
     Raises:
         ValueError: a text differs; raised on all of the ranks, and says which text on which ranks.
         TimeoutError: a rank does not come.
+        RuntimeError: the process of a rank has ended or is stopped.
     """
 
     def judge(texts: Mapping[int, str]) -> str:
@@ -55,6 +58,7 @@ class Meeting:
         self._rank = rank
         self._store = run_store() or dist.PrefixStore("dsa_engine", dist.distributed_c10d._get_default_store())
         self._number = _meetings_held[str(self._ranks)]
+        self._absence = Absence(self._store, [other for other in self._ranks if other != rank])
 
     def say(self, text: str) -> None:
         """Leaves this rank's text."""
@@ -80,6 +84,7 @@ class Meeting:
 
         Raises:
             TimeoutError: a rank does not come.
+            RuntimeError: the process of a rank has ended or is stopped.
         """
         _meetings_held[str(self._ranks)] += 1
         self.say(text)
@@ -100,17 +105,20 @@ class Meeting:
     def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None]) -> str:
         """What ``rank`` leaves under a name."""
         key, until = self._key(name), time.monotonic() + wait_s
-        while True:
+        check()
+        with suppress(RuntimeError, dist.DistStoreError):
+            self._store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_S, wait_s))))
+        looked = 0.0
+        while not self._store.check([key]):  # PyTorch writes two lines to stderr for each wait in vain
             check()
-            remaining = until - time.monotonic()
-            try:
-                self._store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_S, remaining))))
-                return self._store.get(key).decode()
-            except (RuntimeError, dist.DistStoreError) as error:
-                if remaining < _SLICE_S:
-                    raise TimeoutError(
-                        f"rank {rank} has not come to the start of the run for {wait_s:g} seconds"
-                    ) from error
+            now = time.monotonic()
+            if now - looked > _SLICE_S:
+                self._absence.check()
+                looked = now
+            if now > until:
+                raise TimeoutError(f"rank {rank} has not come to the start of the run for {wait_s:g} seconds")
+            time.sleep(_POLL_S)
+        return self._store.get(key).decode()
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -34,6 +34,28 @@ def local_world_size() -> int:
     return _number(name, "1", 1, "a positive integer")
 
 
+def local_ranks() -> range:
+    """The ranks of this machine, if torchrun has started them; else none, as they are not known."""
+    try:
+        rank, local = launched_rank()[0], int(os.environ["LOCAL_RANK"])
+        return range(rank - local, rank - local + local_world_size()) if launched_store() else range(0)
+    except (KeyError, ValueError):
+        return range(0)
+
+
+def store_address() -> tuple[str, int]:
+    """Host and port of the run's store.
+
+    Raises:
+        ValueError: the environment does not name them.
+    """
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError(
+            "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"
+        )
+    return os.environ["MASTER_ADDR"], _number("MASTER_PORT", "", 0, "a port number, from 0 to 65535", 65536)
+
+
 def launched_store() -> bool:
     """Whether the launcher keeps the store of the run, which then exists before any rank has begun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

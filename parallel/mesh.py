@@ -31,7 +31,7 @@ from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.failure.reporter import leave_run, report_failures
 from dsa_engine.parallel.group import Group
-from dsa_engine.parallel.launch_environment import launched_rank, launched_store
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store, store_address
 
 
 class MeshOptions(Protocol):
@@ -274,8 +274,14 @@ def _check_ranks(ranks: Sequence[int], global_size: int, global_rank: int) -> No
 
 def _join(device: torch.device, timeout_s: float, bound: torch.device | None) -> None:
     """Makes the process group of the whole run."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    backend, (host, port) = "nccl" if device.type == "cuda" else "gloo", store_address()
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    except dist.DistStoreError as error:
+        raise TimeoutError(
+            f"the other ranks have not all come to {host}:{port} (MASTER_ADDR, MASTER_PORT) within {timeout_s:g} "
+            f"seconds: {error} Start all {launched_rank()[1]} of WORLD_SIZE, with the same address"
+        ) from error
     report_failures(connect_s=timeout_s)
     atexit.register(_leave)  # runs while failures are still watched for, as it may wait for a peer
 

@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import subprocess
+from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("DSA_ENGINE_NATIVE") == "0":
         return None
     try:
-        loaded = native_library.load(_SOURCES, user_cache() / "native")
+        loaded = native_library.load(_SOURCES, *_folders())
         for name, (arguments, result) in _FUNCTIONS.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, result
@@ -103,14 +104,25 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def _folders() -> list[Path]:
+    """The folders in which the library may lie. In a cache folder that users share, "native" is that of the first user,
+    or of root for all; a user that can use neither takes another one there, or one of the own cache folder."""
+    folders = [user_cache() / "native", user_cache() / f"native-{os.geteuid()}"]
+    with suppress(OSError):
+        folders.append(_own_cache() / "native")
+    return list(dict.fromkeys(folders))
+
+
 def user_cache() -> Path:
     """Folder for files that can be made again: ``$DSA_ENGINE_CACHE``, else the user's cache folder.
 
     Raises:
         OSError: the user has no home folder, and none was named.
     """
-    if os.environ.get("DSA_ENGINE_CACHE"):
-        return Path(os.environ["DSA_ENGINE_CACHE"])
+    return Path(os.environ["DSA_ENGINE_CACHE"]) if os.environ.get("DSA_ENGINE_CACHE") else _own_cache()
+
+
+def _own_cache() -> Path:
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "dsa_engine"
     try:

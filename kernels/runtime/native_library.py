@@ -1,4 +1,4 @@
-"""Compiles C++ sources into a shared library of the user's cache folder, once, and loads it from there.
+"""Compiles C++ sources into a shared library of a cache folder, once, and loads it from there.
 
 A library that is loaded is run, so only this user and root may have been able to write it: the file, its folder and the
 folder above belong to one of them, and no other user may write there. A digest at the end of the file shows that it was
@@ -35,38 +35,62 @@ class NoCompiler(RuntimeError):
     """There is no C++ compiler."""
 
 
-def load(sources: Path, folder: Path) -> ctypes.CDLL:
-    """Loads the library of ``sources`` from ``folder``; if it is not there, one process compiles it, and others wait.
+class OthersWrite(RuntimeError):
+    """Another user could have written the library, or its folder."""
+
+
+def load(sources: Path, *folders: Path) -> ctypes.CDLL:
+    """Loads the library of ``sources`` from the first of the folders that has it. If none has, one process compiles it,
+    into the first folder that only this user or root can write, and others wait.
 
     Without a compiler, a library serves that another compiler made of the same sources for the same kind of processor.
 
     Raises:
-        RuntimeError: there is no compiler and no library; they do not compile; others may write to the folder.
-        OSError: the folder cannot be made or written.
+        NoCompiler: there is no compiler and no library.
+        OthersWrite: other users may write to the only folders that this one can write, or to the library.
+        RuntimeError: the sources do not compile.
+        OSError: no folder can be made or written.
     """
     about = _source_digest(sources)
+    problems: list[OSError | RuntimeError] = []
     try:
-        library = folder / f"kernels-{about}-{_compiler_digest()}.so"
-    except NoCompiler:
-        for built in sorted(folder.glob(f"kernels-{about}-*.so")):
-            _check_folder(folder)
-            with suppress(OSError):
-                return _load(built)
-        raise
-    with suppress(FileNotFoundError, NotADirectoryError):
-        _check_folder(folder)
-        with suppress(OSError):  # there is none, or it is damaged
+        name = f"kernels-{about}-{_compiler_digest()}.so"
+    except NoCompiler as none:
+        problems.append(none)
+        name = f"kernels-{about}-*.so"
+    for folder in folders:
+        for library in sorted(folder.glob(name)):
+            with suppress(OSError):  # it is damaged
+                try:
+                    _check_folder(folder)
+                    return _load(library)
+                except OthersWrite as problem:
+                    problems.insert(0, problem)
+    if any(isinstance(problem, NoCompiler) for problem in problems):
+        raise problems[0]
+    for folder in folders:
+        try:
+            made = _make(sources, folder / name, folder / f"kernels-{about}.lock")
+        except OSError as error:
+            problems.append(OSError(f"{error}; name a folder that can be written in DSA_ENGINE_CACHE"))
+        except OthersWrite as problem:
+            problems.append(problem)
+        else:
+            for text in dict.fromkeys(map(str, problems)):
+                logger.info("the CPU kernels are in %s: %s", folder, text)
+            return made
+    raise problems[0]
+
+
+def _make(sources: Path, library: Path, lock: Path) -> ctypes.CDLL:
+    folder = library.parent
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _check_folder(folder)
+    with _locked(lock):
+        with suppress(OSError):  # another process has made it since
             return _load(library)
-    try:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        _check_folder(folder)
-        with _locked(folder / f"kernels-{about}.lock"):
-            with suppress(OSError):  # another process has made it since
-                return _load(library)
-            _compile(sources, library)
-            return _load(library)
-    except OSError as error:
-        raise OSError(f"{error}; name a folder that can be written in DSA_ENGINE_CACHE") from error
+        _compile(sources, library)
+        return _load(library)
 
 
 def digest(sources: Path) -> str:
@@ -91,20 +115,20 @@ def _compiler_digest() -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises RuntimeError if another user could put a library into ``folder``, or replace the folder."""
+    """Raises OthersWrite if another user could put a library into ``folder``, or replace the folder."""
     for path in (folder, folder.parent, folder.resolve().parent):
         _check_owner(path, os.stat(path))
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), 0):
-        raise RuntimeError(
+        raise OthersWrite(
             f"{path} belongs to another user ({status.st_uid}), and what lies there is run; name another folder in "
             "DSA_ENGINE_CACHE"
         )
     sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot replace what is not theirs
     if status.st_mode & _OTHERS_WRITE and not sticky:
-        raise RuntimeError(
+        raise OthersWrite(
             f"other users may write to {path}, and what lies there is run; chmod go-w it, or name another folder in "
             "DSA_ENGINE_CACHE"
         )
@@ -114,7 +138,7 @@ def _load(path: Path) -> ctypes.CDLL:
     """Loads the library after its check; no other user can replace it in between.
 
     Raises:
-        RuntimeError: another user may have written it.
+        OthersWrite: another user may have written it.
         OSError: there is no such file, or it is damaged.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

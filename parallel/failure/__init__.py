@@ -4,4 +4,5 @@
 * :mod:`.watch`: the thread that learns of a failure while the main thread waits
 * :mod:`.store`: the key-value store of the run, through which ranks report their errors
 * :mod:`.peers`: the processes of the other ranks of this machine
+* :mod:`.absence`: ranks that others wait for, and that have ended or are stopped
 """

@@ -26,6 +26,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from dsa_engine.parallel.failure.absence import FATES
 from dsa_engine.parallel.failure.peers import State, machine, name_of, state_of, wake
 from dsa_engine.parallel.failure.store import STORE_WAIT, connect
 from dsa_engine.parallel.failure.watch import LEFT, FailureWatch, end_key, see_off
@@ -231,18 +232,8 @@ class _Reporter:
                 wake(self.store.get(f"process {rank}").decode())
         if not silent:
             return "every rank has failed in its communication, and none for a reason of its own"
-        words = (f"rank {', '.join(map(str, ranks))}: {_SILENT[state]}" for state, ranks in silent.items())
+        words = (f"rank {', '.join(map(str, ranks))}: {FATES[state]}" for state, ranks in silent.items())
         return "no word from " + "; from ".join(words)
-
-
-_ENDED = "ended without an error of its own (killed, perhaps for want of memory, or crashed)"
-_SILENT: dict[State, str] = {  # possible fate of a rank without an error, by the state of its process
-    "ended": f"its process has {_ENDED}",
-    "left": "its program has come to its end (by sys.exit, or as it does less than the others)",
-    "stopped": "its process was stopped (SIGSTOP, or Ctrl-Z); it has been woken, to end like the others",
-    "running": "it hangs, though its process is alive",
-    "unknown": f"it hangs, or its process has {_ENDED}",
-}
 
 
 def _is_transport_error(error: BaseException) -> bool:

@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from dsa_engine.parallel.launch_environment import store_address
+
 STORE_WAIT = timedelta(seconds=5)  # longest wait for an answer of the store
 _MUTE_S = 1.0  # added to a connection's own timeout
 
@@ -18,10 +20,10 @@ def connect(patience_s: float) -> dist.Store:
 
     Raises:
         ValueError: the environment has no address of the store.
-        TimeoutError: the process at that address does not answer as a store.
+        TimeoutError: no process at that address answers as a store.
     """
     # The process group's connection may be in use by a thread that waits in it.
-    host, port = _address()
+    host, port = store_address()
     outcome: list[dist.Store | Exception] = []
 
     def attempt() -> None:
@@ -35,31 +37,39 @@ def connect(patience_s: float) -> dist.Store:
     thread = threading.Thread(target=attempt, daemon=True, name="dsa_engine store")
     thread.start()
     thread.join(patience_s + _MUTE_S)
-    if not outcome:
-        raise TimeoutError(
-            f"{host}:{port} (MASTER_ADDR, MASTER_PORT) accepts connections, but has not answered as the store of a run "
-            f"for {patience_s:g} seconds: something else listens there; choose another port"
-        )
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    outcome[0].set_timeout(STORE_WAIT)
+    answer = outcome[0] if outcome else None
+    if answer is None or isinstance(answer, Exception):
+        raise _why_silent(host, port, patience_s) from answer
+    answer.set_timeout(STORE_WAIT)
     # torchrun keeps its store when it restarts the ranks.
-    return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", outcome[0])
+    return dist.PrefixStore(f"dsa_engine/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", answer)
 
 
 def has_listener() -> bool:
     """Whether a process accepts connections at the store's address. Without one, PyTorch's own attempt takes its whole
     timeout and writes pages to stderr."""
     try:
-        with socket.create_connection(_address(), _MUTE_S):
+        with socket.create_connection(store_address(), _MUTE_S):
             return True
     except (OSError, ValueError):  # ValueError: the environment no longer has the address
         return False
 
 
-def _address() -> tuple[str, int]:
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ValueError(
-            "MASTER_ADDR and MASTER_PORT must be in the environment of several processes; torchrun sets them"
+def _why_silent(host: str, port: int, waited_s: float) -> TimeoutError:
+    """The error after an attempt to connect in vain."""
+    where = f"{host}:{port} (MASTER_ADDR, MASTER_PORT)"
+    try:
+        with socket.create_connection((host, port), _MUTE_S):
+            pass
+    except socket.gaierror as error:
+        return TimeoutError(f"there is no machine {host!r}: {error.strerror}; MASTER_ADDR must name that of rank 0")
+    except OSError as error:
+        return TimeoutError(
+            f"rank 0 has not come: for {waited_s:g} seconds no process has answered at {where} "
+            f"({error.strerror or error}); see whether rank 0 was started and still runs, on the machine that "
+            "MASTER_ADDR names and with the same MASTER_PORT, and whether a firewall is between the machines"
         )
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TimeoutError(
+        f"{where} accepts connections, but has not answered as the store of a run for {waited_s:g} seconds: something "
+        "else listens there; choose another port"
+    )

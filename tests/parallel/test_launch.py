@@ -93,12 +93,24 @@ def test_a_port_that_stays_mute_is_not_waited_for(mute_port: int, monkeypatch: p
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", mute_port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(failure, "_reporter", None)
+    monkeypatch.setattr(run_store, "_MUTE_S", 0.2)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
     monkeypatch.setattr(mesh_module.dist, "init_process_group", lambda *_, **__: pytest.fail("nobody answered"))
     with pytest.raises(
         TimeoutError, match=f"127.0.0.1:{mute_port} .MASTER_ADDR, MASTER_PORT. accepts connections, but"
     ):
         Mesh.create(ParallelConfig(timeout=0.5), "cpu")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+    with pytest.raises(
+        TimeoutError, match="^rank 0 has not come: for 0.1 seconds no process has answered at 127.0.0.1:"
+    ):
+        Mesh.create(ParallelConfig(timeout=0.1), "cpu")
+    for rank, port in (("1", "abc"), ("0", "abc"), ("1", "70000"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ValueError, match=f"MASTER_PORT in the environment must be a port number, .* not '{port}'"):
+            Mesh.create(ParallelConfig(timeout=0.5), "cpu")
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT must be in the environment"):
         Mesh.create(ParallelConfig(timeout=0.5), "cpu")

@@ -71,6 +71,31 @@ def test_what_belongs_to_another_user_is_not_loaded(what: str, sources: Path, fo
         native_library.load(sources, folder)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
+def test_users_may_share_a_cache_folder(
+    sources: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What another user has made is not run; it does not keep this one from making a library elsewhere."""
+    caplog.set_level("INFO")
+    shared = folder.parent
+    shared.chmod(0o1777)
+    os.chown(folder, 12345, -1)
+    mine = shared / "native-0"
+    assert native_library.load(sources, folder, mine).one() == 1
+    assert library_in(mine).stat().st_uid == 0 and library_in(folder).exists()
+    assert f"the CPU kernels are in {mine}: {folder} belongs to another user (12345)" in caplog.text
+    os.chown(shared, 12345, -1)  # its owner could replace every folder in it
+    at_home = tmp_path / "home" / "native"
+    assert native_library.load(sources, folder, mine, at_home).one() == 1
+    assert library_in(at_home)
+
+
+def test_a_library_that_is_there_goes_before_a_new_one(sources: Path, folder: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first" / "native"
+    assert native_library.load(sources, first, folder).one() == 1
+    assert not first.exists()
+
+
 def test_a_folder_may_lie_in_one_like_tmp(sources: Path, folder: Path) -> None:
     """In a sticky folder other users cannot replace what is not theirs."""
     folder.parent.chmod(0o1777)

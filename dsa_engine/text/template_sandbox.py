@@ -58,7 +58,7 @@ class _Budget:
             raise TooLong(f"it makes values of more than {_ALL * self.value:,} characters in all")
 
 
-_budget: ContextVar[_Budget] = ContextVar("budget")  # of the rendering in this thread
+_budget: ContextVar[_Budget] = ContextVar("budget")  # belongs to the rendering in this thread
 
 
 def render_bounded(source: str, variables: Mapping[str, Any]) -> str:
@@ -123,21 +123,21 @@ def _counted(value: Any) -> Any:
     return value
 
 
-def _check_operator(operator: str, left: Any, right: Any) -> None:
-    integers = isinstance(left, int) and isinstance(right, int)
+def _check_operator(operator: str, first: Any, second: Any) -> None:
+    integers = isinstance(first, int) and isinstance(second, int)
     if operator == "%":
-        if isinstance(left, str):
-            _check_format(left, right)
+        if isinstance(first, str):
+            _check_format(first, second)
     elif integers and operator != "+":
-        digits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        digits = first.bit_length() * second if operator == "**" else first.bit_length() + second.bit_length()
         if digits > _DIGITS:
             raise TooLong(f"it makes an integer of more than {_DIGITS:,} binary digits")
     elif operator == "*":
-        for value, count in ((left, right), (right, left)):
+        for value, count in ((first, second), (second, first)):
             if isinstance(count, int) and isinstance(value, _SEQUENCES):
                 _budget.get().check(len(value) * count)
-    elif isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
-        _budget.get().check(len(left) + len(right))
+    elif isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
+        _budget.get().check(len(first) + len(second))
 
 
 def _check_format(pattern: str, *values: Any) -> None:
@@ -310,9 +310,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Names}
         del self.globals["lipsum"]  # makes as much text as it is asked for
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        _check_operator(operator, left, right)
-        return _counted(super().call_binop(context, operator, left, right))
+    def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
+        _check_operator(operator, first, second)
+        return _counted(super().call_binop(context, operator, first, second))
 
     def joined(self, values: tuple[Any, ...]) -> str:
         _check(*values)

@@ -72,6 +72,11 @@ def test_arguments(tokenizer: Tokenizer) -> None:
         tokenizer.chat_text(HELLO, chat_template_kwargs={"tokenize": True})
 
 
+def test_half_a_surrogate_pair(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"^the content of a message has half a surrogate pair, .* \('\\udcff'\); "):
+        tokenizer.chat_text([*HELLO, {"role": "user", "content": "a\udcff"}])
+
+
 NESTED = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
 
 

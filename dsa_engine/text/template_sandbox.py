@@ -187,28 +187,15 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "translate": lambda text, table=(): _check(text, more=len(text) * _size(table, VALUE)),
     "join": _check_join,
-    "format": lambda pattern, *values, **named: _check_format(str(pattern), values, named),
     "format_map": lambda pattern, values=(): _check_format(str(pattern), values),
     "wordwrap": lambda text, width=79, whole=True, line="\n", *_: _check(text, more=len(str(text)) * len(str(line))),
     "round": _check_round,
     "tojson": _check_json,
 }
 # Other filters write their value as a text; these do not, and may be called often with all messages.
-_OF_ELEMENTS = {
-    "attr",
-    "count",
-    "d",
-    "default",
-    "dictsort",
-    "first",
-    "groupby",
-    "items",
-    "last",
-    "length",
-    "list",
-    "map",
-}
-_OF_ELEMENTS |= {"max", "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"}
+_OF_ELEMENTS = {"attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list"}
+_OF_ELEMENTS |= {"map", "max", "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "sort"}
+_OF_ELEMENTS |= {"unique"}
 # Arguments by name, in the order of the checks' parameters.
 _NAMES = {
     "indent": ("width",),
@@ -222,15 +209,14 @@ _NAMES |= {"replace": ("old", "new"), "join": ("d",)}
 
 def _check_call(name: str, value: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Checks a call of a filter or of a text's method; names of arguments are those of jinja2's filters."""
-    check = _CHECKS.get(name)
-    if check is None:
-        if name not in _OF_ELEMENTS:
-            _check(value)
-    elif name == "format":
-        check(value, *args, **named)
-    else:
+    if name in _OF_ELEMENTS:
+        return
+    _check(value, *args, *named.values())  # so that each can be written as a text
+    if name == "format":
+        _check_format(str(value), args, named)
+    elif name in _CHECKS:
         by_name = [named[one] for one in _NAMES.get(name, ())[len(args) :] if one in named]
-        check(value, *args, *by_name)
+        _CHECKS[name](value, *args, *by_name)
 
 
 def _bounded_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,7 +226,7 @@ def _bounded_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(*args: Any, **named: Any) -> Any:
         value = args[passed]
         if isinstance(value, Iterator):
-            value = [_counted(one) for one in _until_full(value)]
+            value = [*_until_full(value)]
         _check_call(name, value, args[passed + 1 :], named)
         return _counted(run(*args[:passed], value, *args[passed + 1 :], **named))
 

@@ -197,7 +197,7 @@ def run(main: Callable[[], None]) -> None:
         if several:
             sys.stdout = UntilClosed(stdout)
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # also without a standard output
     except BrokenPipeError:
         drop_stdout()
         sys.exit(141)

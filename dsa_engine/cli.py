@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dsa_engine.arguments import Parser, run
-from dsa_engine.commands import chat, env, generate, info
-from dsa_engine.commands.bench import command as bench
-from dsa_engine.commands.doctor import command as doctor
-from dsa_engine.commands.planner import command as plan
-from dsa_engine.version import __version__
+from dsa_engine.system.interrupts import ending_at_once
+
+with ending_at_once():
+    from dsa_engine.arguments import Parser, run
+    from dsa_engine.commands import chat, env, generate, info
+    from dsa_engine.commands.bench import command as bench
+    from dsa_engine.commands.doctor import command as doctor
+    from dsa_engine.commands.planner import command as plan
+    from dsa_engine.version import __version__
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -263,11 +263,6 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer, loaded at first use; raises ``ValueError`` if the folder has none."""
         if self._tokenizer is None:
-            if not Tokenizer.lies_in(self.folder):
-                raise ValueError(
-                    f"{self.folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or "
-                    "bad words"
-                )
             with self._loading:
                 self._tokenizer = self._tokenizer or Tokenizer(self.folder, self.engine.options.trust_remote_code)
         return self._tokenizer

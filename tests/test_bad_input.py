@@ -72,6 +72,11 @@ def test_parameters(llm: LLM) -> None:
         SamplingParams(temperature=float("nan"))
     with pytest.raises(ValueError, match="the conversation is empty; give at least one message"):
         llm.chat([])
+    for name in ("stop", "bad_words"):
+        with pytest.raises(ValueError, match=f"^a text of {name} has half a surrogate pair, which is no character, at"):
+            SamplingParams(**{name: ["a", "b\ud83d"]})
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: the text has half a surrogate pair, which is no character"):
+        llm.generate(["a", "b\ud83d"])
 
 
 def test_cache_too_small_for_the_request(demo_cache: Path) -> None:

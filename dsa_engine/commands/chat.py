@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import closing
-from typing import Any
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import add_engine_arguments, llm_from
+from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
 from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
-from dsa_engine.llm import LLM
 from dsa_engine.sampling_params import SamplingParams
 
-_HELP = "/new begins another conversation; Ctrl-C stops an answer, Ctrl-D (or /exit) ends"
+if TYPE_CHECKING:
+    from dsa_engine.llm import LLM
+
+_HELP = "/new begins another conversation, /help says this; Ctrl-C stops an answer; Ctrl-D, /quit or /exit ends"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +32,10 @@ def run_chat(args: argparse.Namespace) -> None:
         ValueError: an option is not possible, or the model has no chat template.
     """
     sampling_params(args)  # checks them before anything is loaded
+    if leads():
+        check_stdout()
+        standard_input("chat")
+        Early(args).tokenizer().chat([*_beginning(args), {"role": "user", "content": "Hello"}])  # is there a template?
     llm = llm_from(args)
     if llm.engine.mesh.rank > 0:
         llm.follow()
@@ -39,22 +46,28 @@ def run_chat(args: argparse.Namespace) -> None:
 
 def _converse(llm: LLM, args: argparse.Namespace) -> None:
     params = sampling_params(args, llm.default_sampling)
-    beginning = [{"role": "system", "content": args.system}] if args.system else []
-    llm.tokenizer.chat([*beginning, {"role": "user", "content": "Hello"}])  # checks that there is a template
     asks = sys.stdin.isatty()
     if asks:
+        with suppress(ImportError):  # some builds of Python lack it
+            import readline  # noqa: F401 (gives input() line editing and a history)
         print(f"{_HELP}.", file=sys.stderr)
-    conversation = [*beginning]
+    conversation = _beginning(args)
     while (text := _line(asks)) is not None:
-        if text == "/exit":
+        if text in ("/exit", "/quit"):
             return
-        if text == "/new":
-            conversation = [*beginning]
+        if text == "/help":
+            print(f"{_HELP}.", file=sys.stderr)
+        elif text == "/new":
+            conversation = _beginning(args)
         elif text:
             asked = [*conversation, {"role": "user", "content": text}]
             answer = _answer(llm, asked, params)
             if answer is not None:
                 conversation = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _beginning(args: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
 
 
 def _line(asks: bool) -> str | None:
@@ -64,6 +77,8 @@ def _line(asks: bool) -> str | None:
             return input("> " if asks else "").strip()
         except EOFError:
             return None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is no text in {error.encoding}: {error.reason}") from error
         except KeyboardInterrupt:
             if not asks:
                 raise

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
+from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
 from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
 
 
@@ -33,20 +34,13 @@ def run_generate(args: argparse.Namespace) -> None:
     """
     if args.chat and args.prompt_ids is not None:
         raise ValueError("--chat takes a text; give --prompt or --prompt-file with it, not --prompt-ids")
-    text = ""
-    if args.prompt_file:
-        text = read_text(args.prompt_file)
-    elif args.prompt is not None:
-        text = sys.stdin.read() if args.prompt == "-" else args.prompt
     sampling_params(args)  # checks them before anything is loaded
+    prompt = _prompt(args) if leads() else []
     llm = llm_from(args)
     if llm.engine.mesh.rank > 0:
         llm.follow()
         return
     params = sampling_params(args, llm.default_sampling)
-    prompt = text if args.prompt_ids is None else args.prompt_ids
-    if args.chat:
-        prompt = llm.tokenizer.chat([{"role": "user", "content": text}])
     texts, error = llm.has_tokenizer, None
     with llm:
         for piece in llm.stream(prompt, params):
@@ -57,6 +51,32 @@ def run_generate(args: argparse.Namespace) -> None:
     if error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _prompt(args: argparse.Namespace) -> list[int]:
+    """The prompt's token ids, checked before weights are loaded."""
+    check_stdout()
+    early = Early(args)
+    if args.prompt_ids is not None:
+        ids = args.prompt_ids
+    else:
+        text = read_text(args.prompt_file) if args.prompt_file else _given_text(args)
+        tokenizer = early.tokenizer()
+        ids = tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)
+    early.check(ids, room=1)
+    return ids
+
+
+def _given_text(args: argparse.Namespace) -> str:
+    text = args.prompt
+    if text == "-":
+        try:
+            text = standard_input("--prompt -").read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is no text in {error.encoding}: {error.reason}") from error
+    if not text:
+        raise ValueError("the prompt is empty; give some text with --prompt, or --prompt-file or --prompt-ids")
+    return text
 
 
 def _token_ids(text: str) -> list[int]:

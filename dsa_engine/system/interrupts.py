@@ -1,15 +1,43 @@
-"""Deferral of Ctrl-C to a harmless moment."""
+"""Ctrl-C: its deferral to a harmless moment, and a quiet end while a command begins."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C in the block ends the process with one line and status 130: for a command's imports, which take seconds.
+
+    A ``KeyboardInterrupt`` in the middle of an import would be shown as a traceback, or become another error. Where
+    Ctrl-C has a handler of the program, or is ignored, the block does nothing.
+    """
+    main = threading.get_ident() == threading.main_thread().ident
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def uninterrupted() -> AbstractContextManager[None]:

@@ -63,7 +63,6 @@ def _message(message: Any, conversation: Sequence[Any]) -> dict[str, Any]:
         content = "\n".join(_part(part) for part in content)
     if not isinstance(content, str):
         raise TypeError(f"{_FORM}, not {shown(conversation)}")
-    check_text("the content of a message", content)
     return {**message, "content": content}
 
 
@@ -116,6 +115,9 @@ def render(
     reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
     if wrong := sorted(reserved & variables.keys()):
         raise ValueError(f"chat_template_kwargs has {', '.join(wrong)}, which a template's variable cannot be called")
+    for message in messages:
+        if isinstance(message.get("content"), str):
+            check_text("the content of a message", message["content"])
     with _one_error("the chat template that was given" if given else f"the chat template of {folder}"):
         tools = None if tools is None else list(tools)
         source = tokenizer.get_chat_template(chat_template, tools)

@@ -58,7 +58,7 @@ class _Budget:
             raise TooLong(f"it makes values of more than {_ALL * self.value:,} characters in all")
 
 
-_budget: ContextVar[_Budget] = ContextVar("budget")  # of the rendering in this thread
+_budget: ContextVar[_Budget] = ContextVar("budget")  # belongs to the rendering in this thread
 
 
 def render_bounded(source: str, variables: Mapping[str, Any]) -> str:
@@ -123,21 +123,21 @@ def _counted(value: Any) -> Any:
     return value
 
 
-def _check_operator(operator: str, left: Any, right: Any) -> None:
-    integers = isinstance(left, int) and isinstance(right, int)
+def _check_operator(operator: str, first: Any, second: Any) -> None:
+    integers = isinstance(first, int) and isinstance(second, int)
     if operator == "%":
-        if isinstance(left, str):
-            _check_format(left, right)
+        if isinstance(first, str):
+            _check_format(first, second)
     elif integers and operator != "+":
-        digits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        digits = first.bit_length() * second if operator == "**" else first.bit_length() + second.bit_length()
         if digits > _DIGITS:
             raise TooLong(f"it makes an integer of more than {_DIGITS:,} binary digits")
     elif operator == "*":
-        for value, count in ((left, right), (right, left)):
+        for value, count in ((first, second), (second, first)):
             if isinstance(count, int) and isinstance(value, _SEQUENCES):
                 _budget.get().check(len(value) * count)
-    elif isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
-        _budget.get().check(len(left) + len(right))
+    elif isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
+        _budget.get().check(len(first) + len(second))
 
 
 def _check_format(pattern: str, *values: Any) -> None:
@@ -187,28 +187,15 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "translate": lambda text, table=(): _check(text, more=len(text) * _size(table, VALUE)),
     "join": _check_join,
-    "format": lambda pattern, *values, **named: _check_format(str(pattern), values, named),
     "format_map": lambda pattern, values=(): _check_format(str(pattern), values),
     "wordwrap": lambda text, width=79, whole=True, line="\n", *_: _check(text, more=len(str(text)) * len(str(line))),
     "round": _check_round,
     "tojson": _check_json,
 }
 # Other filters write their value as a text; these do not, and may be called often with all messages.
-_OF_ELEMENTS = {
-    "attr",
-    "count",
-    "d",
-    "default",
-    "dictsort",
-    "first",
-    "groupby",
-    "items",
-    "last",
-    "length",
-    "list",
-    "map",
-}
-_OF_ELEMENTS |= {"max", "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"}
+_OF_ELEMENTS = {"attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list"}
+_OF_ELEMENTS |= {"map", "max", "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "sort"}
+_OF_ELEMENTS |= {"unique"}
 # Arguments by name, in the order of the checks' parameters.
 _NAMES = {
     "indent": ("width",),
@@ -222,15 +209,14 @@ _NAMES |= {"replace": ("old", "new"), "join": ("d",)}
 
 def _check_call(name: str, value: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Checks a call of a filter or of a text's method; names of arguments are those of jinja2's filters."""
-    check = _CHECKS.get(name)
-    if check is None:
-        if name not in _OF_ELEMENTS:
-            _check(value)
-    elif name == "format":
-        check(value, *args, **named)
-    else:
+    if name in _OF_ELEMENTS:
+        return
+    _check(value, *args, *named.values())  # so that each can be written as a text
+    if name == "format":
+        _check_format(str(value), args, named)
+    elif name in _CHECKS:
         by_name = [named[one] for one in _NAMES.get(name, ())[len(args) :] if one in named]
-        check(value, *args, *by_name)
+        _CHECKS[name](value, *args, *by_name)
 
 
 def _bounded_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,7 +226,7 @@ def _bounded_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(*args: Any, **named: Any) -> Any:
         value = args[passed]
         if isinstance(value, Iterator):
-            value = [_counted(one) for one in _until_full(value)]
+            value = [*_until_full(value)]
         _check_call(name, value, args[passed + 1 :], named)
         return _counted(run(*args[:passed], value, *args[passed + 1 :], **named))
 
@@ -310,9 +296,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Names}
         del self.globals["lipsum"]  # makes as much text as it is asked for
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        _check_operator(operator, left, right)
-        return _counted(super().call_binop(context, operator, left, right))
+    def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
+        _check_operator(operator, first, second)
+        return _counted(super().call_binop(context, operator, first, second))
 
     def joined(self, values: tuple[Any, ...]) -> str:
         _check(*values)

@@ -29,10 +29,14 @@ class Tokenizer:
         hf: the tokenizer object of ``transformers``.
 
     Raises:
-        ValueError: the tokenizer needs code of the folder, which is not trusted, or it cannot be read.
+        ValueError: there is none, or it needs code of the folder, which is not trusted, or it cannot be read.
     """
 
     def __init__(self, folder: Path, trust_remote_code: bool = False):
+        if not self.lies_in(folder):
+            raise ValueError(
+                f"{folder} has no tokenizer; give prompts as lists of token ids, and no stop strings or bad words"
+            )
         from transformers import AutoTokenizer
 
         self._folder = folder

@@ -25,7 +25,8 @@ def test_chat_keeps_the_conversation(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["key 4821 is 97", "What is key 4821?"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*asked, "/new", "", asked[1], "/exit", "not read"])))
+    lines = [*asked, "/new", "", "/help", asked[1], "/quit", "not read"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     main(["chat", "--system", "S", "--max-tokens", "4", "--device", "cpu", "--max-model-len", "400"])
     params = SamplingParams(temperature=0.0, max_tokens=4)
     messages, expected = [{"role": "system", "content": "S"}], []
@@ -35,7 +36,9 @@ def test_chat_keeps_the_conversation(
         messages.append({"role": "assistant", "content": output.text})
         expected.append(output.text)
     (output,) = llm.chat([messages[0], messages[3]], params, use_tqdm=False)
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in [*expected, output.text])
+    captured = capsys.readouterr()
+    assert captured.out == "".join(f"{text}\n" for text in [*expected, output.text])
+    assert "/new begins another conversation, /help says this; Ctrl-C stops an answer; Ctrl-D, /quit" in captured.err
 
 
 def test_chat_goes_on_after_what_does_not_fit(
@@ -67,6 +70,81 @@ def test_token_ids_of_a_folder_without_a_tokenizer(
         with pytest.raises(SystemExit, match="2"):
             main(["generate", *words, "--device", "cpu"])
         assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def unloadable(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with another tokenizer_config.json, no chat template, and weights that nothing may read."""
+    folder = tmp_path / "model"
+    shutil.copytree(demo_folder(), folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "chat_template"}))
+    monkeypatch.setattr("dsa_engine.llm.start", lambda *_: pytest.fail("weights are loaded"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words, stdin, message",
+    [
+        (
+            ["generate", "--prompt", ""],
+            "",
+            "error: the prompt is empty; give some text with --prompt, or --prompt-file",
+        ),
+        (["generate", "--prompt", "-"], "", "error: the prompt is empty; give some text"),
+        (
+            ["generate", "--prompt", "-"],
+            None,
+            "error: standard input is closed, and --prompt - reads it; leave it open",
+        ),
+        (
+            ["generate", "--prompt", "a\udcff"],
+            "",
+            "error: the text has half a surrogate pair, which is no character, at",
+        ),
+        (
+            ["generate", "--prompt-ids", "5,320"],
+            "",
+            "error: token id 320 is out of range; the vocabulary has ids 0 … 319",
+        ),
+        (["generate", "--prompt-ids", ""], "", "error: the prompt is empty; give at least one token"),
+        (["generate", "--prompt", "x" * 200], "", "error: the prompt has 201 tokens, max_model_len is 200, of which"),
+        (["generate", "--prompt", "x", "--chat"], "", "has no chat template; use generate() with a prompt"),
+        (["chat"], "hello", "has no chat template; use generate() with a prompt"),
+        (["chat"], None, "error: standard input is closed, and chat reads it; leave it open"),
+        (["bench", "prefill", "--seq-len", "50,201"], "", "error: the prompt has 201 tokens, max_model_len is 200;"),
+        (["bench", "tpot", "--input-len", "150", "--output-len", "51"], "", "200, of which at least 51 must be left"),
+        (["bench", "serve", "--random-input-len", "201"], "", "error: the prompt has 201 tokens, max_model_len is 200"),
+    ],
+)
+def test_what_is_known_is_said_before_weights_are_loaded(
+    unloadable: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    stdin: str | None,
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--model", str(unloadable), "--device", "cpu", "--max-model-len", "200"])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat"]])
+def test_closed_standard_output(
+    unloadable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--model", str(unloadable), "--device", "cpu"])
+    assert capsys.readouterr().err.startswith("error: standard output is closed, and the text goes there; leave it")
+
+
+def test_a_command_without_output_and_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        main(["info", "demo-random"])
 
 
 def test_what_an_llm_says_of_itself(llm: LLM) -> None:

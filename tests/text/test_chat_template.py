@@ -72,6 +72,11 @@ def test_arguments(tokenizer: Tokenizer) -> None:
         tokenizer.chat_text(HELLO, chat_template_kwargs={"tokenize": True})
 
 
+def test_half_a_surrogate_pair(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"^the content of a message has half a surrogate pair, .* \('\\udcff'\); "):
+        tokenizer.chat_text([*HELLO, {"role": "user", "content": "a\udcff"}])
+
+
 NESTED = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
 
 
@@ -94,8 +99,8 @@ def test_a_template_that_fails_is_one_error(tokenizer: Tokenizer, template: str,
         tokenizer.chat_text(HELLO, chat_template=template)
 
 
-LONG = "{% set v = 'x' * 4000000 %}"
-GROWING = "{% set ns = namespace(v=['x' * 100]) %}{% for i in range(99) %}{% set ns.v = {} %}{% endfor %}"
+LONG = "{% set v = 'x' * 90000 %}"
+GROWING = "{% set ns = namespace(v=['x' * 100]) %}{% for i in range(60) %}{% set ns.v = {} %}{% endfor %}"
 NESTED_LISTS = GROWING.replace("{}", "[ns.v, ns.v]")
 
 
@@ -110,6 +115,11 @@ NESTED_LISTS = GROWING.replace("{}", "[ns.v, ns.v]")
         NESTED_LISTS + "{{ ns.v ~ '' }}",
         NESTED_LISTS + "{{ ns.v | tojson }}",
         NESTED_LISTS + "{{ ns.v | string }}",
+        NESTED_LISTS + "{{ ns.v | replace('a', 'b') }}",
+        NESTED_LISTS + "{{ 'a' | replace(ns.v, 'b') }}",
+        NESTED_LISTS + "{{ '%s' % ns.v }}",
+        NESTED_LISTS + "{{ '{}'.format(ns.v) }}",
+        NESTED_LISTS + "{{ '{x}' | format(x=ns.v) }}",
         "{{ 'x' * 10000000000 }}",
         "{{ [1] * 10000000000 }}",
         "{{ 9 ** 9 ** 9 ** 9 ** 9 }}",
@@ -123,7 +133,7 @@ NESTED_LISTS = GROWING.replace("{}", "[ns.v, ns.v]")
         "{{ '{:{w}}'.format(1, w=10000000000) }}",
         "{{ [1] | batch(10000000000, 'x') | list }}",
         "{{ [1] | tojson(indent=10000000000) }}",
-        "{{ ('\\t' * 4000000).expandtabs(1000000) }}",
+        "{{ ('\\t' * 90000).expandtabs(1000000) }}",
         LONG + "{{ v | replace('x', v) }}",
         LONG + "{{ v.replace('', v) }}",
         LONG + "{{ 'abc' | join(v) }}",
@@ -139,7 +149,10 @@ NESTED_LISTS = GROWING.replace("{}", "[ns.v, ns.v]")
         "{% set r = range(100000) | list %}{{ ([r] * 100000) | sum(start=[]) }}",
     ],
 )
-def test_a_template_that_would_take_all_memory(tokenizer: Tokenizer, template: str) -> None:
+def test_a_template_that_would_take_all_memory(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(template_sandbox, "VALUE", 100_000)
     with pytest.raises(ValueError, match=r"^the chat template that was given failed: TooLong: it (makes|formats) "):
         tokenizer.chat_text(HELLO, chat_template=template)
 

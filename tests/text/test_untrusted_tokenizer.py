@@ -44,7 +44,7 @@ BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "
 
 
 def test_a_panic_is_an_error(changed: Changed) -> None:
-    """Of the library's own code: it is no ``Exception``, and the next call works."""
+    """A panic in the library is no ``Exception``; the next call works."""
     strip = {"type": "Strip", "content": " ", "start": 5, "stop": 5}
     tokenizer = changed({"decoder": {"type": "Sequence", "decoders": [BYTES, strip]}})
     (_, space) = tokenizer.encode(" ")

@@ -14,6 +14,7 @@ from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_latency
+from dsa_engine.commands.early import Early
 from dsa_engine.config.speculative import MAX_DRAFTS
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
@@ -81,6 +82,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
     if counts and max(counts):
         given = json_object(args.speculative_config, "--speculative-config")
         args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
+    Early(args).check([0] * max(args.input_len), args.output_len)
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # check all before measuring any

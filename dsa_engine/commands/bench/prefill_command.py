@@ -13,6 +13,7 @@ from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_f
 from dsa_engine.commands.bench.plots import plot_prefill
 from dsa_engine.commands.bench.prefill_benchmark import PrefillResult, measure_prefill
 from dsa_engine.commands.bench.prefill_tables import print_prefill
+from dsa_engine.commands.early import Early
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
@@ -51,6 +52,8 @@ def run_prefill(args: argparse.Namespace) -> None:
     check_outputs(args.json, args.dump_logits, args.profile, args.plot)
     check_plot(args.plot)
     text = read_text(args.prompt_file) if args.prompt_file else None
+    early = Early(args)
+    early.check([0] * max(args.seq_len) if text is None else early.tokenizer().encode(text))
     llm, links = measured_llm(args)
     engine = llm.engine
     if not engine.mesh.communicates and args.dump_logits:

@@ -8,6 +8,7 @@ import math
 from dsa_engine.arguments import add_engine_arguments, add_json_argument, llm_from, reported
 from dsa_engine.commands.bench.serving_benchmark import ServingLoad, check_serving, measure_serving
 from dsa_engine.commands.bench.serving_tables import print_serving, read_goals
+from dsa_engine.commands.early import Early
 from dsa_engine.measure.report import run_report, write_json
 from dsa_engine.system.output_files import check_outputs
 
@@ -49,6 +50,8 @@ def run_serving(args: argparse.Namespace) -> None:
         max_concurrency=args.max_concurrency,
         seed=args.seed,
     )
+    longest_in, longest_out = (max(lengths) for lengths in zip(*load.lengths(), strict=True))
+    Early(args).check([0] * longest_in, longest_out)
     llm = llm_from(args)
     check_serving(llm.engine, load)
     result = measure_serving(llm.engine, load, goals, args.num_warmups)

@@ -61,7 +61,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     refuse_extra_layers(folder, config, options)
     modules = mtp_modules(folder, config, options)
     relaxed = RelaxedAcceptance.of(options.speculation, folder, options.trust_remote_code)
-    max_model_len = _max_model_len(config, options)
+    max_model_len = limited_model_len(config, options)
     mesh = options.parallel.create_mesh(options.device, partial(start_facts, folder, options))
     dtype = DTYPES.get(options.dtype, config.dtype if mesh.device.type == "cuda" else torch.float32)
     stored = cache_format(config, cache_dtype(options.kv_cache_dtype, dtype))  # raises before anything loads
@@ -135,7 +135,8 @@ def progress_of(mesh: Mesh, options: EngineOptions) -> Callable[..., Any]:
     return progress
 
 
-def _max_model_len(config: ModelConfig, options: EngineOptions) -> int:
+def limited_model_len(config: ModelConfig, options: EngineOptions) -> int:
+    """Maximum number of tokens of a request; raises ``ValueError`` if the option exceeds the model's positions."""
     wanted = options.max_model_len or config.max_position_embeddings
     if wanted > config.max_position_embeddings:
         raise ValueError(

@@ -1,0 +1,69 @@
+"""Checks of prompts before weights are loaded, which takes minutes for a large model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dsa_engine.arguments import engine_options
+from dsa_engine.parallel.launch_environment import launched_rank
+from dsa_engine.system.interrupts import ending_at_once
+
+if TYPE_CHECKING:
+    from dsa_engine.text.tokenizer import Tokenizer
+
+
+class Early:
+    """What is known of a run before its weights are loaded.
+
+    Args:
+        args: the options of :func:`.arguments.add_engine_arguments`.
+
+    Raises:
+        CheckpointError, ValueError: an option or a file is not possible, as :class:`dsa_engine.LLM` says it.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        with ending_at_once():  # imports torch, which takes seconds and which the help of the commands does not need
+            from dsa_engine.config.model import ModelConfig
+            from dsa_engine.engine.startup.start import limited_model_len
+            from dsa_engine.model_folder import resolve_model
+            from dsa_engine.options import EngineOptions
+
+        self._options = EngineOptions(**engine_options(args))
+        self.folder = resolve_model(self._options.model)
+        config = ModelConfig.from_pretrained(self.folder, self._options.hf_overrides)
+        self.max_model_len, self._vocab_size = limited_model_len(config, self._options), config.vocab_size
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises ``ValueError`` if the folder has none, or a damaged one."""
+        from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
+
+        check_tokenizer(self.folder)
+        return Tokenizer(self.folder, self._options.trust_remote_code)
+
+    def check(self, prompt: Sequence[int], room: int = 0) -> None:
+        """Raises ``ValueError`` if the model cannot run a prompt of these token ids with ``room`` tokens of output."""
+        from dsa_engine.engine.requests.new_request import check_prompt
+
+        check_prompt(prompt, room, self.max_model_len, self._vocab_size)
+
+
+def leads() -> bool:
+    """Whether this is rank 0, which alone has a prompt and prints."""
+    return launched_rank()[0] == 0
+
+
+def check_stdout() -> None:
+    """Raises ``ValueError`` if standard output is closed."""
+    if sys.stdout is None:
+        raise ValueError("standard output is closed, and the text goes there; leave it open or redirect it to a file")
+
+
+def standard_input(needed_by: str) -> Any:
+    """Standard input; raises ``ValueError`` if it is closed."""
+    if sys.stdin is None:
+        raise ValueError(f"standard input is closed, and {needed_by} reads it; leave it open or redirect a file to it")
+    return sys.stdin

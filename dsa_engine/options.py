@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dsa_engine.config.checks import number
+from dsa_engine.config.checks import DTYPE_NAMES, number
 from dsa_engine.config.fields import (
     BOOL,
     JSON_OBJECT,
@@ -22,7 +22,6 @@ from dsa_engine.config.fields import (
     option,
     options_of,
 )
-from dsa_engine.config.model import DTYPES
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.system.sizes import parse_bytes
@@ -45,8 +44,8 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM
 
 def _check_dtype(name: str, value: Any) -> None:
     STR.check(name, value)
-    if value != "auto" and value not in DTYPES and value not in _DTYPE_ALIASES:
-        raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPES)}, not {value!r}")
+    if value != "auto" and value not in DTYPE_NAMES and value not in _DTYPE_ALIASES:
+        raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPE_NAMES)}, not {value!r}")
 
 
 def _check_size(name: str, value: Any) -> None:

@@ -115,6 +115,25 @@ _METHODS = {
 } | dict.fromkeys(("embed", "encode", "classify", "reward", "score"), "models here generate text")
 
 
+# Classes of vLLM: what to use instead.
+_CLASSES = {
+    "EngineArgs": "give the options to LLM(…) itself; dsa_engine.options.EngineOptions holds and checks them",
+    "AsyncEngineArgs": "give the options to LLM(…) itself; dsa_engine.options.EngineOptions holds and checks them",
+    "LLMEngine": "LLM is the engine's door; llm.engine.add(…) and llm.engine.step() run it by hand",
+    "AsyncLLM": "LLM serves coroutines too: await llm.agenerate(…), async for piece in llm.astream(…)",
+    "AsyncLLMEngine": "LLM serves coroutines too: await llm.agenerate(…), async for piece in llm.astream(…)",
+    "PoolingParams": "models here generate text",
+    "BeamSearchParams": _NO_BEAMS,
+    "TextPrompt": 'give a text, or {"prompt": …}',
+    "TokensPrompt": 'give a list of token ids, or {"prompt_token_ids": …}',
+}
+
+
+def class_answer(name: str) -> str | None:
+    """What to use instead of a class of vLLM; None for an unknown name."""
+    return _CLASSES.get(name)
+
+
 def method_answer(name: str) -> str | None:
     """What to use instead of a method of vLLM's ``LLM``; None for an unknown name."""
     return _METHODS.get(name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
-from dsa_engine.llm import LLM
 from dsa_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from dsa_engine.llm import LLM
 
 _HELP = "/new begins another conversation; Ctrl-C stops an answer, Ctrl-D (or /exit) ends"
 

@@ -6,8 +6,10 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 STORE_WAIT = timedelta(seconds=5)  # longest wait for an answer of the store
 _MUTE_S = 1.0  # added to a connection's own timeout
@@ -20,6 +22,8 @@ def connect(patience_s: float) -> dist.Store:
         ValueError: the environment has no address of the store.
         TimeoutError: the process at that address does not answer as a store.
     """
+    import torch.distributed as dist
+
     # The process group's connection may be in use by a thread that waits in it.
     host, port = _address()
     outcome: list[dist.Store | Exception] = []

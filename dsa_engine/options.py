@@ -30,7 +30,7 @@ from dsa_engine.vllm_options import answer
 LoadFormat = Literal["auto", "dummy"]
 Kernels = Literal["checked", "triton", "reference"]
 GenerationConfig = Literal["auto", "vllm"]
-KVCacheDtype = Literal["auto", "bfloat16", "fp8"]  # vLLM's words
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_ds_mla"]  # vLLM's words; the last two are the same here
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
@@ -127,7 +127,8 @@ class EngineOptions(Options):
         choice(KVCacheDtype),
         "auto",
         '"auto" caches in the dtype of the run; "fp8" takes 656 bytes per latent row and 132 per index key of '
-        'DeepSeek-V3.2, with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        'DeepSeek-V3.2, with index queries in FP8 too ("fp8_ds_mla", vLLM\'s other word, is the same); "bfloat16" is '
+        '"auto" for a run in that dtype only.',
         help="auto: the dtype of the run; fp8: about half of bfloat16's bytes",
     )
     max_model_len: int | None = option(
@@ -237,6 +238,8 @@ class EngineOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         if self.speculative_config:
             SpeculativeConfig(**self.speculative_config)
 

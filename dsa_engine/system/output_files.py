@@ -99,7 +99,7 @@ def check_outputs(*paths: str | Path | None) -> None:
 
 
 def _check_output(path: str | Path) -> None:
-    target = Path(os.path.realpath(path))  # of a link
+    target = Path(os.path.realpath(path))  # a link's target
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:

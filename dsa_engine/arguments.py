@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsa_engine.config.checks import shown
 from dsa_engine.config.fields import BOOL, JSON_OBJECT, options_of
 from dsa_engine.config.json_text import read_json
-from dsa_engine.llm import LLM
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.failure.reporter import report_failures
@@ -23,6 +22,9 @@ from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.output_files import UntilClosed, drop_stdout, keep_stdout, restore_stdout
 from dsa_engine.vllm_options import answer
+
+if TYPE_CHECKING:
+    from dsa_engine.llm import LLM
 
 _RANK_0_SPEAKS_S = 10.0
 
@@ -103,6 +105,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
     """The :class:`LLM` that the arguments describe; ``changes`` replace options."""
+    from dsa_engine.llm import LLM  # it imports torch, which --help does not need
+
     return LLM(**(engine_options(args) | changes))
 
 

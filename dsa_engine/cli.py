@@ -1,16 +1,76 @@
-"""The ``dsa-engine`` command."""
+"""The ``dsa-engine`` command. It imports the options of all commands, and the code of the one that runs."""
 
 from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import NamedTuple
 
 from dsa_engine.system.interrupts import ending_at_once
 
 with ending_at_once():
-    from dsa_engine.arguments import Parser, run
-    from dsa_engine.commands import chat, env, generate, info
-    from dsa_engine.commands.bench import command as bench
-    from dsa_engine.commands.doctor import command as doctor
-    from dsa_engine.commands.planner import command as plan
+    from dsa_engine.arguments import Parser, argument_parser, run
+    from dsa_engine.commands import chat, generate
+    from dsa_engine.commands.options import bench, doctor, env, info, plan
     from dsa_engine.version import __version__
+
+
+class Command(NamedTuple):
+    """A command: its line in the help, its options, and the function that takes them, as "module:function" in
+    ``commands/``."""
+
+    about: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    function: str
+
+    def load(self) -> Callable[[argparse.Namespace], None]:
+        """Imports the function."""
+        module, _, name = self.function.partition(":")
+        with ending_at_once():
+            return getattr(import_module(f"dsa_engine.commands.{module}"), name)
+
+
+COMMANDS = {
+    "generate": Command(
+        "generate from a prompt and print the text as it comes", generate.add_arguments, "generate:run_generate"
+    ),
+    "chat": Command("a conversation on the terminal", chat.add_arguments, "chat:run_chat"),
+    "info": Command(
+        "parameters, bytes per dtype, cache bytes per token, and what fits", info.add_arguments, "info:run_info"
+    ),
+    "plan": Command(
+        "which cut over which devices, and what to expect: TTFT, TPOT, rates, limits",
+        plan.add_arguments,
+        "planner.command:run_plan",
+    ),
+    "env": Command("versions, devices and paths, as a report of a fault needs them", env.add_arguments, "env:run_env"),
+    "doctor": Command(
+        "whether this machine runs the engine, and runs it right", doctor.add_arguments, "doctor.command:run_doctor"
+    ),
+    "bench prefill": Command(
+        "a long prompt alone: time, tokens/s, memory and stages of each rank",
+        bench.add_prefill_arguments,
+        "bench.prefill_command:run_prefill",
+    ),
+    "bench ttft": Command(
+        "time to first token, through the generate API",
+        partial(bench.add_latency_arguments, metric="ttft"),
+        "bench.latency_command:run_ttft",
+    ),
+    "bench tpot": Command(
+        "time per output token, through the generate API",
+        partial(bench.add_latency_arguments, metric="tpot"),
+        "bench.latency_command:run_tpot",
+    ),
+    "bench serve": Command(
+        "requests that arrive over time: throughput, latencies and goodput",
+        bench.add_serving_arguments,
+        "bench.serving_command:run_serving",
+    ),
+}
+_GROUPS = {"bench": "measure prefill, time to first token, time per output token"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -18,7 +78,24 @@ def main(argv: list[str] | None = None) -> None:
 
     def parsed() -> None:
         args = _parser().parse_args(argv)
-        args.command(args)
+        args.command.load()(args)
+
+    run(parsed)
+
+
+def script(name: str, description: str | None) -> None:
+    """Runs one command as a script of its own.
+
+    Args:
+        name: a key of :data:`COMMANDS`.
+        description: begins the script's help.
+    """
+
+    def parsed() -> None:
+        parser = argument_parser(description)
+        COMMANDS[name].add_arguments(parser)
+        args = parser.parse_args()
+        COMMANDS[name].load()(args)
 
     run(parsed)
 
@@ -27,19 +104,22 @@ def _parser() -> Parser:
     parser = Parser(prog="dsa-engine", description="Generates, measures, and says what a model needs.")
     parser.add_argument("--version", action="version", version=f"dsa_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, about, module, command in (
-        ("generate", "generate from a prompt and print the text as it comes", generate, generate.run_generate),
-        ("chat", "a conversation on the terminal", chat, chat.run_chat),
-        ("info", "parameters, bytes per dtype, cache bytes per token, and what fits", info, info.run_info),
-        ("plan", "which cut over which devices, and what to expect: TTFT, TPOT, rates, limits", plan, plan.run_plan),
-        ("env", "versions, devices and paths, as a report of a fault needs them", env, env.run_env),
-        ("doctor", "whether this machine runs the engine, and runs it right", doctor, doctor.run_doctor),
-        ("bench", "measure prefill, time to first token, time per output token", bench, None),
-    ):
-        one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    groups = {}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group and group not in groups:
+            about = _GROUPS[group]
+            parent = commands.add_parser(group, help=about, description=_sentence(about))
+            groups[group] = parent.add_subparsers(required=True, metavar="WHAT")
+        within = groups[group] if group else commands
+        one = within.add_parser(last, help=command.about, description=_sentence(command.about))
         one.set_defaults(command=command)
-        module.add_arguments(one)
+        command.add_arguments(one)
     return parser
+
+
+def _sentence(about: str) -> str:
+    return f"{about[0].upper()}{about[1:]}."
 
 
 if __name__ == "__main__":

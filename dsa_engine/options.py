@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dsa_engine.config.checks import number
+from dsa_engine.config.checks import DTYPE_NAMES, number
 from dsa_engine.config.fields import (
     BOOL,
     JSON_OBJECT,
@@ -22,7 +22,6 @@ from dsa_engine.config.fields import (
     option,
     options_of,
 )
-from dsa_engine.config.model import DTYPES
 from dsa_engine.config.speculative import SpeculativeConfig
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.system.sizes import parse_bytes
@@ -31,7 +30,7 @@ from dsa_engine.vllm_options import answer
 LoadFormat = Literal["auto", "dummy"]
 Kernels = Literal["checked", "triton", "reference"]
 GenerationConfig = Literal["auto", "vllm"]
-KVCacheDtype = Literal["auto", "bfloat16", "fp8"]  # vLLM's words
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_ds_mla"]  # vLLM's words; the last two are the same here
 Quantization = Literal["dequantize", "fp8", "int8", "int4-experts"]
 
 
@@ -45,8 +44,8 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM
 
 def _check_dtype(name: str, value: Any) -> None:
     STR.check(name, value)
-    if value != "auto" and value not in DTYPES and value not in _DTYPE_ALIASES:
-        raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPES)}, not {value!r}")
+    if value != "auto" and value not in DTYPE_NAMES and value not in _DTYPE_ALIASES:
+        raise ValueError(f"{name} must be 'auto' or one of {', '.join(DTYPE_NAMES)}, not {value!r}")
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -128,7 +127,8 @@ class EngineOptions(Options):
         choice(KVCacheDtype),
         "auto",
         '"auto" caches in the dtype of the run; "fp8" takes 656 bytes per latent row and 132 per index key of '
-        'DeepSeek-V3.2, with index queries in FP8 too; "bfloat16" is "auto" for a run in that dtype only.',
+        'DeepSeek-V3.2, with index queries in FP8 too ("fp8_ds_mla", vLLM\'s other word, is the same); "bfloat16" is '
+        '"auto" for a run in that dtype only.',
         help="auto: the dtype of the run; fp8: about half of bfloat16's bytes",
     )
     max_model_len: int | None = option(
@@ -244,6 +244,8 @@ class EngineOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         if self.speculative_config:
             SpeculativeConfig(**self.speculative_config)
 

@@ -48,7 +48,12 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_lora_rank": (_NO_LORA, ()),
     "max_loras": (_NO_LORA, ()),
     "tokenizer": ("the tokenizer is that of the model folder; put its files there", (None,)),
-    "tokenizer_mode": ("the tokenizer is what transformers makes of the model folder", ("auto", "hf")),
+    "tokenizer_mode": (
+        "the tokenizer is what transformers makes of the model folder; leave it out. DeepSeek-V3.2 comes without a "
+        "chat template: render a conversation with the Python file of its encoding folder and give generate() the "
+        "text, or give chat() a chat_template",
+        ("auto", "hf"),
+    ),
     "skip_tokenizer_init": ("the tokenizer is loaded when text is used; give lists of token ids", (False,)),
     "revision": (_NO_HUB, (None,)),
     "tokenizer_revision": (_NO_HUB, (None,)),
@@ -77,6 +82,25 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rope_theta": ("use hf_overrides={'rope_theta': …}", (None,)),
     "calculate_kv_scales": ("every row of the FP8 cache has scales; leave it out", (False,)),
     "use_tqdm_on_load": ("progress=False shows no bars", (True,)),
+    "reasoning_parser": (
+        "output is one text; what the model thinks ends at the last </think> of it: split it there",
+        ("", None),
+    ),
+    "reasoning_config": ("output is one text; what the model thinks ends at the last </think> of it", (None,)),
+    "tool_call_parser": ("output is one text; read calls from it. chat(tools=…) gives tools to the template", (None,)),
+    "enable_auto_tool_choice": ("output is one text; read tool calls from it", (False,)),
+    "enable_eplb": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (False,)),
+    "eplb_config": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (None,)),
+    "enable_dbo": (
+        "a step is not cut into two batches; overlap_shared_expert and overlap_indexer hide communication, and are on",
+        (False,),
+    ),
+    "all2all_backend": (
+        "all-to-alls are NCCL's; ParallelConfig(moe_dispatch=…, decode_dispatch=…) chooses all_to_all or all_gather",
+        (None,),
+    ),
+    "data_parallel_backend": (_TORCHRUN, ("mp", None)),
+    "moe_backend": (_ONE_MODEL, ("auto",)),
     "verbose": ("DSA_ENGINE_LOG_LEVEL sets what is logged", ()),
 }
 
@@ -99,6 +123,30 @@ _SAMPLING_ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "flat_logprobs": ("logprobs are a list of dictionaries", (False,)),
 }
 
+_NO_DRAFT_MODEL = "drafts come from the checkpoint's own MTP module"
+
+# The same for the keys of speculative_config.
+_SPECULATIVE_ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "model": (f"{_NO_DRAFT_MODEL}; leave it out", (None,)),
+    "draft_tensor_parallel_size": (f"{_NO_DRAFT_MODEL}, divided like the model; leave it out", (1, None)),
+    "max_model_len": (f"{_NO_DRAFT_MODEL}, with the model's own limit; leave it out", (None,)),
+    "quantization": (f"{_NO_DRAFT_MODEL}, in the model's own format; leave it out", (None,)),
+    "disable_by_batch_size": ("drafts are made at every batch size; leave it out", (None,)),
+    "disable_padded_drafter_batch": ("leave it out", (True, False)),
+    "prompt_lookup_max": (f"nothing is looked up in the prompt: {_NO_DRAFT_MODEL}", (None,)),
+    "prompt_lookup_min": (f"nothing is looked up in the prompt: {_NO_DRAFT_MODEL}", (None,)),
+}
+_USE_MTP = 'use "mtp", or no speculative_config'
+_DRAFT_METHODS = {
+    "eagle": f"there is no separate draft head; {_NO_DRAFT_MODEL}, {_USE_MTP}",
+    "eagle3": f"there is no separate draft head; {_NO_DRAFT_MODEL}, {_USE_MTP}",
+    "medusa": f"there is no separate draft head; {_NO_DRAFT_MODEL}, {_USE_MTP}",
+    "ngram": f"nothing is looked up in the prompt; {_NO_DRAFT_MODEL}, {_USE_MTP}",
+    "suffix": f"nothing is looked up in earlier text; {_NO_DRAFT_MODEL}, {_USE_MTP}",
+    "draft_model": f"there is no second model; {_NO_DRAFT_MODEL}, {_USE_MTP}",
+    "mlp_speculator": f"there is no second model; {_NO_DRAFT_MODEL}, {_USE_MTP}",
+}
+
 # Methods of LLM: what to use instead.
 _METHODS = {
     "beam_search": _NO_BEAMS,
@@ -113,6 +161,25 @@ _METHODS = {
 } | dict.fromkeys(("embed", "encode", "classify", "reward", "score"), "models here generate text")
 
 
+# Classes of vLLM: what to use instead.
+_CLASSES = {
+    "EngineArgs": "give the options to LLM(…) itself; dsa_engine.options.EngineOptions holds and checks them",
+    "AsyncEngineArgs": "give the options to LLM(…) itself; dsa_engine.options.EngineOptions holds and checks them",
+    "LLMEngine": "LLM is the engine's door; llm.engine.add(…) and llm.engine.step() run it by hand",
+    "AsyncLLM": "LLM serves coroutines too: await llm.agenerate(…), async for piece in llm.astream(…)",
+    "AsyncLLMEngine": "LLM serves coroutines too: await llm.agenerate(…), async for piece in llm.astream(…)",
+    "PoolingParams": "models here generate text",
+    "BeamSearchParams": _NO_BEAMS,
+    "TextPrompt": 'give a text, or {"prompt": …}',
+    "TokensPrompt": 'give a list of token ids, or {"prompt_token_ids": …}',
+}
+
+
+def class_answer(name: str) -> str | None:
+    """What to use instead of a class of vLLM; None for an unknown name."""
+    return _CLASSES.get(name)
+
+
 def method_answer(name: str) -> str | None:
     """What to use instead of a method of vLLM's ``LLM``; None for an unknown name."""
     return _METHODS.get(name)
@@ -121,6 +188,16 @@ def method_answer(name: str) -> str | None:
 def sampling_answer(name: str, value: Any) -> str | None:
     """:func:`answer` for ``SamplingParams``."""
     return _find(_SAMPLING_ANSWERS, name, value)
+
+
+def speculative_answer(name: str, value: Any) -> str | None:
+    """:func:`answer` for the keys of ``speculative_config``."""
+    return _find(_SPECULATIVE_ANSWERS, name, value)
+
+
+def draft_method_answer(method: Any) -> str | None:
+    """What to use instead of a method of vLLM's ``speculative_config``; None for one that exists or is unknown."""
+    return _DRAFT_METHODS.get(method) if isinstance(method, str) else None
 
 
 def answer(name: str, value: Any) -> str | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dsa_engine.config.checks import number
 from dsa_engine.config.fields import POSITIVE_INT, Kind, Options, choice, documented, option
 from dsa_engine.parallel.context_parallel import CpLayout
-from dsa_engine.parallel.experts.dispatch import MoeDispatch
-from dsa_engine.parallel.mesh import Mesh
+from dsa_engine.parallel.experts import MoeDispatch
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.mesh import Mesh
 
 
 @documented
@@ -71,4 +74,6 @@ class ParallelConfig(Options):
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""
+        from dsa_engine.parallel.mesh import Mesh  # it imports torch
+
         return Mesh.create(self, device, same=same)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from dsa_engine.parallel.agreement import compare
 from dsa_engine.parallel.context_parallel import CpLayout
 from dsa_engine.parallel.device import choose_device
-from dsa_engine.parallel.experts.dispatch import MoeDispatch
+from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.failure.reporter import leave_run, report_failures

@@ -8,15 +8,7 @@ requested rate: if it is lower, the engine was saturated, and TTFT grows with th
 
 from __future__ import annotations
 
-from dsa_engine.arguments import argument_parser, run
-from dsa_engine.commands.bench.serving_command import add_arguments, run_serving
-
-
-def main() -> None:
-    parser = argument_parser(__doc__)
-    add_arguments(parser)
-    run_serving(parser.parse_args())
-
+from dsa_engine.cli import script
 
 if __name__ == "__main__":
-    run(main)
+    script("bench serve", __doc__)

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from dsa_engine.arguments import argument_parser, run
-from dsa_engine.commands.bench.latency_command import add_arguments, run_latency
-
-
-def main() -> None:
-    parser = argument_parser(__doc__)
-    add_arguments(parser, "ttft")
-    run_latency(parser.parse_args(), "ttft")
-
+from dsa_engine.cli import script
 
 if __name__ == "__main__":
-    run(main)
+    script("bench ttft", __doc__)

@@ -12,7 +12,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.config.fields import options_of
 from dsa_engine.options import EngineOptions
 from dsa_engine.outputs import CompletionOutput, RequestOutput
-from dsa_engine.vllm_options import answer, method_answer, sampling_answer
+from dsa_engine.vllm_options import answer, draft_method_answer, method_answer, sampling_answer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "COMING_FROM_VLLM.md"
 
@@ -31,7 +31,7 @@ def names(cell: str) -> list[str]:
 def test_what_is_the_same() -> None:
     same = section("The same names")
     options = {name for f, about in options_of(EngineOptions) for name in (f.name, *about.aliases)}
-    values = {"half", "float", "auto", "dummy"}
+    values = {"half", "float", "auto", "dummy", "fp8_ds_mla"}
     listed = set(names(same["options of `LLM`"])) - values
     assert len(listed) > 15 and listed <= options
     parameters = {f.name for f in fields(SamplingParams) if f.init}
@@ -44,11 +44,48 @@ def test_what_is_the_same() -> None:
 
 def test_what_is_not_there_has_an_answer() -> None:
     listed = [name for title in ("Other names", "Not available") for cell in section(title) for name in names(cell)]
-    # A sampling parameter that is there, an argument of generate(), a part of a command.
-    elsewhere = {"prompt_logprobs", "lora_request", "throughput"}
+    # A sampling parameter and an option that are there, an argument of generate(), a part of a command.
+    elsewhere = {"prompt_logprobs", "speculative_config", "lora_request", "throughput"}
     assert len(listed) > 15
     for name in set(listed) - elsewhere:
-        assert answer(name, object()) or sampling_answer(name, object()) or method_answer(name), name
+        advice = answer(name, object()) or sampling_answer(name, object())
+        assert advice or method_answer(name) or draft_method_answer(name), name
+
+
+def test_the_recipe_of_the_released_model() -> None:
+    """The options with which vLLM's recipes start DeepSeek-V3.2, each accepted or answered."""
+    options = EngineOptions(
+        "no such folder",
+        kv_cache_dtype="fp8_ds_mla",
+        speculative_config={"method": "deepseek_mtp", "num_speculative_tokens": 2, "model": None},
+        tensor_parallel_size=1,
+        enable_expert_parallel=True,
+        enable_eplb=False,
+        enable_dbo=False,
+        reasoning_parser=None,
+        all2all_backend=None,
+    )  # type: ignore[call-arg]
+    assert options.kv_cache_dtype == "fp8"
+    assert options.speculation and options.speculation.num_speculative_tokens == 2
+    for name, value, advice in (
+        ("tokenizer_mode", "deepseek_v32", "encoding folder"),
+        ("reasoning_parser", "deepseek_v3", "</think>"),
+        ("tool_call_parser", "deepseek_v32", "chat(tools=…)"),
+        ("enable_eplb", True, "divided evenly"),
+        ("enable_dbo", True, "overlap_shared_expert"),
+        ("all2all_backend", "deepep_low_latency", "moe_dispatch=…"),
+    ):
+        with pytest.raises(TypeError, match=f"there is no option '{name}'; .*{re.escape(advice)}"):
+            EngineOptions("no such folder", **{name: value})
+    for method in ("eagle", "eagle3", "ngram"):
+        with pytest.raises(ValueError, match=f"method '{method}' is not supported: .*MTP module, use \"mtp\""):
+            EngineOptions("no such folder", speculative_config={"method": method, "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("name", ["EngineArgs", "LLMEngine", "AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"])
+def test_classes_that_are_not_there(name: str) -> None:
+    with pytest.raises(ImportError, match=f"^dsa_engine has no {name}: .*LLM.*COMING_FROM_VLLM.md$"):
+        exec(f"from dsa_engine import {name}")
 
 
 def test_the_first_example(demo_cache: Path) -> None:

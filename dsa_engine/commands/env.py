@@ -41,10 +41,6 @@ _VARIABLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="PATH", help="write it here too; '-': to standard output")
-
-
 def run_env(args: argparse.Namespace) -> None:
     check_outputs(args.json)
     report = environment_report()

@@ -24,17 +24,6 @@ from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes, parse_bytes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder (config.json is enough), or 'demo'")
-    parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
-    parser.add_argument(
-        "--tp-size", type=int, default=1, help="ranks over which embedding, output projections and LM head are cut"
-    )
-    parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")
-
-
 def run_info(args: argparse.Namespace) -> None:
     """Prints the bytes of the weights in each format, and the number of cached tokens that fit beside them.
 

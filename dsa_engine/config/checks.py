@@ -11,6 +11,8 @@ from typing import Any
 
 Check = Callable[[str, Any], None]
 
+DTYPE_NAMES = ("float32", "bfloat16", "float16")  # weights and activations
+
 
 def is_integer(value: Any) -> bool:
     """Whether ``value`` is an integer; True and False do not count as integers."""

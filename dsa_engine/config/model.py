@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.config.checks import shown
 from dsa_engine.config.json_text import check_depth, read_json
+from dsa_engine.config.checks import DTYPE_NAMES, shown
 from dsa_engine.config.keys import Keys
 from dsa_engine.config.overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.config.quantization import QuantizationConfig
@@ -21,7 +21,7 @@ from dsa_engine.config.rope import RopeConfig
 from dsa_engine.errors import CheckpointError
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 # Epsilon of the norms on the two low-rank latents and of the indexer's LayerNorm, in every released model.
 LATENT_NORM_EPS = 1e-6

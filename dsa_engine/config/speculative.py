@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dsa_engine.config.checks import integer, number
 from dsa_engine.config.fields import BOOL, Kind, Options, choice, documented, option
+from dsa_engine.vllm_options import draft_method_answer, speculative_answer
 
 MAX_DRAFTS = 7
 
-Method = Literal["mtp"]
+Method = Literal["mtp", "deepseek_mtp"]  # the second is vLLM's word for the first
+
+
+def _check_method(name: str, value: Any) -> None:
+    if advice := draft_method_answer(value):
+        raise ValueError(f"speculative_config: {name} {value!r} is not supported: {advice}")
+    choice(Method).check(name, value)
 
 
 _TOKEN = Kind(integer(0), int)
@@ -25,7 +32,11 @@ class SpeculativeConfig(Options):
         TypeError, ValueError: an option is not known or not possible; the text says what is.
     """
 
-    method: Method = option(choice(Method), "mtp", '"mtp": the checkpoint\'s Multi-Token Prediction module drafts.')
+    method: Method = option(
+        Kind(_check_method, choices=choice(Method).choices),
+        "mtp",
+        '"mtp", in vLLM also "deepseek_mtp": the checkpoint\'s Multi-Token Prediction module drafts.',
+    )
     num_speculative_tokens: int = option(Kind(integer(1, MAX_DRAFTS), int), 1, f"drafts a step, 1 to {MAX_DRAFTS}.")
     use_mtp_vanilla: bool | None = option(
         BOOL,
@@ -50,6 +61,10 @@ class SpeculativeConfig(Options):
     end_thinking_token: int | None = option(
         _TOKEN, None, "the token that ends the thinking; default: the tokenizer's </think>."
     )
+
+    @classmethod
+    def answer(cls, name: str, value: Any) -> str | None:
+        return speculative_answer(name, value)
 
     def modules(self, available: int) -> int:
         """The number of MTP modules to use of a checkpoint that has ``available``: one per draft in vanilla mode.

@@ -5,3 +5,7 @@
 * :mod:`.dispatch`: the interface of a dispatch: tokens travel to their experts, and weighted sums travel back
 * :mod:`.all_to_all`, :mod:`.all_gather`: the two dispatches
 """
+
+from typing import Literal
+
+MoeDispatch = Literal["all_to_all", "all_gather"]

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from dsa_engine.kernels.moe.pack_tokens import tokens_of
 from dsa_engine.kernels.moe.unpack_choices import unpack_choices
 from dsa_engine.parallel.experts.placement import ExpertPlacement
-
-MoeDispatch = Literal["all_to_all", "all_gather"]
 
 
 class Received(NamedTuple):

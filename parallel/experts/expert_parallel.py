@@ -20,9 +20,10 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
+from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
-from dsa_engine.parallel.experts.dispatch import Dispatch, MoeDispatch, Received, SingleRound, unpacked
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received, SingleRound, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
 

@@ -23,14 +23,16 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from dsa_engine.parallel.failure.absence import FATES
 from dsa_engine.parallel.failure.peers import State, machine, name_of, state_of, wake
 from dsa_engine.parallel.failure.store import STORE_WAIT, connect
 from dsa_engine.parallel.failure.watch import LEFT, FailureWatch, end_key, see_off
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

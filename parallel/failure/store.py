@@ -6,8 +6,10 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 from dsa_engine.parallel.launch_environment import store_address
 
@@ -22,6 +24,8 @@ def connect(patience_s: float) -> dist.Store:
         ValueError: the environment has no address of the store.
         TimeoutError: no process at that address answers as a store.
     """
+    import torch.distributed as dist
+
     # The process group's connection may be in use by a thread that waits in it.
     host, port = store_address()
     outcome: list[dist.Store | Exception] = []

@@ -12,11 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from dsa_engine.parallel.failure.peers import kill, state_of
 from dsa_engine.parallel.failure.store import STORE_WAIT, connect, has_listener
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ import torch
 
 from dsa_engine.cli import main
 from dsa_engine.commands.planner import deployment
-from dsa_engine.commands.planner.deployment import DISPATCHES, Deployment, Placed, stored
+from dsa_engine.commands.planner.choices import DISPATCHES
+from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
 from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits

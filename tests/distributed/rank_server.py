@@ -20,9 +20,8 @@ import torch.distributed
 import transformers
 
 import dsa_engine.cli
-import dsa_engine.measure.emulation.mesh
 
-_IMPORTED = (torch.distributed, transformers, dsa_engine.cli, dsa_engine.measure.emulation.mesh)
+_IMPORTED = (torch.distributed, transformers, *(command.load() for command in dsa_engine.cli.COMMANDS.values()))
 
 
 def fork_ranks(launch: dict[str, Any]) -> list[int] | None:

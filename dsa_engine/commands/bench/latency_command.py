@@ -8,19 +8,18 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from dsa_engine.arguments import add_engine_arguments, add_json_argument, json_object, lengths, reported
+from dsa_engine.arguments import json_object, reported
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.generation_benchmark import LatencyResult, check_latency, measure_latency
 from dsa_engine.commands.bench.generation_tables import print_latencies, size_of
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_latency
 from dsa_engine.commands.early import Early
-from dsa_engine.config.speculative import MAX_DRAFTS
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import num_processes
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
+from dsa_engine.measure.emulation.arguments import heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
@@ -29,41 +28,15 @@ from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.system.output_files import check_outputs
 
-OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
+
+def run_ttft(args: argparse.Namespace) -> None:
+    """:func:`run_latency` for the time to first token."""
+    run_latency(args, "ttft")
 
 
-def add_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
-    """Adds the options of :func:`run_latency`."""
-    parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
-    parser.add_argument(
-        "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
-    )
-    parser.add_argument("--output-len", type=int, default=OUTPUT_LEN[metric], help="tokens per request")
-    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
-    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    add_json_argument(parser)
-    parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
-    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
-    if metric == "tpot":
-        parser.add_argument(
-            "--fill-cache",
-            choices=("random",),
-            help="fill the caches with random rows instead of computing the prompts",
-        )
-        parser.add_argument(
-            "--num-speculative-tokens",
-            type=draft_counts,
-            metavar="LIST",
-            help="drafts a step, such as 0,1,2,3: one after the other in one run (default: of --speculative-config)",
-        )
-    parser.add_argument(
-        "--acceptance",
-        metavar="RATES",
-        help="with drafts: assume that so many are accepted, by position, such as 0.9,0.8; default: what the model "
-        "says, or where caches are random or ranks emulated 0.85 and falling",
-    )
-    add_engine_arguments(parser)
-    add_emulation_arguments(parser)
+def run_tpot(args: argparse.Namespace) -> None:
+    """:func:`run_latency` for the time per output token."""
+    run_latency(args, "tpot")
 
 
 def run_latency(args: argparse.Namespace, metric: str) -> None:
@@ -71,7 +44,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
     as soon as it is measured; after Ctrl-C the tables show the results so far.
 
     Args:
-        args: the options of :func:`add_arguments`.
+        args: the options of the metric (``commands/options/bench.py``).
         metric: "ttft" or "tpot": which time the table and the plot show; the JSON holds both.
 
     Raises:
@@ -187,16 +160,6 @@ def _acceptance(args: argparse.Namespace, num_drafts: int) -> AssumedAcceptance 
             raise ValueError(f"--acceptance {args.acceptance}: {error}") from error
     meaningless = _fills_cache(args) or args.emulate_world is not None
     return AssumedAcceptance.default(num_drafts) if meaningless and num_drafts else None
-
-
-def draft_counts(text: str) -> list[int]:
-    """ "0,1,2,3" as numbers of drafts."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"give numbers from 0 to {MAX_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
-        )
-    return [int(part) for part in parts]
 
 
 def _profile(engine: Engine, args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dsa_engine.arguments import add_engine_arguments, add_json_argument, lengths, read_text, reported
+from dsa_engine.arguments import read_text, reported
 from dsa_engine.commands.bench.full_depth import FullDepth
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
 from dsa_engine.commands.bench.plots import plot_prefill
@@ -17,28 +17,13 @@ from dsa_engine.commands.early import Early
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
-from dsa_engine.measure.emulation.arguments import add_emulation_arguments, heading, measured_llm, title, to_json
+from dsa_engine.measure.emulation.arguments import heading, measured_llm, title, to_json
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
 from dsa_engine.system.output_files import check_outputs, whole_file
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of :func:`run_prefill`."""
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
-    prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
-    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
-    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
-    add_json_argument(parser)
-    parser.add_argument("--dump-logits", metavar="PATH", help="write the last position's logits (.npy) here")
-    parser.add_argument("--plot", metavar="PATH", help="draw TTFT and stages here (.png)")
-    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
-    add_engine_arguments(parser)
-    add_emulation_arguments(parser)
 
 
 def run_prefill(args: argparse.Namespace) -> None:
@@ -71,8 +56,10 @@ def run_prefill(args: argparse.Namespace) -> None:
     for i, prompt in enumerate(prompts, 1):
         report.add(measure_prefill(engine, prompt, warmup=args.warmup, repeat=args.repeat, links=links))
         if engine.mesh.is_leader:
-            report.write(last=i == len(prompts))
-            report.show()
+            try:
+                report.write(last=i == len(prompts))
+            finally:  # the tables are there even if a file cannot be written
+                report.show()
     if args.profile:
         with chrome_trace(args.profile if engine.mesh.is_leader else None):  # the other ranks run too
             engine.prefill(prompts[-1])

@@ -20,11 +20,6 @@ from dsa_engine.system.output_files import check_outputs
 _MARKS = {True: "✓", False: "✗", None: "–"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", metavar="PATH", help="write the findings here too; '-': to standard output")
-
-
 def run_doctor(args: argparse.Namespace) -> None:
     """Prints a line per check as it ends; exit status 1 if one failed."""
     check_outputs(args.json)

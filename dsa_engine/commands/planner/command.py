@@ -9,13 +9,13 @@ from typing import Any
 
 from dsa_engine.arguments import json_object
 from dsa_engine.commands.planner.check import Check
-from dsa_engine.commands.planner.deployment import CACHES, DISPATCHES, WEIGHTS
-from dsa_engine.commands.planner.devices import DEVICES, Device, device_named
+from dsa_engine.commands.planner.choices import AXES
+from dsa_engine.commands.planner.devices import Device, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, read_measured
-from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Demand, NothingFits, demand_json
+from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits, demand_json
 from dsa_engine.commands.planner.published import POINTS, published_table
 from dsa_engine.commands.planner.search import Planner
-from dsa_engine.commands.planner.sweep import AXES, plot_sweep, sweep, sweep_json, sweep_table
+from dsa_engine.commands.planner.sweep import plot_sweep, sweep, sweep_json, sweep_table
 from dsa_engine.commands.planner.tables import print_not_fitting, print_plan, print_what_is_not_known
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import RELEASED_CONFIGS, released_config
@@ -27,47 +27,6 @@ from dsa_engine.system.progress import progress_bar
 
 TOGETHER = "Together: all ranks prefill and decode, as the engine runs today"
 SPLIT = "Split: prefill and decode on separate devices (the engine does not do this yet)"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(RELEASED_CONFIGS)
-    parser.add_argument("--model", default="deepseek_v32", help=f"a folder with a config.json, or one of {names}")
-    parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
-    parser.add_argument("--device", default="H200", help=f"one of {', '.join(DEVICES)}")
-    parser.add_argument("--devices", type=int, default=8, help="how many there are")
-    parser.add_argument("--input-len", type=int, default=131072, help="tokens of a prompt")
-    parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer")
-    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="time to first token to keep to")
-    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="time per output token to keep to")
-    parser.add_argument("--requests", type=int, help="that run at once; default: as many as serve best")
-    parser.add_argument("--acceptance", metavar="RATES", help="acceptance of drafts by position, such as 0.85,0.7")
-    for option, name, kind, about in (
-        ("--cp-size", "cp_size", int, "ranks that prefill a prompt together"),
-        ("--tp-size", "tp_size", int, "ranks over which embedding, o_proj and LM head are cut"),
-        ("--chunk", "chunk", int, "tokens of a rank in a prefill step"),
-        ("--drafts", "drafts", int, f"of the MTP module in a step, one of {DRAFTS}"),
-    ):
-        parser.add_argument(option, dest=name, type=kind, help=f"fix it: {about}")
-    parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
-    parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
-    parser.add_argument("--moe-dispatch", choices=DISPATCHES, help="fix how prefill brings tokens to experts")
-    parser.add_argument("--decode-dispatch", choices=DISPATCHES, help="fix how decode does")
-    parser.add_argument(
-        "--measured",
-        metavar="FILES",
-        help="JSON of the benchmarks on this device, separated by commas: their ceilings and stages take the place of "
-        "the data sheet and of what is assumed",
-    )
-    parser.add_argument("--what-if", choices=AXES, help="change this, and plan for every value")
-    parser.add_argument("--plot", metavar="PATH", help="draw --what-if here (.png)")
-    parser.add_argument("--published", action="store_true", help="predict deployments that others have reported")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="measure small and larger runs of the demo model here, and predict the larger from the small; also under "
-        "torchrun",
-    )
-    parser.add_argument("--json", metavar="PATH", help="write the plans here too; '-': to standard output")
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -127,12 +86,14 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
             plans[key] = plan.to_json() | {"misses_by": plan.misses(demand)}
             shown.append(partial(print_plan, title, plan, demand, remedy))
         plans[key]["devices_that_would_do"] = remedy
-    if args.json:
-        write_json(args.json, {**about, **plans})
-    print(_title(args, planner, demand))
-    for show in shown:
-        show()
-    print_what_is_not_known(planner, planner.reached)
+    try:
+        if args.json:
+            write_json(args.json, {**about, **plans})
+    finally:  # the plans are shown even if the file cannot be written
+        print(_title(args, planner, demand))
+        for show in shown:
+            show()
+        print_what_is_not_known(planner, planner.reached)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -140,11 +101,14 @@ def _check(args: argparse.Namespace) -> None:
     runs = check.run()
     if not check.is_leader:
         return
-    if args.json:
-        write_json(args.json, {**check.environment(), "check": check.title, "runs": [one.to_json() for one in runs]})
-    print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
-    for one in runs:
-        print("\n" + one.table())
+    try:
+        if args.json:
+            results = {"check": check.title, "runs": [one.to_json() for one in runs]}
+            write_json(args.json, check.environment() | results)
+    finally:
+        print(f"{check.title[0].upper()}{check.title[1:]}; medians of turns")
+        for one in runs:
+            print("\n" + one.table())
 
 
 def _sweep(args: argparse.Namespace, planner: Planner, demand: Demand, about: dict[str, Any]) -> None:
@@ -153,12 +117,14 @@ def _sweep(args: argparse.Namespace, planner: Planner, demand: Demand, about: di
         for point in sweep(planner, demand, args.what_if):
             points.append(point)
             bar.update(1)
-    if args.json:
-        write_json(args.json, {**about, "what_if": args.what_if, "points": sweep_json(points)})
-    if args.plot:
-        plot_sweep(args.what_if, points, args.plot, _title(args, planner, demand))
-    print(sweep_table(args.what_if, points))
-    print_what_is_not_known(planner, planner.reached)
+    try:
+        if args.json:
+            write_json(args.json, {**about, "what_if": args.what_if, "points": sweep_json(points)})
+        if args.plot:
+            plot_sweep(args.what_if, points, args.plot, _title(args, planner, demand))
+    finally:
+        print(sweep_table(args.what_if, points))
+        print_what_is_not_known(planner, planner.reached)
 
 
 def _title(args: argparse.Namespace, planner: Planner, demand: Demand) -> str:

@@ -25,9 +25,6 @@ from dsa_engine.measure.weight_memory import rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.parallel.collective_log import Collective, Kind
 
-WEIGHTS = ("bfloat16", "fp8", "int8", "int4-experts")
-CACHES = ("bfloat16", "fp8")
-DISPATCHES = ("all_gather", "all_to_all")
 WORKSPACE = 1 << 30
 UTILIZATION = 0.9  # fraction of a device's memory, as the engine's gpu_memory_utilization
 _LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a machine, between machines (emulation/links.py)

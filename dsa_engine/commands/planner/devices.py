@@ -7,9 +7,10 @@ Rates of links are payload of one device in one direction: half of a data sheet'
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dsa_engine.measure.ceilings import Ceilings
+if TYPE_CHECKING:
+    from dsa_engine.measure.ceilings import Ceilings
 
 GIB = 1 << 30
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dsa_engine.commands.planner.choices import DRAFTS
 from dsa_engine.commands.planner.deployment import Deployment
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-
-DRAFTS = (0, 1, 2, 3)  # numbers of drafts that a plan may use
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from dsa_engine.commands.planner.deployment import CACHES, DISPATCHES, WEIGHTS, Deployment, Placed
+from dsa_engine.commands.planner.choices import CACHES, DISPATCHES, DRAFTS, WEIGHTS
+from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.efficiency import Efficiencies
-from dsa_engine.commands.planner.plan import DRAFTS, CannotCut, Demand, DeploymentPlan, NothingFits
+from dsa_engine.commands.planner.plan import CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.runtime.integers import cdiv

@@ -6,20 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from dsa_engine.commands.planner.choices import AXES
 from dsa_engine.commands.planner.plan import CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.measure.plots import load_pyplot, save
 from dsa_engine.measure.report import format_table
-
-AXES: dict[str, Callable[[Demand], list[float]]] = {
-    "devices": lambda demand: [
-        demand.devices * factor for factor in (0.25, 0.5, 1, 2, 4) if demand.devices * factor >= 1
-    ],
-    "input-len": lambda demand: [demand.input_len * factor for factor in (0.0625, 0.125, 0.25, 0.5, 1, 2)],
-    "requests": lambda demand: [(demand.requests or demand.devices) * factor for factor in (0.25, 0.5, 1, 2, 4)],
-    "tpot": lambda demand: [(demand.tpot or 0.05) * factor for factor in (0.5, 0.75, 1, 1.5, 2, 3)],
-    "ttft": lambda demand: [(demand.ttft or 2.0) * factor for factor in (0.5, 1, 2, 4, 8)],
-}
 
 
 class SweepPoint(NamedTuple):

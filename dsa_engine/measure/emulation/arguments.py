@@ -19,22 +19,6 @@ from dsa_engine.measure.emulation.routing import check_loads
 from dsa_engine.model_folder import resolve_model
 
 
-def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options; :func:`measured_llm` reads them."""
-    group = parser.add_argument_group("one rank of many (in one process, without torchrun)")
-    group.add_argument(
-        "--emulate-world",
-        type=int,
-        metavar="N",
-        help="run the work of one rank of N: computation is measured, communication modelled; tokens mean nothing",
-    )
-    group.add_argument("--emulate-rank", type=int, metavar="R", help="which rank, from 0 (default: 0)")
-    group.add_argument(
-        "--expert-loads", metavar="PATH", help="JSON list, a relative load per expert; default: balanced"
-    )
-    group.add_argument("--links", metavar="PATH", help="JSON with the links' figures; default: NVLink and InfiniBand")
-
-
 def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
     """The model that the options describe, and the links on which an emulated rank would communicate. It computes
     every prompt in full.

@@ -8,8 +8,9 @@ import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.stand_ins import stand_in
+from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
-from dsa_engine.parallel.experts.dispatch import Dispatch, MoeDispatch, Received
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group

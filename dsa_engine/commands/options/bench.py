@@ -1,0 +1,88 @@
+"""The options of ``dsa-engine bench``: of prefill, ttft, tpot and serve."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from dsa_engine.arguments import add_engine_arguments, add_json_argument, lengths
+from dsa_engine.commands.options.emulation import add_emulation_arguments
+from dsa_engine.config.speculative import MAX_DRAFTS
+
+OUTPUT_LEN = {"ttft": 1, "tpot": 64}  # tokens per request by default
+
+
+def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``prefill``."""
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--seq-len", type=lengths, default=[8192], help="lengths of random prompts, such as 8192,32768")
+    prompt.add_argument("--prompt-file", metavar="PATH", help="prefill this text instead")
+    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
+    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
+    add_json_argument(parser)
+    parser.add_argument("--dump-logits", metavar="PATH", help="write the last position's logits (.npy) here")
+    parser.add_argument("--plot", metavar="PATH", help="draw TTFT and stages here (.png)")
+    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
+    add_engine_arguments(parser)
+    add_emulation_arguments(parser)
+
+
+def add_latency_arguments(parser: argparse.ArgumentParser, metric: str) -> None:
+    """Adds the options of ``metric``, "ttft" or "tpot"."""
+    parser.add_argument("--input-len", type=lengths, default=[8192, 32768, 131072], help="prompt lengths, in tokens")
+    parser.add_argument(
+        "--batch-size", type=lengths, default=[1], help="requests at once, of all ranks together, such as 1,8"
+    )
+    parser.add_argument("--output-len", type=int, default=OUTPUT_LEN[metric], help="tokens per request")
+    parser.add_argument("--warmup", type=int, default=1, help="runs that are not counted")
+    parser.add_argument("--repeat", type=int, default=3, help="runs that are")
+    add_json_argument(parser)
+    parser.add_argument("--plot", metavar="PATH", help="draw the result here (.png)")
+    parser.add_argument("--profile", metavar="PATH", help="write a Chrome trace of one more run on rank 0 here")
+    if metric == "tpot":
+        parser.add_argument(
+            "--fill-cache",
+            choices=("random",),
+            help="fill the caches with random rows instead of computing the prompts",
+        )
+        parser.add_argument(
+            "--num-speculative-tokens",
+            type=draft_counts,
+            metavar="LIST",
+            help="drafts a step, such as 0,1,2,3: one after the other in one run (default: of --speculative-config)",
+        )
+    parser.add_argument(
+        "--acceptance",
+        metavar="RATES",
+        help="with drafts: assume that so many are accepted, by position, such as 0.9,0.8; default: what the model "
+        "says, or where caches are random or ranks emulated 0.85 and falling",
+    )
+    add_engine_arguments(parser)
+    add_emulation_arguments(parser)
+
+
+def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``serve``."""
+    parser.add_argument("--num-prompts", type=int, default=100, help="requests in all")
+    parser.add_argument("--request-rate", type=float, default=math.inf, help="arrivals a second; inf: all at once")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: evenly")
+    parser.add_argument("--max-concurrency", type=int, help="maximum number of requests at once; default: no limit")
+    parser.add_argument("--random-input-len", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--random-output-len", type=int, default=128, help="tokens of an output")
+    parser.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="lengths vary by this fraction, both ways"
+    )
+    parser.add_argument("--goodput", nargs="+", metavar="NAME:MS", help="such as ttft:2000 tpot:50 e2el:8000")
+    parser.add_argument("--num-warmups", type=int, default=1, help="requests before, not counted")
+    add_json_argument(parser)
+    add_engine_arguments(parser)
+
+
+def draft_counts(text: str) -> list[int]:
+    """ "0,1,2,3" as numbers of drafts."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"give numbers from 0 to {MAX_DRAFTS} separated by commas, such as 0,1,2,3, not {text!r}"
+        )
+    return [int(part) for part in parts]

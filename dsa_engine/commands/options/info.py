@@ -1,0 +1,16 @@
+"""The options of ``dsa-engine info``."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder (config.json is enough), or 'demo'")
+    parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
+    parser.add_argument(
+        "--tp-size", type=int, default=1, help="ranks over which embedding, output projections and LM head are cut"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")

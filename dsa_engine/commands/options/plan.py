@@ -1,0 +1,50 @@
+"""The options of ``dsa-engine plan``."""
+
+from __future__ import annotations
+
+import argparse
+
+from dsa_engine.commands.planner.choices import AXES, CACHES, DISPATCHES, DRAFTS, WEIGHTS
+from dsa_engine.commands.planner.devices import DEVICES
+from dsa_engine.config.released import RELEASED_CONFIGS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(RELEASED_CONFIGS)
+    parser.add_argument("--model", default="deepseek_v32", help=f"a folder with a config.json, or one of {names}")
+    parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
+    parser.add_argument("--device", default="H200", help=f"one of {', '.join(DEVICES)}")
+    parser.add_argument("--devices", type=int, default=8, help="how many there are")
+    parser.add_argument("--input-len", type=int, default=131072, help="tokens of a prompt")
+    parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer")
+    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="time to first token to keep to")
+    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="time per output token to keep to")
+    parser.add_argument("--requests", type=int, help="that run at once; default: as many as serve best")
+    parser.add_argument("--acceptance", metavar="RATES", help="acceptance of drafts by position, such as 0.85,0.7")
+    for option, name, kind, about in (
+        ("--cp-size", "cp_size", int, "ranks that prefill a prompt together"),
+        ("--tp-size", "tp_size", int, "ranks over which embedding, o_proj and LM head are cut"),
+        ("--chunk", "chunk", int, "tokens of a rank in a prefill step"),
+        ("--drafts", "drafts", int, f"of the MTP module in a step, one of {DRAFTS}"),
+    ):
+        parser.add_argument(option, dest=name, type=kind, help=f"fix it: {about}")
+    parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
+    parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
+    parser.add_argument("--moe-dispatch", choices=DISPATCHES, help="fix how prefill brings tokens to experts")
+    parser.add_argument("--decode-dispatch", choices=DISPATCHES, help="fix how decode does")
+    parser.add_argument(
+        "--measured",
+        metavar="FILES",
+        help="JSON of the benchmarks on this device, separated by commas: their ceilings and stages take the place of "
+        "the data sheet and of what is assumed",
+    )
+    parser.add_argument("--what-if", choices=AXES, help="change this, and plan for every value")
+    parser.add_argument("--plot", metavar="PATH", help="draw --what-if here (.png)")
+    parser.add_argument("--published", action="store_true", help="predict deployments that others have reported")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="measure small and larger runs of the demo model here, and predict the larger from the small; also under "
+        "torchrun",
+    )
+    parser.add_argument("--json", metavar="PATH", help="write the plans here too; '-': to standard output")

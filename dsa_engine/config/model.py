@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dsa_engine.config.json_text import check_depth, read_json
 from dsa_engine.config.checks import DTYPE_NAMES, shown
+from dsa_engine.config.json_text import check_depth, read_json
 from dsa_engine.config.keys import Keys
 from dsa_engine.config.overrides import merge_overrides, refuse_unknown, without_aliases
 from dsa_engine.config.quantization import QuantizationConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from dsa_engine.cli import main
 from dsa_engine.commands.planner import deployment
 from dsa_engine.commands.planner.choices import DISPATCHES
-from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
+from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
-from dsa_engine.commands.planner.plan import CannotCut, Demand, NothingFits
+from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, NothingFits
 from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
 from dsa_engine.commands.planner.published import POINTS
 from dsa_engine.commands.planner.search import Planner
+from dsa_engine.commands.planner.tables import print_plan
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.llm import LLM
@@ -28,6 +30,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
+from dsa_engine.options import EngineOptions
 
 H200 = DEVICES["H200"]
 # Options that a test need not search.
@@ -63,6 +66,7 @@ def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
     half, whole = (predict_prefill(placed, reached, tokens) for tokens in (65_536, 131_072))
     assert 2 < whole.ttft / half.ttft < 4, "the indexer grows with the square, all else in proportion"
     assert whole.stages["lightning indexer"].limit == "compute" and whole.stages["MoE dispatch"].limit == "links"
+    assert whole.stages["top-k"].limit == "bandwidth", "it reads the scores when all of them are there"
     few, many = (predict_decode(placed, reached, n, 131_072, 1.0, 132_096) for n in (64, 512))
     assert few.tpot < many.tpot < 8 * few.tpot
     assert few.room - many.room == pytest.approx(7 * 132_096 * placed.token_bytes, rel=0.01)
@@ -115,6 +119,10 @@ def test_prefill_takes_the_dispatch_that_is_faster(config: ModelConfig) -> None:
     ]
     gathered, direct = (one.stages["MoE combine"].computed for one in combines)
     assert gathered > 4 * direct, "a sum is written for every token of all ranks"
+    stages = {"MoE experts": Work(), "MoE combine": Work()}
+    for weights, quantised in (("fp8", 3 * 7168 * 58), ("bfloat16", 0)):
+        placed = Placed(config, H200, Deployment(16, dispatch="all_gather", weights=weights))
+        assert placed.dispatched(stages, 1, 16)["MoE experts"].activations == 16 * quantised
 
 
 def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
@@ -137,13 +145,66 @@ def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
     assert planner.best(impossible).misses(impossible) > 10, "the one that misses least"
 
 
+def test_near_ties_go_to_the_lower_latency(config: ModelConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight prompts side by side on a rank each have a slightly higher rate than one on eight ranks."""
+    planner = Planner(config, H200, Efficiencies.assumed(), FIXED | {"drafts": 3})
+    plans = [planner.best(Demand(8, length)) for length in (16_384, 32_768, 65_536, 131_072)]
+    for shorter, longer in pairwise(plans):
+        assert 1 < longer.ttft / shorter.ttft < 5, "no jump from one length to the next"
+    plan = plans[-1]
+    most = plan.highest_rate
+    assert plan.prefill.how.cp_size == 8 and most is not None and most.prefill.how.cp_size == 1
+    assert (1 - NEAR) * most.tokens_per_s <= plan.tokens_per_s < most.tokens_per_s and plan.latency < most.latency
+    print_plan("Together", plan, Demand(8, 131_072))
+    shown = capsys.readouterr().out
+    assert f"latency, within 10% of the highest rate: {most.tokens_per_s:,.0f} tokens/s, TTFT" in shown
+    assert "accepted drafts        85%, 72%, 61%, assumed (--acceptance); 3.19 tokens a step" in shown
+    print_plan("Together", plan, Demand(8, 131_072, acceptance=(0.5,)))
+    assert "50%, 50%, 50%, as given" in capsys.readouterr().out
+
+
+def test_one_request_needs_no_room_for_a_second_prompt(config: ModelConfig) -> None:
+    """The engine's own share of the memory, and what docs/RUNNING.md says of 8 × 80 GB."""
+    assert EngineOptions.gpu_memory_utilization == UTILIZATION
+    h100, how = DEVICES["H100"], {"weights": "int4-experts", "drafts": 0, "cache": "fp8", "tp_size": 8}
+    plan = Planner(config, h100, Efficiencies.assumed(), how).best(Demand(8, 131_072))
+    placed = Placed(config, h100, plan.prefill.how)
+    assert plan.requests == 1 and 0 <= plan.prefill.room < 131_072 * placed.token_bytes
+    text = (Path(__file__).resolve().parents[2] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
+    table = text.partition("| `tp_size` 8 |")[2].partition("\n\n")[0].splitlines()[2:]
+    stored_as = {"FP8": "fp8", "INT4 experts": "int4-experts", "bfloat16": "bfloat16"}
+    for line in table:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for cell, device, ranks in zip(cells, ("H100", "H200", "H100"), (8, 8, 64), strict=True):
+            how = Deployment(ranks, ranks, 8, "all_gather", 2048, stored_as[name], "fp8")
+            room = Placed(config, DEVICES[device], how).cache_room(2048)
+            assert cell == ("does not fit" if room < 0 else f"{room / 2**30:.0f} GiB"), (name, device, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("AMD EPYC", "files that were measured on a device of A100"), ("NVIDIA H20", "give --device H20")],
+)
+def test_files_of_another_device_are_refused(
+    name: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prefill.json"
+    ceilings = Ceilings(1e12, 1e11).to_json()
+    file.write_text(json.dumps({"ceilings": ceilings, "device": name, "results": []}))
+    with pytest.raises(SystemExit):
+        main(["plan", "--measured", str(file)])
+    shown = capsys.readouterr().err
+    assert f"measured on {name}, not on --device H200" in shown and advice in shown
+    assert DEVICES["H100"].is_called("NVIDIA H100 80GB HBM3") and DEVICES["A100"].is_called("NVIDIA A100-SXM4-80GB")
+
+
 def test_what_does_not_fit_says_by_how_much(config: ModelConfig) -> None:
     """671 billion parameters in bfloat16 on 8 × 80 GB."""
     planner = Planner(config, DEVICES["H100"], Efficiencies.assumed(), {**FIXED, "weights": "bfloat16"})
     with pytest.raises(NothingFits) as missing:
         planner.best(Demand(8, 8192))
     weights = Placed(config, DEVICES["H100"], missing.value.nearest).weight_bytes
-    assert missing.value.nearest.ranks == 8 and weights < missing.value.lacking + 0.9 * 80e9
+    assert missing.value.nearest.ranks == 8 and weights < missing.value.lacking + UTILIZATION * 80e9
     remedy = planner.remedy(Demand(8, 8192))
     assert remedy is not None and planner.best(Demand(remedy, 8192)).requests > 0
     with pytest.raises(ValueError, match="tp_size 7"):
@@ -186,6 +247,7 @@ def test_efficiencies_come_back_from_measured_runs(tmp_path: Path) -> None:
     device = H200.with_ceilings(measured)
     fitted = Efficiencies.fitted(entries, device, "")
     assert fitted.of("prefill", "MoE experts") == pytest.approx((0.4, 0.4, 2e-3))
+    assert fitted.has_measured("prefill", "MoE experts") and not fitted.has_measured("decode", "MoE experts")
     assert fitted.of("decode", "MoE experts") == Efficiencies.assumed().of("decode", "MoE experts")
     one = Efficiencies.fitted([Entry("prefill", {"LM head": works[0]}, {"LM head": 0.1})], device, "")
     assert one.of("prefill", "LM head") == pytest.approx((0.5, 0.5, 0.0))

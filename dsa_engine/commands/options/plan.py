@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measured",
         metavar="FILES",
-        help="JSON of the benchmarks on this device, separated by commas: their ceilings and stages take the place of "
+        help="JSON of the benchmarks on --device, separated by commas: their ceilings and stages take the place of "
         "the data sheet and of what is assumed",
     )
     parser.add_argument("--what-if", choices=AXES, help="change this, and plan for every value")

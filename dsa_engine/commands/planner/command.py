@@ -93,7 +93,7 @@ def _plan(args: argparse.Namespace, planner: Planner, demand: Demand, about: dic
         print(_title(args, planner, demand))
         for show in shown:
             show()
-        print_what_is_not_known(planner, planner.reached)
+        print_what_is_not_known(planner, demand)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -124,7 +124,7 @@ def _sweep(args: argparse.Namespace, planner: Planner, demand: Demand, about: di
             plot_sweep(args.what_if, points, args.plot, _title(args, planner, demand))
     finally:
         print(sweep_table(args.what_if, points))
-        print_what_is_not_known(planner, planner.reached)
+        print_what_is_not_known(planner, demand)
 
 
 def _title(args: argparse.Namespace, planner: Planner, demand: Demand) -> str:
@@ -146,6 +146,10 @@ def _device(args: argparse.Namespace) -> tuple[Device, Efficiencies]:
     if not args.measured:
         return device, Efficiencies.assumed()
     ceilings, entries, name = read_measured(args.measured.split(","))
+    if not device.is_called(name):
+        fitting = [f"--device {known.name}" for known in DEVICES.values() if known.is_called(name)]
+        advice = fitting[0] if fitting else f"files that were measured on a device of {', '.join(DEVICES)}"
+        raise ValueError(f"--measured {args.measured}: measured on {name}, not on --device {device.name}; give {advice}")
     device = device.with_ceilings(ceilings)
     return device, Efficiencies.fitted(entries, device, f"stages as measured on {name}, {len(entries)} run(s)")
 

@@ -23,10 +23,11 @@ from dsa_engine.measure.costs.work import Stages, Work
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.weight_memory import rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
+from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.collective_log import Collective, Kind
 
 WORKSPACE = 1 << 30
-UTILIZATION = 0.9  # fraction of a device's memory, as the engine's gpu_memory_utilization
+UTILIZATION = EngineOptions.gpu_memory_utilization  # fraction of a device's memory, as the engine takes it
 _LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a machine, between machines (emulation/links.py)
 
 
@@ -111,12 +112,14 @@ class Placed:
 
     def dispatched(self, stages: Stages, own: float, all_rows: float) -> Stages:
         """The stages of passes over ``own`` of ``all_rows`` rows, with the work that the dispatch adds: if all tokens
-        are gathered, the rank writes a sum for each of them."""
-        others = (all_rows - own) * self.config.mlp_layer_types.count("sparse") * (self.how.dispatch == "all_gather")
-        if "MoE combine" not in stages or self.how.ranks == 1:
+        are gathered, the rank quantises each of them for 8-bit experts, and writes a sum for each."""
+        if "MoE combine" not in stages or self.how.ranks == 1 or self.how.dispatch != "all_gather":
             return stages
-        sums = Work(activations=others * self.config.hidden_size * 2)
-        return stages | {"MoE combine": stages["MoE combine"] + sums}
+        layers, width = self.config.mlp_layer_types.count("sparse"), self.config.hidden_size
+        sums = Work(activations=(all_rows - own) * layers * width * 2)
+        codes = Work(activations=all_rows * layers * width * 3 * self.costs.formats.narrow_experts)
+        added = {"MoE experts": codes, "MoE combine": sums}
+        return stages | {name: stages[name] + work for name, work in added.items()}
 
     def collectives(self, rows: int, gathered_rows: int, logits: int) -> Iterator[tuple[str, float, bool]]:
         """The collectives of a forward pass: (stage, seconds, whether it overlaps the queries' prolog).

@@ -6,6 +6,7 @@ Rates of links are payload of one device in one direction: half of a data sheet'
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ class Device:
     inside: float
     between: float
     source: str
+
+    def is_called(self, reported: str) -> bool:
+        """Whether a driver's name of a device, such as "NVIDIA H100 80GB HBM3", is that of this one."""
+        return re.search(rf"(?<![A-Za-z0-9]){re.escape(self.name)}(?![A-Za-z0-9])", reported) is not None
 
     def with_ceilings(self, ceilings: Ceilings, memory: float | None = None) -> Device:
         """The device with measured rates; 8-bit products keep their ratio to 16-bit ones."""

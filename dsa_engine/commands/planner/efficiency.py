@@ -9,7 +9,7 @@ the counted work of every stage beside its time.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,14 +26,15 @@ class Efficiency(NamedTuple):
     fixed: float  # seconds of a layer's pass through it, independent of its size
 
 
-# Seconds from one kernel's end to the next one's begin in a CUDA graph, and kernels of a layer's stage; a layer of a
-# decode step takes about 44 in bfloat16 and 61 in FP8 (tests/engine/test_fake_cuda.py). Not measured on a GPU yet.
-LAUNCH = 2e-6
+# Kernels of a layer's stage: a layer of a decode step takes about 44 in bfloat16 and 61 in FP8
+# (tests/engine/test_fake_cuda.py).
+TOP_K = "top-k"  # a part of the measured "lightning indexer", predicted apart
 _KERNELS = {
     "embedding": 4,
     "MLA prolog": 10,
     "indexer prolog": 7,
-    "lightning indexer": 5,
+    "lightning indexer": 2,
+    TOP_K: 3,
     "sparse flash attention": 3,
     "MLA epilog": 5,
     "dense MLP": 3,
@@ -45,48 +46,85 @@ _KERNELS = {
     "other": 12,
 }
 
-# Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200. Sparse attention: the
-# published 640 (prefill) and 410 TFLOP/s (decode, FP8 cache) of FlashMLA, on an H800. The others are assumed.
+# Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
 _PRODUCT, _COPY = 0.80, 0.90
-_COMPUTE = {"lightning indexer": 0.5, "sparse flash attention": 0.65, "MoE experts": 0.6}
-_DECODE_COMPUTE = {"lightning indexer": 0.5, "sparse flash attention": 0.41, "MoE experts": 0.5}
-# Rows of the caches are read in pieces of 132 to 1,152 bytes.
-_MEMORY = {"sparse flash attention": 0.6, "lightning indexer": 0.8}
+# Rows of the caches are read in pieces of 132 to 1,152 bytes; top-k reads a long row of scores more than once.
+_MEMORY = {"sparse flash attention": 0.6, "lightning indexer": 0.8, TOP_K: 0.5}
 
-ASSUMED = "stages reach assumed parts of the peak (commands/planner/efficiency.py)"
+OWN = "stages reach parts of the peak that were estimated by reading this project's kernels: nothing was measured"
+TUNED = "stages reach parts of the peak as kernels that others have published"
+
+
+class _Kernels(NamedTuple):
+    """What a set of kernels reaches: fractions of the peak of products, and the cost of a launch."""
+
+    prefill: dict[str, float]
+    decode: dict[str, float]
+    launch: float  # seconds from one kernel's end to the next one's begin in a CUDA graph, and a small kernel's least time
+    source: str
+
+
+# This project's: estimates, from the machine code of the kernels, the bytes that they read from L2, and public figures
+# of similar ones. Experts of FP8 in prefill are bound by L2 (docs/KERNELS.md).
+_OWN = _Kernels(
+    {"lightning indexer": 0.40, "sparse flash attention": 0.40, "MoE experts": 0.27},
+    {"lightning indexer": 0.40, "sparse flash attention": 0.30, "MoE experts": 0.5},
+    3.3e-6,
+    OWN,
+)
+# Sparse attention: the published 640 (prefill) and 410 TFLOP/s (decode, FP8 cache) of FlashMLA, on an H800. The others
+# are assumed.
+_TUNED = _Kernels(
+    {"lightning indexer": 0.5, "sparse flash attention": 0.65, "MoE experts": 0.6},
+    {"lightning indexer": 0.5, "sparse flash attention": 0.41, "MoE experts": 0.5},
+    2e-6,
+    TUNED,
+)
 
 
 class Efficiencies:
     """Efficiencies of all stages in prefill and in decode."""
 
-    def __init__(self, stages: dict[tuple[str, str], Efficiency], source: str):
-        self._stages, self.source = stages, source
+    def __init__(
+        self, stages: dict[tuple[str, str], Efficiency], source: str, measured: Set[tuple[str, str]] = frozenset()
+    ):
+        self._stages, self.source, self._measured = stages, source, measured
 
     def of(self, phase: str, stage: str) -> Efficiency:
         """The efficiency of a stage in "prefill" or "decode"."""
         return self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
 
+    def has_measured(self, phase: str, stage: str) -> bool:
+        return (phase, stage) in self._measured
+
     @classmethod
-    def assumed(cls) -> Efficiencies:
+    def assumed(cls, of: _Kernels = _OWN) -> Efficiencies:
+        """Estimates for this project's kernels."""
         stages = {}
-        for phase, compute in (("prefill", _COMPUTE), ("decode", _DECODE_COMPUTE)):
+        for phase, compute in (("prefill", of.prefill), ("decode", of.decode)):
             for name, kernels in _KERNELS.items():
                 of_memory = _MEMORY.get(name, _COPY)
-                stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels * LAUNCH)
-        return cls(stages, ASSUMED)
+                stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels * of.launch)
+        return cls(stages, of.source)
+
+    @classmethod
+    def of_tuned_kernels(cls) -> Efficiencies:
+        """Those of kernels that others have tuned and published, for deployments that use them."""
+        return cls.assumed(_TUNED)
 
     @classmethod
     def fitted(cls, entries: Sequence[Entry], device: Device, source: str) -> Efficiencies:
         """Fits fixed time and efficiency of each stage to measured runs, by relative error; stages without a run keep
         the assumptions. A single size does not determine fixed times: they are 0 then."""
-        stages = dict(cls.assumed()._stages)
+        stages, measured = dict(cls.assumed()._stages), set()
         for phase in {entry.phase for entry in entries}:
             runs = [entry for entry in entries if entry.phase == phase]
             for name in {name for entry in runs for name in entry.work}:
                 points = [(e.work[name], e.seconds[name]) for e in runs if name in e.work and e.seconds.get(name)]
                 if points:
                     stages[(phase, name)] = _fit(points, device)
-        return cls(stages, source)
+                    measured.add((phase, name))
+        return cls(stages, source, measured)
 
 
 class Entry(NamedTuple):

@@ -10,6 +10,9 @@ from dsa_engine.commands.planner.deployment import Deployment
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
 
+NEAR = 0.1  # part of the highest rate that a plan may lack if its latency is lower
+ASSUMED_ACCEPTANCE = AssumedAcceptance.default(max(DRAFTS)).rates
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -29,7 +32,7 @@ class Demand:
     ttft: float | None = None
     tpot: float | None = None
     requests: int | None = None
-    acceptance: tuple[float, ...] = AssumedAcceptance.default(max(DRAFTS)).rates
+    acceptance: tuple[float, ...] = ASSUMED_ACCEPTANCE
 
     def __post_init__(self) -> None:
         for name in ("devices", "input_len", "output_len", "ttft", "tpot", "requests"):
@@ -61,7 +64,9 @@ class DeploymentPlan:
         prefill_instances, decode_instances: number of each; equal without ``split``.
         tpot: seconds per token, including prefills of other requests between decode steps.
         tokens_per_s: output tokens of all devices together.
-        limit: the bound of the rate: "prefill", "decode" or "both".
+        limit: the bound of the rate: "prefill" or "decode".
+        latency: seconds of one request, from its prompt to its last token, without queueing.
+        highest_rate: the plan with the highest rate, if this one was chosen for its lower latency; else None.
     """
 
     split: bool
@@ -72,6 +77,8 @@ class DeploymentPlan:
     tpot: float
     tokens_per_s: float
     limit: str
+    latency: float
+    highest_rate: DeploymentPlan | None = None
 
     @property
     def ttft(self) -> float:
@@ -102,18 +109,26 @@ class DeploymentPlan:
             over.append(demand.requests / self.requests - 1)
         return max(over)
 
+    def summary(self) -> dict[str, Any]:
+        """Its figures for the demand."""
+        return {
+            "ttft_ms": self.ttft * 1e3,
+            "tpot_ms": self.tpot * 1e3,
+            "concurrent_requests": self.requests,
+            "output_tokens_per_s": self.tokens_per_s,
+            "output_tokens_per_s_per_device": self.tokens_per_s / self.devices,
+        }
+
     def to_json(self) -> dict[str, Any]:
         return {
             "split": self.split,
             "devices_used": self.devices,
             "prefill_instances": self.prefill_instances,
             "decode_instances": self.decode_instances,
-            "ttft_ms": self.ttft * 1e3,
-            "tpot_ms": self.tpot * 1e3,
-            "concurrent_requests": self.requests,
-            "output_tokens_per_s": self.tokens_per_s,
-            "output_tokens_per_s_per_device": self.tokens_per_s / self.devices,
+            **self.summary(),
             "limit": self.limit,
+            "request_latency_ms": self.latency * 1e3,
+            "highest_rate": None if (most := self.highest_rate) is None else most.summary(),
             "redundant_experts_per_rank": self.replicas,
             "prefill": self.prefill.to_json(),
             "decode": self.decode.to_json(),

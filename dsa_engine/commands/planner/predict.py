@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.efficiency import Efficiencies, stage_seconds
+from dsa_engine.commands.planner.efficiency import TOP_K, Efficiencies, stage_seconds
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import Decode, prefill_plans
-from dsa_engine.measure.costs.work import Stages
+from dsa_engine.measure.costs.work import SCORE_BYTES, Stages, Work
 
 LINKS = "links"
 
@@ -146,10 +146,25 @@ def predict_decode(
 
 def _timed(phase: str, placed: Placed, reached: Efficiencies, work: Stages) -> dict[str, StageTime]:
     stages = {}
+    if not reached.has_measured(phase, "lightning indexer"):
+        work = _top_k_apart(placed.config, work)
     for name, one in work.items():
         seconds, limit = stage_seconds(one, placed.device, reached.of(phase, name))
         stages[name] = StageTime(seconds, 0.0, limit)
     return stages
+
+
+def _top_k_apart(config: ModelConfig, work: Stages) -> Stages:
+    """The stages with the selection as one of its own: it reads the scores after all of them have been written."""
+    apart: Stages = {}
+    for name, one in work.items():
+        apart[name] = one
+        if name == "lightning indexer":
+            pairs = one.flops / (2 * config.index_n_heads * (config.index_head_dim + 1))
+            scores = SCORE_BYTES * pairs
+            apart[name] = replace(one, activations=one.activations - scores)
+            apart[TOP_K] = Work(activations=scores, passes=one.passes)
+    return apart
 
 
 def _communicate(

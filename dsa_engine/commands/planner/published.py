@@ -1,4 +1,5 @@
-"""Deployments whose operating points others have published, predicted from data sheets and assumed efficiencies.
+"""Deployments whose operating points others have published, predicted from data sheets and the efficiencies of tuned kernels,
+as these deployments do not run the kernels of this project.
 
 Cards of Ascend 910C have two dies, which count as two devices here. If a report leaves something open (lengths,
 drafts), ``known`` says what is assumed.
@@ -44,7 +45,7 @@ class PublishedFigure:
     def predicted(self) -> float:
         """Milliseconds."""
         config = ModelConfig.from_dict(released_config(self.model))
-        placed, reached = Placed(config, DEVICES[self.device], self.how), Efficiencies.assumed()
+        placed, reached = Placed(config, DEVICES[self.device], self.how), Efficiencies.of_tuned_kernels()
         if self.phase == "prefill":
             return predict_prefill(placed, reached, self.context, self.requests).ttft * 1e3
         step = predict_decode(placed, reached, self.requests, self.context, self.tokens_per_step, self.context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ from dsa_engine.commands.planner.choices import CACHES, DISPATCHES, DRAFTS, WEIG
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.efficiency import Efficiencies
-from dsa_engine.commands.planner.plan import CannotCut, Demand, DeploymentPlan, NothingFits
+from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -43,7 +43,8 @@ class Planner:
             raise ValueError(f"--drafts {drafts}: the model has no MTP module to make them")
 
     def best(self, demand: Demand, split: bool = False) -> DeploymentPlan:
-        """The plan with the highest rate among those that meet the demand, else the one that misses it least.
+        """Of the plans that meet the demand and whose rate is within :data:`NEAR` of the highest, the one with the lowest
+        latency of a request; if none meets the demand, the one that misses it least.
 
         Raises:
             NothingFits: there is no room for a single request.
@@ -68,7 +69,10 @@ class Planner:
             raise NothingFits(self._lacking[1], self._lacking[0])
         met = [plan for plan in plans if plan.misses(demand) <= 0]
         if met:
-            return max(met, key=lambda plan: (plan.tokens_per_s, -plan.devices, -plan.ttft, -plan.tpot))
+            most = max(met, key=lambda plan: (plan.tokens_per_s, -plan.latency, -plan.devices))
+            near = [plan for plan in met if plan.tokens_per_s >= (1 - NEAR) * most.tokens_per_s]
+            chosen = min(near, key=lambda plan: (plan.latency, plan.devices, -plan.tokens_per_s))
+            return chosen if chosen.latency == most.latency else replace(chosen, highest_rate=most)
         return min(plans, key=lambda plan: plan.misses(demand))
 
     def remedy(self, demand: Demand) -> int | None:
@@ -99,11 +103,12 @@ class Planner:
             step = self._step(how, requests, demand)
             tpot = step.tpot + requests * wait
             limit = "prefill" if requests * wait > step.tpot else "decode"
-            yield DeploymentPlan(False, prefill, step, count, count, tpot, count * requests / tpot, limit)
+            rate, latency = count * requests / tpot, prefill.ttft + demand.output_len * tpot
+            yield DeploymentPlan(False, prefill, step, count, count, tpot, rate, limit, latency)
 
     def _split(self, demand: Demand) -> Iterator[DeploymentPlan]:
         """Plans in which some devices prefill and the others decode."""
-        prefills = {ranks: self._best_prefill(ranks, demand) for ranks in self._sizes(demand.devices)}
+        prefills = [one for ranks in self._sizes(demand.devices) for one in self._best_prefills(ranks, demand)]
         for decoding in self._sizes(demand.devices):
             for base in self._formats(decoding):
                 for how in self._decodes(base):
@@ -120,14 +125,13 @@ class Planner:
         return [1 << i for i in range(max_instances.bit_length()) if 1 << i <= demand.requests]
 
     def _matched(
-        self, prefills: dict[int, Prefill | None], step: DecodeStep, demand: Demand, given: int | None
+        self, prefills: Sequence[Prefill], step: DecodeStep, demand: Demand, given: int | None
     ) -> Iterator[DeploymentPlan]:
         """Plans with as many instances of each kind as the devices allow, near the ratio that keeps both busy, or with
         ``given`` decode instances."""
         per_instance = step.tokens_per_s
-        for ranks, prefill in prefills.items():
-            if prefill is None:
-                continue
+        for prefill in prefills:
+            ranks = prefill.how.ranks
             max_decodes = (demand.devices - ranks) // step.how.ranks
             fed = prefill.prompts_per_s * demand.output_len  # tokens/s that one prefill instance can start
             ideal = demand.devices / (ranks * per_instance / fed + step.how.ranks)
@@ -137,7 +141,8 @@ class Planner:
                 count = (demand.devices - decodes * step.how.ranks) // ranks
                 rate = min(count * fed, decodes * per_instance)
                 limit = "prefill" if count * fed < decodes * per_instance else "decode"
-                yield DeploymentPlan(True, prefill, step, count, decodes, step.tpot, rate, limit)
+                latency = prefill.ttft + demand.output_len * step.tpot
+                yield DeploymentPlan(True, prefill, step, count, decodes, step.tpot, rate, limit, latency)
 
     def _sizes(self, devices: int) -> list[int]:
         """Numbers of ranks of an instance: all devices, a half, a quarter, …; at most one rank per routed expert."""
@@ -181,12 +186,15 @@ class Planner:
         quick = [one for one in fastest if demand.ttft is None or one.ttft <= demand.ttft]
         return quick or fastest
 
-    def _best_prefill(self, ranks: int, demand: Demand) -> Prefill | None:
+    def _best_prefills(self, ranks: int, demand: Demand) -> list[Prefill]:
+        """The prefill with the highest rate, and the fastest one of those that come near it."""
         prefills = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
         quick = [one for one in prefills if demand.ttft is None or one.ttft <= demand.ttft]
-        if quick:
-            return max(quick, key=lambda one: one.prompts_per_s)
-        return min(prefills, key=lambda one: one.ttft, default=None)
+        if not quick:
+            return [min(prefills, key=lambda one: one.ttft)] if prefills else []
+        most = max(quick, key=lambda one: one.prompts_per_s)
+        near = [one for one in quick if one.prompts_per_s >= (1 - NEAR) * most.prompts_per_s]
+        return [most, min(near, key=lambda one: one.ttft)]
 
     def _decodes(self, base: Deployment) -> Iterator[Deployment]:
         max_drafts = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
@@ -215,17 +223,19 @@ class Planner:
         return [low]
 
     def _max_requests(self, how: Deployment, demand: Demand, reserved: int) -> int:
-        """Number of requests of an instance for which there is memory."""
+        """Number of requests of an instance for which there is memory: beside ``reserved`` tokens, or one alone."""
         placed = self._placed(how)
         held, reserved_bytes = demand.longest * placed.token_bytes, reserved * placed.token_bytes
-        room = placed.cache_room(1 + how.drafts) - reserved_bytes
-        max_requests = min(int(max(0.0, room) // held), MAX_REQUESTS)
+        alone = placed.cache_room(1 + how.drafts)
+        max_requests = min(int(max(0.0, alone - reserved_bytes) // held), MAX_REQUESTS)
         while (
             max_requests and placed.cache_room(max_requests * (1 + how.drafts)) - reserved_bytes < max_requests * held
         ):
             max_requests -= 1
+        if not max_requests and alone >= held:
+            return 1
         if not max_requests:
-            self._note(how, room - held)
+            self._note(how, alone - held)
         return max_requests * how.ranks
 
     def _step(self, how: Deployment, requests: int, demand: Demand) -> DecodeStep:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment
-from dsa_engine.commands.planner.efficiency import Efficiencies
-from dsa_engine.commands.planner.plan import Demand, DeploymentPlan, NothingFits
+from dsa_engine.commands.planner.plan import ASSUMED_ACCEPTANCE, DRAFTS, NEAR, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import StageTime
 from dsa_engine.commands.planner.search import Planner
 from dsa_engine.measure.report import format_table
@@ -13,7 +12,7 @@ from dsa_engine.system.sizes import format_bytes
 NOT_KNOWN = (
     "queueing: TTFT is that of a prompt that finds its ranks free",
     "loads of experts: tokens choose them evenly here; what an uneven router costs, and what replicas gain, is not in",
-    "accuracy of fewer bits: see docs/QUANTIZATION.md; acceptance of drafts is assumed (--acceptance)",
+    "accuracy of fewer bits: see docs/QUANTIZATION.md",
 )
 
 
@@ -36,10 +35,14 @@ def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | N
         ("TPOT", f"{plan.tpot * 1e3:.3g} ms" + _asked(demand.tpot and demand.tpot * 1e3, "ms") + _waits(plan)),
         ("concurrent requests", f"{plan.requests:,}" + _asked(demand.requests, "")),
         ("output tokens/s", f"{plan.tokens_per_s:,.0f}, {plan.tokens_per_s / plan.devices:,.1f} a device"),
+        ("chosen for", _chosen_for(plan)),
         ("bound by", plan.limit),
         ("memory left on a rank", f"{format_bytes(plan.decode.room)} in decode, of {UTILIZATION:.0%} of all"),
         ("redundant experts", f"{plan.replicas} a rank have room in that (not in the engine yet)"),
     ]
+    if drafts := plan.decode.how.drafts:
+        gained = f"{_acceptance(demand, drafts)}; {plan.decode.tokens_per_step:.2f} tokens a step"
+        rows.append(("accepted drafts", gained))
     print("\n".join(f"  {name:<22} {text}" for name, text in rows))
     print("\n" + _stages(plan))
 
@@ -53,10 +56,25 @@ def print_not_fitting(title: str, error: NothingFits, remedy: int | None) -> Non
     print(f"  What would make it fit: {more} device with more memory, shorter requests, or fewer bits.")
 
 
-def print_what_is_not_known(planner: Planner, reached: Efficiencies) -> None:
-    print(f"\n{planner.device.name}: {planner.device.source}; {reached.source}.")
+def print_what_is_not_known(planner: Planner, demand: Demand) -> None:
+    print(f"\n{planner.device.name}: {planner.device.source}; {planner.reached.source}.")
     print("Not known, and not in these figures:")
-    print("\n".join(f"* {text}" for text in NOT_KNOWN))
+    drafts = f"acceptance of drafts, by position: {_acceptance(demand, max(DRAFTS))}"
+    print("\n".join(f"* {text}" for text in (*NOT_KNOWN, drafts)))
+
+
+def _chosen_for(plan: DeploymentPlan) -> str:
+    most = plan.highest_rate
+    if most is None:
+        return "the highest rate"
+    other = f"TTFT {most.ttft:.3g} s, TPOT {most.tpot * 1e3:.3g} ms, cp {most.prefill.how.cp_size}"
+    return f"latency, within {NEAR:.0%} of the highest rate: {most.tokens_per_s:,.0f} tokens/s, {other}"
+
+
+def _acceptance(demand: Demand, drafts: int) -> str:
+    rates = [demand.acceptance[min(i, len(demand.acceptance) - 1)] for i in range(drafts)]
+    source = "assumed (--acceptance)" if demand.acceptance == ASSUMED_ACCEPTANCE else "as given"
+    return f"{', '.join(f'{rate:.0%}' for rate in rates)}, {source}"
 
 
 def _cut(how: Deployment, prefill: bool) -> str:

@@ -18,6 +18,8 @@ from dsa_engine.engine.steps.plan import RankPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.rows.segment import Segment
 
+SCORE_BYTES = 4  # of an index score: float32
+
 
 @dataclass(frozen=True)
 class Work:
@@ -201,8 +203,8 @@ def _indexer_work(config: ModelConfig, shape: Shape, weights: dict[str, float], 
             products + 2 * sparse.pairs * heads,
             products * formats.cache.fp8,
             index_keys=key.row_bytes * sparse.keys,
-            # Scores are float32, written once and read once; positions are int32.
-            activations=8 * sparse.pairs + sparse.rows * (a * heads * dim + 4 * c.index_topk),
+            # Scores are written once and read once; positions are int32.
+            activations=2 * SCORE_BYTES * sparse.pairs + sparse.rows * (a * heads * dim + 4 * c.index_topk),
         ),
     }
 

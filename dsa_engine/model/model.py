@@ -20,7 +20,12 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.mtp import MTPModule
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
-from dsa_engine.parallel.tensor_parallel import shard, vocab_parallel_embedding, vocab_parallel_logits
+from dsa_engine.parallel.tensor_parallel import (
+    own_vocab_parallel_logits,
+    shard,
+    vocab_parallel_embedding,
+    vocab_parallel_logits,
+)
 
 
 class Model(Weighted):
@@ -99,9 +104,11 @@ class Model(Weighted):
             padded_rows: the largest n of a rank of the group; None: all of its ranks hold the same rows.
             head: ``[vocab of this rank, hidden]``; default: the model's.
         """
-        tp, count, first = self.runtime.mesh.tp, hidden.shape[0], 0
-        if padded_rows is not None:
-            hidden, first = tp.all_gather(F.pad(hidden, (0, 0, 0, padded_rows - count))), tp.index * padded_rows
+        tp, count = self.runtime.mesh.tp, hidden.shape[0]
+        weight = self.lm_head if head is None else head
+        if padded_rows is None:
+            with stage("LM head"):
+                return vocab_parallel_logits(hidden, weight, tp)
+        gathered = tp.all_gather(F.pad(hidden, (0, 0, 0, padded_rows - count)))
         with stage("LM head"):
-            logits = vocab_parallel_logits(hidden, self.lm_head if head is None else head, tp)
-        return logits[first : first + count]
+            return own_vocab_parallel_logits(gathered, weight, tp)[:count]

@@ -32,12 +32,15 @@ _TILE = 64  # rows that pieces are rounded to
 
 
 def _selected(given: dict[str, Any], positions: torch.Tensor) -> list[torch.Tensor]:
-    """float32 ``[T, tokens + 1]``: 1 for each selected position; the first column is of −1."""
-    dense = torch.zeros(len(positions), given["segments"].longest + 1, device=positions.device)
-    return [dense.scatter_(1, positions.long() + 1, 1.0)]
+    """float32 ``[T, tokens + 2]``: 1 for each selected position; the last two columns are of −1 and of what is no
+    position."""
+    count = given["segments"].longest
+    known = (positions >= 0) & (positions < count)
+    column = torch.where(known, positions, torch.where(positions == -1, count, count + 1))
+    return [torch.zeros(len(positions), count + 2, device=positions.device).scatter_(1, column.long(), 1.0)]
 
 
-@operation(runs=cpu.serves, near_ties=_selected)
+@operation(runs=cpu.serves, near_ties=_selected, waits=True)
 def lightning_indexer(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -166,10 +166,12 @@ def _run(
 
 
 def _by_expert(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-    """The weights of all experts, float32 ``[T, experts + 1]``; the first column is of rows that choose none."""
+    """The weights of all experts, float32 ``[T, experts + 2]``; the last two columns are of −1 and of what is no
+    number of an expert."""
     experts, weights = result
-    dense = weights.new_zeros(len(experts), given["logits"].shape[1] + 1)
-    return [dense.scatter_(1, experts.long() + 1, weights)]
+    count = given["logits"].shape[1]
+    column = torch.where((experts >= 0) & (experts < count), experts, torch.where(experts == -1, count, count + 1))
+    return [weights.new_zeros(len(experts), count + 2).scatter_(1, column.long(), weights)]
 
 
 @operation(runs=cpu.runs_kernel, near_ties=_by_expert)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -41,12 +41,26 @@ class Comparison:
 
 
 _replaced: dict[str, str] = {}  # operation: why its reference runs
-_waiting: set[str] = set()  # operations whose reference waits for the device
 _called: set[str] = set()  # replaced operations that have been called
 _watching: Comparison | None = None
 
 # (arguments by name, result) -> what is compared instead of the result and of what is written; None: these are
 View = Callable[[dict[str, Any], Any], list[torch.Tensor] | None]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A marked function, see :func:`operation`; ``kind`` is of what ``view`` gives."""
+
+    run: Callable[..., Any]
+    writes: tuple[str, ...]
+    defined: Callable[..., torch.Tensor] | None
+    kind: Kind
+    view: View | None
+    waits: bool
+
+
+OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(
@@ -73,8 +87,7 @@ def operation(
     def mark(run: Callable[P, R]) -> Callable[P, R]:
         name = run.__name__
         kind: Kind = "quantised" if decoded else "near ties" if near_ties else "plain"
-        if waits:
-            _waiting.add(name)
+        marked = OPERATIONS[name] = Operation(run, writes, defined, kind, decoded or near_ties, waits)
 
         @functools.wraps(run)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -85,7 +98,7 @@ def operation(
                 with launch.references():
                     return run(*args, **kwargs)
             if _watching is not None and runs(_first_tensor(*args, *kwargs.values())):
-                return _both_ways(_watching, run, writes, defined, kind, decoded or near_ties, args, kwargs)
+                return compare(_watching, marked, args, kwargs)
             return run(*args, **kwargs)
 
         return call
@@ -117,7 +130,7 @@ def replace(kernels: dict[str, str]) -> None:
 
 def waiting() -> set[str]:
     """The replaced operations whose reference waits for the device."""
-    return _waiting & set(_replaced)
+    return {name for name in _replaced if name in OPERATIONS and OPERATIONS[name].waits}
 
 
 @contextmanager
@@ -127,19 +140,15 @@ def calls() -> Iterator[set[str]]:
     yield _called
 
 
-def _both_ways(
-    comparison: Comparison,
-    run: Callable[P, R],
-    writes: tuple[str, ...],
-    defined: Callable[..., torch.Tensor] | None,
-    kind: Kind,
-    view: View | None,
-    args: Any,
-    kwargs: Any,
-) -> R:
-    name = run.__name__
+def compare(comparison: Comparison, marked: Operation, args: Any, kwargs: Any) -> Any:
+    """Runs an operation both ways, writes down the error, and replaces a kernel that is wrong.
+
+    Returns:
+        the reference's result; what is written holds the reference's too.
+    """
+    name, run = marked.run.__name__, marked.run
     given, apart, before = (inspect.signature(run).bind(*args, **kwargs) for _ in range(3))
-    written = {key: x for key in writes if (x := given.arguments.get(key)) is not None}
+    written = {key: x for key in marked.writes if (x := given.arguments.get(key)) is not None}
     for bound in (apart, before):
         bound.arguments.update({key: _copy(x) for key, x in written.items()})
     if name not in comparison.errors:
@@ -153,10 +162,11 @@ def _both_ways(
         wanted = run(*args, **kwargs)
     error = float("inf")
     if not reason:
-        mask = None if defined is None else defined(*args, **kwargs)
         for bound in (apart, given, before):
             bound.apply_defaults()
-        errors = _errors(view, kind, mask, list(written), (apart.arguments, ours), (given.arguments, wanted), before)
+        defined = None if marked.defined is None else marked.defined(*args, **kwargs)
+        both = (apart.arguments, ours), (given.arguments, wanted)
+        errors = _errors(marked, defined, list(written), *both, before.arguments)
         error = max(e for e, _ in errors)
         worst = max(errors, key=lambda pair: pair[0] / max(pair[1], 1e-30))
         if worst[0] > worst[1]:
@@ -168,29 +178,26 @@ def _both_ways(
 
 
 def _errors(
-    view: View | None,
-    kind: Kind,
+    marked: Operation,
     defined: torch.Tensor | None,
     written: list[str],
     ours: tuple[dict[str, Any], Any],
     wanted: tuple[dict[str, Any], Any],
-    before: inspect.BoundArguments,
+    before: dict[str, Any],
 ) -> list[tuple[float, float]]:
-    """The measured and allowed errors of a call, given by its arguments and its result both ways; of what it writes
-    to, the elements are compared that have changed since ``before``."""
-    viewed = [None if view is None else view(*call) for call in (ours, wanted)]
-    if viewed[0] is not None and viewed[1] is not None:
-        start = view(before.arguments, None) if view is not None and written else None
-        starts: list[torch.Tensor] | list[None] = [None] * len(viewed[0]) if start is None else start
-        results = list(zip(viewed[0], viewed[1], starts, strict=True))
-    else:
+    """The measured and allowed errors of a call, given by its arguments and its result both ways. Of what it writes to,
+    the elements are compared that have changed since ``before``: others may hold anything."""
+    kind, view = marked.kind, marked.view
+    a, b = (None if view is None else view(*call) for call in (ours, wanted))
+    starts: Sequence[torch.Tensor | None] | None = view(before, None) if view is not None and written else None
+    if a is None or b is None:
         kind = "plain"
-        results = [(a, b, None) for a, b in zip(_tensors(ours[1]), _tensors(wanted[1]), strict=True)]
-        results += [(ours[0][key], wanted[0][key], before.arguments[key]) for key in written]
-    errors = []
-    for a, b, start_of in results:
-        errors += differences(a, b, defined if start_of is None else _changed(start_of, a, b), kind)
-    return errors or [(0.0, 0.0)]
+        a, b = ([*_tensors(result), *(given[key] for key in written)] for given, result in (ours, wanted))
+        starts = [*[None] * (len(b) - len(written)), *(before[key] for key in written)]
+    errors = [(0.0, 0.0)]
+    for x, y, start in zip(a, b, starts or [None] * len(b), strict=True):
+        errors += differences(x, y, defined if start is None else _changed(start, x, y), kind)
+    return errors
 
 
 def _changed(before: torch.Tensor, ours: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

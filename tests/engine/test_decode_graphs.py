@@ -6,8 +6,10 @@ references look at the batch on the host and cannot run them.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +27,43 @@ from dsa_engine.engine.steps.plan import Bucket, StepPlan
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.block_tables import BlockTables
+from fake_cuda import FakeDevice
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_capture_is_ended_before_anything_else(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt waits for its end; another error is raised as it is, not as that of streams that have not joined."""
+    before, finished = signal.signal(signal.SIGINT, signal.default_int_handler), []
+
+    def function() -> torch.Tensor:
+        if device.capturing:
+            if error is not KeyboardInterrupt:
+                raise error("CUDA out of memory")
+            signal.raise_signal(signal.SIGINT)
+        finished.append(device.capturing)
+        return torch.empty(1, device="cuda")
+
+    def end(graph: Any) -> None:
+        device.end_capture(None)
+        if error is not KeyboardInterrupt:
+            raise RuntimeError("CUDA error: capturing has streams that have not joined")
+
+    try:
+        with FakeDevice() as device:
+            monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", end)
+            mesh = SimpleNamespace(device=torch.device("cuda:0"))
+            model: Any = SimpleNamespace(runtime=SimpleNamespace(mesh=mesh))
+            nothing: Any = None
+            graphs = DecodeGraphs(model, nothing)
+            with pytest.raises(error):
+                graphs.run("a step", function)
+            assert finished == ([False, True] if error is KeyboardInterrupt else [False]) and not device.capturing
+            assert not graphs.captured and not graphs.ready("a step")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_buckets() -> None:

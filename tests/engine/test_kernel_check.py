@@ -18,6 +18,8 @@ import torch
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.startup import kernel_check, kernel_findings
 from dsa_engine.engine.startup.kernel_findings import KernelFindings
+from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.kernels.rows.store_rows import store_rows
 from dsa_engine.kernels.runtime import operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions
@@ -191,6 +193,33 @@ def test_who_is_ended_for_another_rank_leaves_no_mark(
             findings.mark("topk")  # the main thread runs a while longer
     assert marks(path) == ([] if blameless else ["silu_mul"])
     kernel_findings._remove_mark()  # the comparison has ended
+
+
+@pytest.mark.parametrize(
+    ("wrong", "step", "waits"),
+    [("rms_norm", "decode", False), ("store_rows", "decode", True), ("store_rows", "prefill", False),
+     ("combine", "never", False)],
+)  # fmt: skip
+def test_graphs_are_lost_only_to_a_reference_that_waits_in_decode(
+    wrong: str, step: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(*what: Any) -> Iterator[str]:
+        for name in ("prefill", "decode"):
+            rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
+            if name == step:
+                store_rows(torch.zeros(1, 2, 4), torch.ones(1, 4), torch.tensor([1]))
+            yield name
+
+    monkeypatch.setattr(kernel_check, "try_steps", steps)
+    monkeypatch.setattr(kernel_check, "trial_tokens", lambda config: 1)
+    mesh = SimpleNamespace(all_gather_int=lambda mine: [0, mine])
+    model: Any = SimpleNamespace(config=None, runtime=SimpleNamespace(mesh=mesh))
+    nothing: Any = None
+    operation.replace({wrong: "it is wrong"})
+    try:
+        assert kernel_check._waits_in_decode(model, nothing) == waits
+    finally:
+        operation.replace({})
 
 
 def test_every_kind_of_layer_is_tried(oracle: Callable[..., Any]) -> None:

@@ -153,7 +153,8 @@ class Placed:
             yield "MLA epilog", layers * (self._even("all_to_all", how.tp_size, heads) + back), False
             yield "embedding", back, False
             if logits:
-                yield "LM head", self._even("all_gather", how.tp_size, logits * c.vocab_size * 4), False
+                shard = logits * c.vocab_size * 4 / how.tp_size
+                yield "LM head", self._even("all_to_all", how.tp_size, shard), False
 
     def _even(self, kind: Kind, size: int, part: float) -> float:
         """Seconds of a collective over the first ``size`` ranks, ``part`` bytes from each, to each in an all-to-all."""

@@ -11,7 +11,7 @@ import torch
 
 from dsa_engine.kernels.formats.cache_format import IndexKeyFormat
 from dsa_engine.kernels.formats.fp8_cache import index_key_views
-from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
+from dsa_engine.kernels.indexer.lightning_indexer import _pieces, lightning_indexer
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -218,6 +218,17 @@ def test_memory_stays_within_the_workspace(
     print(f"peak {peak / 2**20:.1f} MiB")
     # Rows in which scores tie for the last selected position are selected a second time, with more temporaries.
     assert peak < workspace * (1.5 if ties else 1) + result + (1 << 20)
+
+
+def test_pieces_begin_at_whole_tiles() -> None:
+    """Another address is another variant of a kernel; 16 bytes are 4 numbers. Few rows are not rounded."""
+    segments = Segments.of([Segment(0, 1000, 0, 0), Segment(1000, 77, 1, 900)], "cpu")
+    for elements in (70_000, 200_000, 1_000_000):
+        pieces = list(_pieces(segments, elements))
+        assert [first for first, _ in pieces[1:]] == [last for _, last in pieces[:-1]] and pieces[-1][1] == 1077
+        assert all(first % 64 == 0 for first, _ in pieces)
+        assert all((last - first) * min(1000, max(last, 977)) <= elements for first, last in pieces)
+    assert len(list(_pieces(segments, 1000))) > 900, "no piece is rounded to nothing"
 
 
 def test_bad_segments(scattered_pages: Scatter) -> None:

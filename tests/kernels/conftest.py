@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import bfloat16_interpreter
 from dsa_engine.kernels.runtime import cpu, launch
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+
+if INTERPRETED:
+    bfloat16_interpreter.install()
 
 # ‖got − wanted‖ / ‖wanted‖ that the rounding of inputs and results of each type allows.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -41,8 +45,6 @@ def on_a_cpu(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
 
 @pytest.fixture(params=list(BOUNDS), ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if INTERPRETED and request.param == torch.bfloat16:
-        pytest.skip("Triton's interpreter computes nonsense in bfloat16")
     return request.param
 
 

@@ -134,7 +134,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(text, (str, bytes)):
             name = __obj.__name__
             if name == "join":
-                args = tuple([*until_full(pieces)] for pieces in args)
+                args = tuple(one if isinstance(one, (str, list, tuple)) else [*until_full(one)] for one in args)
                 check_join(*args, text)
             else:
                 check_call(name, text, args, named)

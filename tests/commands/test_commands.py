@@ -113,8 +113,16 @@ def unloadable(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["chat"], "hello", "has no chat template; use generate() with a prompt"),
         (["chat"], None, "error: standard input is closed, and chat reads it; leave it open"),
         (["bench", "prefill", "--seq-len", "50,201"], "", "error: the prompt has 201 tokens, max_model_len is 200;"),
-        (["bench", "tpot", "--input-len", "150", "--output-len", "51"], "", "200, of which at least 51 must be left"),
-        (["bench", "serve", "--random-input-len", "201"], "", "error: the prompt has 201 tokens, max_model_len is 200"),
+        (
+            ["bench", "tpot", "--input-len", "150", "--output-len", "51"],
+            "",
+            "150 tokens and up to 51 new ones exceed max_model_len 200",
+        ),
+        (
+            ["bench", "serve", "--random-input-len", "201"],
+            "",
+            "201 tokens and up to 128 new ones exceed max_model_len 200",
+        ),
     ],
 )
 def test_what_is_known_is_said_before_weights_are_loaded(

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from dsa_engine.demo import demo_folder
-from dsa_engine.text import chat_template, template_sandbox
+from dsa_engine.text import chat_template, template_limits
 from dsa_engine.text.chat_template import conversations
 from dsa_engine.text.tokenizer import Tokenizer
 
@@ -152,13 +152,13 @@ NESTED_LISTS = GROWING.replace("{}", "[ns.v, ns.v]")
 def test_a_template_that_would_take_all_memory(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr(template_sandbox, "VALUE", 100_000)
+    monkeypatch.setattr(template_limits, "VALUE", 100_000)
     with pytest.raises(ValueError, match=r"^the chat template that was given failed: TooLong: it (makes|formats) "):
         tokenizer.chat_text(HELLO, chat_template=template)
 
 
 def test_values_of_a_template_are_limited_together(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "VALUE", 100_000)
+    monkeypatch.setattr(template_limits, "VALUE", 100_000)
     many = "{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = ns.l + [v ~ i] %}{% endfor %}"
     with pytest.raises(ValueError, match="it makes values of more than 12,800,000 characters in all"):
         tokenizer.chat_text(HELLO, chat_template=many, chat_template_kwargs={"v": "x" * 5_000})

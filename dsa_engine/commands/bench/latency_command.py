@@ -55,7 +55,7 @@ def run_latency(args: argparse.Namespace, metric: str) -> None:
     if counts and max(counts):
         given = json_object(args.speculative_config, "--speculative-config")
         args.speculative_config = json.dumps(given | {"num_speculative_tokens": max(counts)})
-    Early(args).check([0] * max(args.input_len), args.output_len)
+    Early(args).check_lengths(max(args.input_len), args.output_len)
     llm, links = measured_llm(args)
     engine = llm.engine
     for input_len in args.input_len:  # check all before measuring any

@@ -33,8 +33,7 @@ def run_serving(args: argparse.Namespace) -> None:
         max_concurrency=args.max_concurrency,
         seed=args.seed,
     )
-    longest_in, longest_out = (max(lengths) for lengths in zip(*load.lengths(), strict=True))
-    Early(args).check([0] * longest_in, longest_out)
+    Early(args).check_lengths(*(max(lengths) for lengths in zip(*load.lengths(), strict=True)))
     llm = llm_from(args)
     check_serving(llm.engine, load)
     result = measure_serving(llm.engine, load, goals, args.num_warmups)

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -20,7 +19,7 @@ from dsa_engine.parallel.failure.reporter import run_store
 
 _meetings_held: Counter[str] = Counter()  # by the ranks that took part
 _SLICE_S = 1.0  # seconds between two looks of a waiting rank at the other ranks' processes
-_POLL_S = 0.05
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05  # between two questions to the store
 
 
 def compare(mine: Mapping[str, str], ranks: Sequence[int], rank: int, wait_s: float) -> None:
@@ -104,21 +103,20 @@ class Meeting:
 
     def _get(self, name: int | str, rank: int, wait_s: float, check: Callable[[], None]) -> str:
         """What ``rank`` leaves under a name."""
-        key, until = self._key(name), time.monotonic() + wait_s
-        check()
-        with suppress(RuntimeError, dist.DistStoreError):
-            self._store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_S, wait_s))))
-        looked = 0.0
-        while not self._store.check([key]):  # PyTorch writes two lines to stderr for each wait in vain
+        key, begun, pause = self._key(name), time.monotonic(), _FIRST_PAUSE_S
+        looked = begun
+        while True:
             check()
+            if self._store.check([key]):  # PyTorch writes lines to stderr for a ``wait`` in vain
+                return self._store.get(key).decode()
             now = time.monotonic()
             if now - looked > _SLICE_S:
                 self._absence.check()
                 looked = now
-            if now > until:
+            if now - begun > wait_s:
                 raise TimeoutError(f"rank {rank} has not come to the start of the run for {wait_s:g} seconds")
-            time.sleep(_POLL_S)
-        return self._store.get(key).decode()
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S)
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,14 @@ def main() -> None:
     training = Run(material.config, material.documents, recipe.PHASES, folder)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     print(f"{parameters:,} parameters; at step {training.step} of {training.steps}", flush=True)
-    for figures in training.train(args.until):
-        if figures["step"] % 10 == 0:
-            show(figures, training.steps)
+    try:
+        with closing(training.train(args.until)) as steps:
+            for figures in steps:
+                if figures["step"] % 10 == 0:
+                    show(figures, training.steps)
+    except KeyboardInterrupt:
+        print(f"step {training.step} of {training.steps}: saved in {folder}; the same command goes on there")
+        raise
     print(f"step {training.step} of {training.steps}: saved in {folder}")
     if training.step == training.steps:
         finish(args, training, material)

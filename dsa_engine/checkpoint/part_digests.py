@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import torch
 
-START_ELEMENTS = 4096  # of a part that one rank reads, another rank compares this many
+START_ELEMENTS = 4096  # the elements of a part that another rank compares, if one rank reads it
 _WIDTH = 251  # 64-bit words of a sum
 
 

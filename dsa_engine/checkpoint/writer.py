@@ -120,6 +120,11 @@ class SafetensorsWriter:
             raise CheckpointError(f"{self.target} needs {needed:,} bytes, but its disk has only {free:,} bytes free")
         size = f"{format_bytes(total)} in {len(self._shards):,} file(s) of weights"
         logger.info("writing %s: %s; %s are free", self.target, size, format_bytes(free))
+        if finished:
+            message = "an interrupted run is continued: %s of %s file(s) are in %s"
+            logger.info(
+                message, f"{len(finished):,}", f"{len(self._shards):,}", self._resumable and self._resumable.path
+            )
         self._temporary = self._resumable.path if self._resumable else temporary_name(self.target)
 
     def __enter__(self) -> SafetensorsWriter:
@@ -146,8 +151,12 @@ class SafetensorsWriter:
 
     def _clean_up(self) -> None:
         """Removes the temporary folder unless it can be resumed; :meth:`_finish` has renamed that of a finished run."""
-        if self._resumable is None or not any(self._resumable.finished(shard.name) for shard in self._shards):
+        finished = sum(self._resumable.finished(shard.name) for shard in self._shards) if self._resumable else 0
+        if not finished:
             shutil.rmtree(self._temporary, ignore_errors=True)
+        elif self._temporary.exists():
+            message = "%s of %s file(s) stay in %s; the same command goes on after them"
+            logger.info(message, f"{finished:,}", f"{len(self._shards):,}", self._temporary)
         if self._resumable:
             self._resumable.leave()
 

@@ -56,12 +56,14 @@ def dequantize_checkpoint(
         specs, dequantized = plain_tensors(reader, dtype)
         if not dequantized:
             raise CheckpointError(f"{source_folder} holds no FP8 weights: there is nothing to convert")
+        resume = json.dumps([str(source_folder.resolve()), raw, dtype_name])
         with (
-            SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size) as writer,
+            SafetensorsWriter(target_folder, specs, max_shard_size=max_shard_size, resume=resume) as writer,
             progress_bar(len(specs), "tensors", "converting", progress) as bar,
         ):
             for spec in specs:
-                writer.write(spec.name, _load(reader, spec))
+                if not writer.done(spec.name):
+                    writer.write(spec.name, _load(reader, spec))
                 bar.update()
             raw.pop("quantization_config", None)
             for key in {"dtype", "torch_dtype"} & raw.keys() or {"torch_dtype"}:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from demo_model.model import TrainingModel
 from demo_model.optimiser import Optimiser
 from demo_model.recipe import Phase
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.system.interrupts import uninterrupted
 
 KEEP_BLOCKS = 2048  # tokens of a document from which on attention is computed again in the backward pass
 
@@ -104,18 +105,27 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
-    def train(self, until: int | None = None, save_every: float = 120.0) -> Iterator[dict[str, Any]]:
-        """Trains to step ``until`` (default: to the end), yields the figures of each step and saves now and then."""
+    def train(self, until: int | None = None, save_every: float = 120.0) -> Generator[dict[str, Any]]:
+        """Trains to step ``until`` (default: to the end) and yields the figures of each step.
+
+        It saves now and then, and at its end, which may be an interrupt (Ctrl-C, after the step) or ``close``.
+        """
         saved = time.monotonic()
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
-            while self.step < min(self.steps if until is None else until, self.steps):
-                figures = self._step()
-                log.write(json.dumps(figures) + "\n")
-                if time.monotonic() - saved > save_every:
-                    log.flush()
-                    self.save()
-                    saved = time.monotonic()
-                yield figures
+            try:
+                while self.step < min(self.steps if until is None else until, self.steps):
+                    with uninterrupted():  # half a step cannot be continued
+                        figures = self._step()
+                        log.write(json.dumps(figures) + "\n")
+                    if time.monotonic() - saved > save_every:
+                        log.flush()
+                        self.save()
+                        saved = time.monotonic()
+                    yield figures
+            except (KeyboardInterrupt, GeneratorExit):
+                log.flush()
+                self.save()
+                raise
         self.save()
 
     def _step(self) -> dict[str, Any]:

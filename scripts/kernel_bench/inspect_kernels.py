@@ -19,6 +19,7 @@ import triton
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
+from dsa_engine.system.progress import progress_bar
 from kernel_cases.cases import CASES, named
 from machine_code.compile_counts import counts, renewed
 from machine_code.inspection import SHARED_LIMIT, faults, inspect
@@ -59,10 +60,12 @@ def main() -> None:
         renewed(args.counts, triton.__version__, {})  # refuses a wrong file before minutes of compiling
     result: dict[str, Any] = {}
     missing: dict[str, list[str]] = {}
-    for target in args.target:
-        result[f"sm_{target}"], missing[f"sm_{target}"] = inspect(target, names)
-        for kernel in result[f"sm_{target}"]:
-            kernel["faults"] = faults(kernel, target)
+    with progress_bar(len(args.target) * len(names), "cases", "compiling") as bar:
+        for target in args.target:
+            bar.set_postfix_str(f"sm_{target}")
+            result[f"sm_{target}"], missing[f"sm_{target}"] = inspect(target, names, bar.update)
+            for kernel in result[f"sm_{target}"]:
+                kernel["faults"] = faults(kernel, target)
     if args.json:
         write(args.json, result, missing)
     if args.counts:

@@ -16,6 +16,8 @@ import torch
 from dsa_engine import LLM
 from dsa_engine.arguments import add_json_argument, argument_parser, lengths, run
 from dsa_engine.commands.bench.peak_fractions import PeakFractions, print_peak_fractions
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.startup.memory import available_bytes
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.model_folder import resolve_model
@@ -28,6 +30,7 @@ from transformers_comparison import (
     float32_checkpoint,
     load_transformers,
     plot_comparison,
+    prefill_bytes,
 )
 
 
@@ -54,6 +57,7 @@ def main() -> None:
     if not Path("/proc/self/clear_refs").exists():
         raise ValueError("peak memory is read from /proc, which only Linux has")
     torch.set_num_threads(args.threads)
+    check_memory(args)
     with float32_checkpoint(resolve_model(args.model)) as folder:
         theirs = load_transformers(folder)
         longest = max(args.seq_len + [c + args.output_len for c in args.context])
@@ -81,6 +85,20 @@ def main() -> None:
         "\nRatios are of medians over runs in turn. They grow with the prompt and the batch: transformers scores and\n"
         "attends to every pair of tokens and runs every expert by itself; of one short request little is saved."
     )
+
+
+def check_memory(args: argparse.Namespace) -> None:
+    """Prints the memory that the largest prefill takes; ``ValueError`` if less is available."""
+    config = ModelConfig.from_pretrained(resolve_model(args.model))
+    cases = [(n, 1) for n in args.seq_len] + list(itertools.product(args.context, args.batch_size))
+    needed, length, batch = max((prefill_bytes(config, *case), *case) for case in cases)
+    said = (
+        f"transformers takes up to about {format_bytes(needed)} beside the weights, for {batch} prompt(s) of "
+        f"{length:,} tokens; {format_bytes(available_bytes())} are available"
+    )
+    if needed > available_bytes():
+        raise ValueError(f"{said}: give a shorter --seq-len or --context, or a smaller --batch-size")
+    print(said, flush=True)
 
 
 def row(r: dict[str, Any]) -> tuple[str, ...]:

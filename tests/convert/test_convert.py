@@ -159,7 +159,7 @@ dequantize_checkpoint(sys.argv[1], sys.argv[2], max_shard_size="500KB")
 """
 
 
-def test_a_killed_run_leaves_no_target_and_can_be_repeated(tmp_path: Path, source: Path) -> None:
+def test_a_killed_run_leaves_no_target_and_goes_on(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "out"
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK, str(source), str(target)], stdout=subprocess.PIPE, text=True
@@ -169,12 +169,16 @@ def test_a_killed_run_leaves_no_target_and_can_be_repeated(tmp_path: Path, sourc
     process.wait()
     process.stdout.close()
     assert not target.exists()
-    (remains,) = tmp_path.iterdir()  # named as incomplete, and not accepted as a checkpoint
-    assert remains.name.startswith("out.incomplete-") and list(remains.glob("*.safetensors"))
+    (remains,) = tmp_path.iterdir()  # not accepted as a checkpoint
+    assert remains.name.startswith("out.resumable-")
+    finished = {path.name: path.stat().st_ino for path in remains.glob("*.safetensors")}
+    assert finished
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         ModelConfig.from_pretrained(remains)
-    dequantize_checkpoint(source, target)
+    dequantize_checkpoint(source, target, max_shard_size="500KB")
     assert ModelConfig.from_pretrained(target).weight_block_size is None
+    assert {name: (target / name).stat().st_ino for name in finished} == finished, "they were not written again"
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_scripts_make_and_convert(run_script: Callable[..., Any], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ round, SmoothQuant, and what an interrupted run leaves and finds."""
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -236,7 +237,10 @@ def test_calibration_of_what_it_cannot_watch(source: Path, tmp_path: Path) -> No
         calibrate(LLM(tmp_path / "out", **OPTIONS), "text", 10)
 
 
-def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     target, write, written = tmp_path / "out", SafetensorsWriter.write, []
 
     def counted(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
@@ -252,6 +256,9 @@ def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: p
     assert remains.name.startswith("out.resumable-")
     finished = {n for path in remains.glob("*.safetensors") for n in load_file(path)}
     assert finished < set(written) and len(finished) > 50
+    files = len(list(remains.glob("*.safetensors")))
+    said = f"{files} of \\d+ file\\(s\\) stay in {remains}; the same command goes on after them"
+    assert re.fullmatch(said, caplog.messages[-1])
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         ModelConfig.from_pretrained(remains)
     with monkeypatch.context() as patch:
@@ -264,7 +271,9 @@ def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: p
         write(self, name, tensor)
 
     monkeypatch.setattr(SafetensorsWriter, "write", recorded)
+    caplog.clear()
     quantize_checkpoint(source, target, "int8", max_shard_size="300KB")
+    assert re.search(f"an interrupted run is continued: {files} of \\d+ file\\(s\\) are in {remains}", caplog.text)
     assert not finished & set(again)
     whole, resumed = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("whole", "out"))
     assert whole == resumed

@@ -21,6 +21,7 @@ from dsa_engine.commands.doctor import lost_device
 from dsa_engine.kernels.linear.block_scaled_matmul import block_scaled_matmul_reference
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.ceilings import Ceilings
+from dsa_engine.system import progress
 from kernel_cases import bench, cases_fp8_products, cases_int
 from kernel_cases.bench import KernelCase, measure, rows
 from kernel_cases.cases import CASES
@@ -255,9 +256,14 @@ def test_production_sizes_are_refused_on_a_cpu(run_script: Callable[..., Any]) -
 
 
 @compiles
-def test_inspection_report(run_script: Callable[..., Any], tmp_path: Path) -> None:
+def test_inspection_report(
+    run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
     done = run_script("kernel_bench/inspect_kernels.py", "--only", "top_k", "--json", str(tmp_path / "i.json"))
     assert done.returncode == 0, done.stderr
+    assert "compiling: 1 of 1 cases in " in caplog.text
     result = json.loads((tmp_path / "i.json").read_text())
     assert result["measured_on"] is None and result["versions"]["triton"]
     for kernel in result["kernels"]["sm_90"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,10 @@ class Inspection(NamedTuple):
     missing: list[str]
 
 
-def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
-    """Compiles the kernels of the named cases for ``sm_<capability>``."""
+def inspect(
+    capability: int, names: Iterable[str] = tuple(CASES), done: Callable[[], object] = lambda: None
+) -> Inspection:
+    """Compiles the kernels of the named cases for ``sm_<capability>``; calls ``done`` after each name."""
     make = Inputs(torch.device("cpu"), torch.bfloat16, untouched=True)
     compiled: dict[str, dict[str, Any]] = {}
     missing: dict[str, None] = {}
@@ -55,6 +57,7 @@ def inspect(capability: int, names: Iterable[str] = tuple(CASES)) -> Inspection:
                     if launch.kernel.hash not in compiled:
                         compiled[launch.kernel.hash] = about | _of(launch, capability)
                     _judge(compiled[launch.kernel.hash], case, capability)
+            done()
     return Inspection(list(compiled.values()), list(missing))
 
 

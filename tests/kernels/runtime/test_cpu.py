@@ -91,6 +91,8 @@ def test_switched_off(sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
 @NO_COMPILER
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter takes CPU tensors")
 def test_what_is_served() -> None:
+    if cpu.library() is None:
+        pytest.skip("no kernels of the CPU's own: the user's cache folder cannot be written")
     x = torch.empty(2)
     assert cpu.serves(x)
     assert not cpu.serves(x.bfloat16()) and not cpu.serves(x.to("meta"))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,12 +41,23 @@ def start(documents: Documents, folder: Path, phases: tuple[Phase, ...] = PHASES
     return Run(ModelConfig.from_dict(model_config() | sizes), documents, phases, folder)
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(documents: Documents, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(
+    documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = start(documents, tmp_path / "whole")
     figures = list(whole.train())
+    interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
     for until in (2, 4, 5, 8, None):  # a new object each time, as in another process
         parts = start(documents, tmp_path / "parts")
         list(parts.train(until))
+        parts = start(documents, tmp_path / "parts")
+        if until in (2, 5):  # Ctrl-C in a step, and while a step's figures are shown
+            with pytest.raises(KeyboardInterrupt), closing(parts.train()) as steps, monkeypatch.context() as patch:
+                if until == 2:
+                    patch.setattr(parts, "_phase", lambda run=parts: interrupt() or Run._phase(run))
+                next(steps)
+                interrupt()
+            assert start(documents, tmp_path / "parts").step == until + 1
     assert parts.step == whole.step == 9
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, parts.model.state_dict()[name]), name

@@ -189,7 +189,9 @@ def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
         try:
             loaded = json.loads(Path(path).read_text(encoding="utf-8"))
             figures = loaded["ceilings"]
-            ceilings = Ceilings(figures["matmul_tflops_per_s"] * 1e12, figures["copy_gb_per_s"] * 1e9)
+            product = figures["matmul_tflops_per_s"] * 1e12
+            peak = figures.get("peak_tflops_per_s", figures["matmul_tflops_per_s"]) * 1e12
+            ceilings = Ceilings(peak, figures["copy_gb_per_s"] * 1e9, product)
             names.append(loaded["device"])
             for result in loaded["results"]:
                 entries += _entries(result)

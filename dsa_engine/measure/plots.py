@@ -38,8 +38,11 @@ def check_plot(path: str | None) -> None:
 
 
 def save(figure: Any, path: str, data: Any, dpi: int = 120) -> None:
-    """Writes a figure as a PNG, whole or not at all, and closes it; the file names ``data``, the results that were drawn
-    (:func:`digest`), so that it can be compared with a report of them."""
+    """Writes a figure as a PNG, whole or not at all, and closes it.
+
+    Args:
+        data: the results that were drawn, as a report has them: the file holds their :func:`digest`.
+    """
     try:
         with whole_file(path) as file:
             figure.savefig(file, dpi=dpi, metadata={DRAWN: digest(data)})

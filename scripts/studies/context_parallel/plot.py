@@ -30,7 +30,7 @@ def plot_forms(
     measured_axes.legend(fontsize="small")
     _bars(counted_axes, counted, colors)
     counted_axes.set_title(counted_title, fontsize="medium")
-    save(figure, path, [one.to_json() for one in (*results, *counted)])
+    save(figure, path, [r.to_json() for r in results] + [c.to_json() for c in counted])
 
 
 def _bars(axes: Any, counted: Sequence[Counted], colors: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dsa_engine.measure.plots import load_pyplot, save
 
-STAGES_TITLE = "{}, mean over ranks\n(one run more; to watch it takes time, so the sum may exceed the left)"
+_STAGES_TITLE = "{}, mean over ranks\n(one run more; to watch it takes time, so the sum may exceed the left)"
 
 
 def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> None:
@@ -19,7 +19,7 @@ def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> N
     """
     rows = [r | {"batch_size": 1} for r in results]
     bars = [(f"{r['input_len']:,}", r["stage_ms"]) for r in results]
-    _plot(rows, "ttft", bars, STAGES_TITLE.format("Stages"), path, title)
+    _plot(rows, "ttft", bars, _STAGES_TITLE.format("Stages"), path, title)
 
 
 def plot_latency(results: list[dict[str, Any]], metric: str, path: str, title: str = "") -> None:
@@ -35,7 +35,7 @@ def plot_latency(results: list[dict[str, Any]], metric: str, path: str, title: s
         (f"{r['input_len']:,}\n× {r['batch_size']}", r["stage_ms"][phase]) for r in results if phase in r["stage_ms"]
     ]
     what = "until all have a first token" if metric == "ttft" else "per output token"
-    stages = STAGES_TITLE.format(f"Stages, {what}")
+    stages = _STAGES_TITLE.format(f"Stages, {what}")
     _plot([r for r in results if _series(r, metric)], metric, bars, stages, path, title)
 
 

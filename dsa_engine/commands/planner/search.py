@@ -42,8 +42,8 @@ class Planner:
             raise ValueError(f"--drafts {drafts}: the model has no MTP module to make them")
 
     def best(self, demand: Demand, split: bool = False) -> DeploymentPlan:
-        """The plan with the lowest latency of a request, of those that meet the demand with a rate within :data:`NEAR` of
-        the highest; if none meets the demand, the one that misses it least.
+        """The plan with the lowest latency of a request, of those that meet the demand with a rate within :data:`NEAR`
+        of the highest; if none meets the demand, the one that misses it least.
 
         Raises:
             NothingFits: there is no room for a single request.

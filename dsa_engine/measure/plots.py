@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 from dsa_engine.system.output_files import whole_file
+
+DRAWN = "Drawn data, SHA-256"  # the text of a PNG that holds the digest
 
 
 def load_pyplot() -> Any:
@@ -33,13 +37,22 @@ def check_plot(path: str | None) -> None:
         raise ValueError(f"cannot draw {path}: plots are PNG files; give a name that ends in .png")
 
 
-def save(figure: Any, path: str, dpi: int = 120) -> None:
-    """Writes a figure as a PNG, whole or not at all, and closes it."""
+def save(figure: Any, path: str, data: Any, dpi: int = 120) -> None:
+    """Writes a figure as a PNG, whole or not at all, and closes it.
+
+    Args:
+        data: the results that were drawn, as a report has them: the file holds their :func:`digest`.
+    """
     try:
         with whole_file(path) as file:
-            figure.savefig(file, dpi=dpi)
+            figure.savefig(file, dpi=dpi, metadata={DRAWN: digest(data)})
     finally:
         load_pyplot().close(figure)
+
+
+def digest(data: Any) -> str:
+    """Names results as JSON writes them."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def plain_log_ticks(axes: Any, lengths: list[int]) -> None:

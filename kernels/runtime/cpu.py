@@ -32,6 +32,7 @@ _WORTH_A_THREAD = 1 << 18
 _FUNCTIONS: dict[str, tuple[list[type[ctypes._SimpleCData]], type[ctypes._SimpleCData] | None]] = {
     "dsa_expert_mlp_scratch": ([c_int64] * 4, c_int64),
     "dsa_expert_mlp": ([c_void_p] * 7 + [c_int64] * 6, c_int64),
+    "dsa_multiply_adds": ([c_void_p, c_int64], c_int64),
     "dsa_per_head_matmul": ([c_void_p] * 3 + [c_int64] * 12, None),
     "dsa_lightning_indexer_scratch": ([c_int64] * 4, c_int64),
     "dsa_lightning_indexer": ([c_void_p] * 9 + [c_int64] * 10, c_int64),

@@ -36,7 +36,7 @@ def plot_losses(log: list[dict[str, Any]], path: str) -> None:
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    save(figure, path, dpi=110)
+    save(figure, path, log, dpi=110)
 
 
 class _Smooth:
@@ -54,7 +54,8 @@ class _Smooth:
 
 
 def plot_retrieval(results: list[dict[str, Any]], path: str, title: str = "") -> None:
-    """The usual heat map: fraction of right answers by length of the document and depth of the fact."""
+    """The usual heat map: fraction of right answers by length of the document and depth of the fact. Below each length:
+    all depths together, and the number of cases in a cell."""
     pyplot = load_pyplot()
     depths = [f"{i / 10:.1f}" for i in range(10)]
     grid = [[r["accuracy_by_depth"].get(depth, float("nan")) for r in results] for depth in depths]
@@ -64,10 +65,15 @@ def plot_retrieval(results: list[dict[str, Any]], path: str, title: str = "") ->
         for j, rate in enumerate(row):
             if rate == rate:
                 axes.text(j, i, f"{rate:.0%}", ha="center", va="center", fontsize="small")
-    labels = [f"{r['length'] // 1024}K\n{r['accuracy']:.1%}" for r in results]
+    labels = [f"{r['length'] // 1024}K\n{r['accuracy']:.1%}\n{_cases_of_a_cell(r)} a cell" for r in results]
     axes.set_xticks(range(len(results)), labels)
     axes.set_yticks(range(10), [f"{10 * i} – {10 * i + 10}%" for i in range(10)])
-    axes.set(xlabel="document, tokens, and all depths together", ylabel="depth of the fact")
+    axes.set(xlabel="document, tokens; right at all depths together; cases", ylabel="depth of the fact")
     axes.set_title(title, fontsize="medium")
-    figure.colorbar(image, label="right answers")
-    save(figure, path, dpi=110)
+    figure.colorbar(image, label="fraction of right answers")
+    save(figure, path, results, dpi=110)
+
+
+def _cases_of_a_cell(result: dict[str, Any]) -> str:
+    each, more = divmod(result["cases"], len(result["accuracy_by_depth"]))
+    return f"{each} to {each + 1}" if more else f"{each}"

@@ -81,7 +81,7 @@ class Bench:
             self._results, self.failed = read_so_far(args.json)
         self._ceilings = Ceilings.measure(self.device, dtype)
         print(
-            f"ceilings: {self._ceilings.flops_per_s / 1e12:.4g} TFLOP/s ({args.dtype} matrix product), "
+            f"ceilings: {self._ceilings.flops_per_s / 1e12:.4g} TFLOP/s ({args.dtype} products), "
             f"{self._ceilings.bytes_per_s / 1e9:.4g} GB/s (copy, read plus written)"
         )
 

@@ -78,6 +78,7 @@ def test_long_times_are_in_seconds(axes: list[Any], tmp_path: Path) -> None:
     plot_prefill(rows, str(tmp_path / "x.png"))
     curves, bars = axes
     assert (curves.get_ylabel(), bars.get_ylabel()) == ("TTFT, s", "s")
+    assert "one run more" in bars.get_title(), "the stages are not those of the timed runs"
     assert curves.yaxis.get_major_formatter()(15_000.0, 0) == "15"
 
 

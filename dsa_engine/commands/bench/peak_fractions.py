@@ -21,8 +21,8 @@ class PeakFractions:
 
     A step's bytes are the minimum that it has to read (`work.py`), on the rank with the largest number of requests:
     weights in their format, those of the experts that the batch is expected to choose; index keys; selected latent
-    rows. They are compared with a copy, which reads and writes. Operations are compared with a matrix product in the
-    run's dtype, whatever the format of the weights.
+    rows. They are compared with a copy, which reads and writes. Operations are compared with the peak of the run's
+    dtype (`ceilings.py`), whatever the format of the weights.
     """
 
     def __init__(self, engine: Engine):
@@ -34,6 +34,7 @@ class PeakFractions:
         """Work of a decode step in the middle of the output; empty if none was measured."""
         if result.itl is None:
             return {}
+        self._raise()
         drafts, ranks = result.num_speculative_tokens, self._engine.mesh.world_size
         context = result.input_len + max(1, result.output_len // 2) + drafts
         step = Decode(cdiv(result.batch_size, ranks), result.batch_size, context, drafts)
@@ -53,6 +54,7 @@ class PeakFractions:
 
     def prefill(self, input_len: int, seconds: float, batch_size: int = 1, drafts: int = 0) -> dict[str, Any]:
         """Work of the prefills of ``batch_size`` prompts, which take ``seconds`` together."""
+        self._raise()
         mesh, plans = self._engine.mesh, prefill_plans_of(self._engine, input_len)
         ranks = mesh.cp_ranks(0) if mesh.communicates else mesh.processes.ranks
         prompts = cdiv(batch_size, mesh.world_size // mesh.cp_size)
@@ -65,7 +67,8 @@ class PeakFractions:
             "prefill_work": {
                 "flops": round(flops),
                 "tflops_per_s": rate / 1e12,
-                "share_of_matmul": rate / self.ceilings.flops_per_s,
+                "share_of_peak": rate / self.ceilings.flops_per_s,
+                "share_of_matmul": rate / (self.ceilings.matmul_flops_per_s or self.ceilings.flops_per_s),
                 "stages": {name: asdict(one) for name, one in busiest.items()},
             }
         }
@@ -76,6 +79,10 @@ class PeakFractions:
         if result.prefill:
             work = self.prefill(result.input_len, result.prefill.median, result.batch_size, drafts)
         return work | self.decode(result)
+
+    def _raise(self) -> None:
+        """Measures the peak once more, in turn with the runs."""
+        self.ceilings = self.ceilings.raised(self._engine.mesh.device)
 
     def to_json(self) -> dict[str, Any]:
         return {"ceilings": self.ceilings.to_json()}
@@ -104,9 +111,9 @@ def print_peak_fractions(sizes: Sequence[str], listed: Sequence[dict[str, Any]],
         )
     prefills = [(size, one["prefill_work"]) for size, one in zip(sizes, listed, strict=True) if "prefill_work" in one]
     if prefills:
-        column = f"of a matrix product ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
+        column = f"of the peak ({ceilings.flops_per_s / 1e12:.3g} TFLOP/s)"
         made = [
-            (size, f"{p['flops'] / 1e12:.3g}", f"{p['tflops_per_s']:.3g}", f"{p['share_of_matmul']:.1%}")
+            (size, f"{p['flops'] / 1e12:.3g}", f"{p['tflops_per_s']:.3g}", f"{p['share_of_peak']:.1%}")
             for size, p in prefills
         ]
         print("\n" + format_table(("prefill", "TFLOP a rank", "TFLOP/s", column), made))

@@ -6,6 +6,8 @@ from typing import Any
 
 from dsa_engine.measure.plots import load_pyplot, save
 
+_STAGES_TITLE = "{}, mean over ranks\n(one run more; to watch it takes time, so the sum may exceed the left)"
+
 
 def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> None:
     """TTFT against length, and the stages of each length as a stacked bar (mean over ranks).
@@ -17,7 +19,7 @@ def plot_prefill(results: list[dict[str, Any]], path: str, title: str = "") -> N
     """
     rows = [r | {"batch_size": 1} for r in results]
     bars = [(f"{r['input_len']:,}", r["stage_ms"]) for r in results]
-    _plot(rows, "ttft", bars, "Stages of the timed runs, mean over ranks", path, title)
+    _plot(rows, "ttft", bars, _STAGES_TITLE.format("Stages"), path, title)
 
 
 def plot_latency(results: list[dict[str, Any]], metric: str, path: str, title: str = "") -> None:
@@ -33,7 +35,7 @@ def plot_latency(results: list[dict[str, Any]], metric: str, path: str, title: s
         (f"{r['input_len']:,}\n× {r['batch_size']}", r["stage_ms"][phase]) for r in results if phase in r["stage_ms"]
     ]
     what = "until all have a first token" if metric == "ttft" else "per output token"
-    stages = f"Stages, {what}, mean over ranks\n(one run more; to watch it takes time, so the sum may exceed the left)"
+    stages = _STAGES_TITLE.format(f"Stages, {what}")
     _plot([r for r in results if _series(r, metric)], metric, bars, stages, path, title)
 
 
@@ -60,7 +62,7 @@ def _plot(
     stacks.set_xlabel("tokens × requests" if any("×" in label for label, _ in bars) else "tokens")
     stacks.set_title(bars_title, fontsize="medium")
     stacks.set_ylabel(_scale_axis(stacks))
-    save(figure, path)
+    save(figure, path, results)
 
 
 def _series(row: dict[str, Any], metric: str) -> list[tuple[str, str, float]]:

@@ -149,7 +149,8 @@ def _device(args: argparse.Namespace) -> tuple[Device, Efficiencies]:
     if not device.is_called(name):
         fitting = [f"--device {known.name}" for known in DEVICES.values() if known.is_called(name)]
         advice = fitting[0] if fitting else f"files that were measured on a device of {', '.join(DEVICES)}"
-        raise ValueError(f"--measured {args.measured}: measured on {name}, not on --device {device.name}; give {advice}")
+        where = f"measured on {name}, not on --device {device.name}"
+        raise ValueError(f"--measured {args.measured}: {where}; give {advice}")
     device = device.with_ceilings(ceilings)
     return device, Efficiencies.fitted(entries, device, f"stages as measured on {name}, {len(entries)} run(s)")
 

@@ -56,11 +56,15 @@ TUNED = "stages reach parts of the peak as kernels that others have published"
 
 
 class _Kernels(NamedTuple):
-    """What a set of kernels reaches: fractions of the peak of products, and the cost of a launch."""
+    """What a set of kernels reaches: fractions of the peak of products, and the cost of a launch.
+
+    Attributes:
+        launch: seconds from one kernel's end to the next one's begin in a CUDA graph, and a small kernel's least time.
+    """
 
     prefill: dict[str, float]
     decode: dict[str, float]
-    launch: float  # seconds from one kernel's end to the next one's begin in a CUDA graph, and a small kernel's least time
+    launch: float
     source: str
 
 
@@ -189,7 +193,8 @@ def read_measured(paths: Sequence[str]) -> tuple[Ceilings, list[Entry], str]:
         try:
             loaded = json.loads(Path(path).read_text(encoding="utf-8"))
             figures = loaded["ceilings"]
-            ceilings = Ceilings(figures["matmul_tflops_per_s"] * 1e12, figures["copy_gb_per_s"] * 1e9)
+            peak = figures["peak_tflops_per_s"] if "peak_tflops_per_s" in figures else figures["matmul_tflops_per_s"]
+            ceilings = Ceilings(peak * 1e12, figures["copy_gb_per_s"] * 1e9)
             names.append(loaded["device"])
             for result in loaded["results"]:
                 entries += _entries(result)

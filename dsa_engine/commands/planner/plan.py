@@ -128,7 +128,7 @@ class DeploymentPlan:
             **self.summary(),
             "limit": self.limit,
             "request_latency_ms": self.latency * 1e3,
-            "highest_rate": None if (most := self.highest_rate) is None else most.summary(),
+            "highest_rate": None if (highest := self.highest_rate) is None else highest.summary(),
             "redundant_experts_per_rank": self.replicas,
             "prefill": self.prefill.to_json(),
             "decode": self.decode.to_json(),

@@ -1,5 +1,5 @@
-"""Deployments whose operating points others have published, predicted from data sheets and the efficiencies of tuned kernels,
-as these deployments do not run the kernels of this project.
+"""Deployments whose operating points others have published, predicted from data sheets and the efficiencies of tuned
+kernels, as these deployments do not run the kernels of this project.
 
 Cards of Ascend 910C have two dies, which count as two devices here. If a report leaves something open (lengths,
 drafts), ``known`` says what is assumed.

@@ -43,8 +43,8 @@ class Planner:
             raise ValueError(f"--drafts {drafts}: the model has no MTP module to make them")
 
     def best(self, demand: Demand, split: bool = False) -> DeploymentPlan:
-        """Of the plans that meet the demand and whose rate is within :data:`NEAR` of the highest, the one with the lowest
-        latency of a request; if none meets the demand, the one that misses it least.
+        """The plan with the lowest latency of a request, of those that meet the demand with a rate within :data:`NEAR`
+        of the highest; if none meets the demand, the one that misses it least.
 
         Raises:
             NothingFits: there is no room for a single request.
@@ -69,10 +69,10 @@ class Planner:
             raise NothingFits(self._lacking[1], self._lacking[0])
         met = [plan for plan in plans if plan.misses(demand) <= 0]
         if met:
-            most = max(met, key=lambda plan: (plan.tokens_per_s, -plan.latency, -plan.devices))
-            near = [plan for plan in met if plan.tokens_per_s >= (1 - NEAR) * most.tokens_per_s]
+            highest = max(met, key=lambda plan: (plan.tokens_per_s, -plan.latency, -plan.devices))
+            near = [plan for plan in met if plan.tokens_per_s >= (1 - NEAR) * highest.tokens_per_s]
             chosen = min(near, key=lambda plan: (plan.latency, plan.devices, -plan.tokens_per_s))
-            return chosen if chosen.latency == most.latency else replace(chosen, highest_rate=most)
+            return chosen if chosen.latency == highest.latency else replace(chosen, highest_rate=highest)
         return min(plans, key=lambda plan: plan.misses(demand))
 
     def remedy(self, demand: Demand) -> int | None:
@@ -192,9 +192,9 @@ class Planner:
         quick = [one for one in prefills if demand.ttft is None or one.ttft <= demand.ttft]
         if not quick:
             return [min(prefills, key=lambda one: one.ttft)] if prefills else []
-        most = max(quick, key=lambda one: one.prompts_per_s)
-        near = [one for one in quick if one.prompts_per_s >= (1 - NEAR) * most.prompts_per_s]
-        return [most, min(near, key=lambda one: one.ttft)]
+        highest = max(quick, key=lambda one: one.prompts_per_s)
+        near = [one for one in quick if one.prompts_per_s >= (1 - NEAR) * highest.prompts_per_s]
+        return [highest, min(near, key=lambda one: one.ttft)]
 
     def _decodes(self, base: Deployment) -> Iterator[Deployment]:
         max_drafts = max(DRAFTS) if self.config.num_nextn_predict_layers else 0

@@ -64,11 +64,11 @@ def print_what_is_not_known(planner: Planner, demand: Demand) -> None:
 
 
 def _chosen_for(plan: DeploymentPlan) -> str:
-    most = plan.highest_rate
-    if most is None:
+    highest = plan.highest_rate
+    if highest is None:
         return "the highest rate"
-    other = f"TTFT {most.ttft:.3g} s, TPOT {most.tpot * 1e3:.3g} ms, cp {most.prefill.how.cp_size}"
-    return f"latency, within {NEAR:.0%} of the highest rate: {most.tokens_per_s:,.0f} tokens/s, {other}"
+    other = f"TTFT {highest.ttft:.3g} s, TPOT {highest.tpot * 1e3:.3g} ms, cp {highest.prefill.how.cp_size}"
+    return f"latency, within {NEAR:.0%} of the highest rate: {highest.tokens_per_s:,.0f} tokens/s, {other}"
 
 
 def _acceptance(demand: Demand, drafts: int) -> str:

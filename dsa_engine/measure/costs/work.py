@@ -18,7 +18,7 @@ from dsa_engine.engine.steps.plan import RankPlan
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.rows.segment import Segment
 
-SCORE_BYTES = 4  # of an index score: float32
+SCORE_BYTES = 4  # an index score is float32
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def plot_forms(
     measured_axes.legend(fontsize="small")
     _bars(counted_axes, counted, colors)
     counted_axes.set_title(counted_title, fontsize="medium")
-    save(figure, path)
+    save(figure, path, [r.to_json() for r in results] + [c.to_json() for c in counted])
 
 
 def _bars(axes: Any, counted: Sequence[Counted], colors: dict[str, str]) -> None:
@@ -52,5 +52,5 @@ def _bars(axes: Any, counted: Sequence[Counted], colors: dict[str, str]) -> None
             axes.annotate(f"{ratio:.2f}", (x, ratio), ha="center", va="bottom", fontsize="x-small")
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-    axes.set(xlabel="tokens", ylabel=f"time over {names[0]}'s")
+    axes.set(xlabel="tokens", ylabel=f"time over {names[0]}'s, ratio")
     axes.legend(fontsize="x-small", ncols=2)

@@ -169,6 +169,6 @@ def plot_mla(counts: dict[str, Counts], results: Sequence[FormResult], path: str
     ):
         counted.bar([i + shift for i in ticks], values, 0.38, label=label)
     counted.set_xticks(ticks, list(counts), fontsize="small")
-    counted.set(yscale="log", title="Per cached token and layer, one query (counted)")
+    counted.set(yscale="log", ylabel="bytes, operations", title="Per cached token and layer, one query (counted)")
     counted.legend(fontsize="small")
-    save(figure, path)
+    save(figure, path, [r.to_json() for r in results])

@@ -53,7 +53,7 @@ def case(name: str) -> Call:
     return copy.deepcopy(made_case(name))
 
 
-def places(name: str, given: dict[str, Any], result: Any) -> dict[str, tuple[torch.Tensor, Any]]:
+def parts_of(name: str, given: dict[str, Any], result: Any) -> dict[str, tuple[torch.Tensor, Any]]:
     """The parts of what an operation has given, and the indices of their rows: "codes" and "scales" of quantised
     numbers, and others by number."""
     if "slots" in given and result is None:
@@ -89,13 +89,13 @@ def run_with(name: str, fault: Fault) -> str:
         if launch._references_only:
             return marked.run(*args, **kwargs)
         start = (
-            {k: (x.clone(), at) for k, (x, at) in places(name, bound.arguments, None).items()}
+            {k: (x.clone(), at) for k, (x, at) in parts_of(name, bound.arguments, None).items()}
             if marked.writes and bound.arguments.get(marked.writes[0]) is not None
             else {}
         )
         with launch.references():
             result = marked.run(*args, **kwargs)
-        made = places(name, bound.arguments, result)
+        made = parts_of(name, bound.arguments, result)
         rows = {key: x[at].clone() for key, (x, at) in made.items()}
         before = {key: start[key][0][at] if start else torch.zeros_like(x[at]) for key, (x, at) in made.items()}
         fault(rows, before)
@@ -168,7 +168,7 @@ def has_numbers(name: str) -> bool:
     bound = operation.inspect.signature(marked.run).bind(*args, **kwargs)
     bound.apply_defaults()
     with launch.references():
-        made = places(name, bound.arguments, marked.run(*args, **kwargs))
+        made = parts_of(name, bound.arguments, marked.run(*args, **kwargs))
     return any(x.dtype not in WHOLE for x, _ in made.values())
 
 

@@ -73,7 +73,8 @@ class Indexer(Weighted):
         score = head_weights * query * root * normed_key
         float32 = torch.finfo(torch.float32).max
         # The norm of a key squares its numbers.
-        return not bool((score < float32) & (query < limit) & (normed_key < limit) & (key < min(limit, 1e18)))
+        safe = (score < float32) & (query < limit) & (normed_key < limit) & (key < min(limit, 1e18))
+        return bool(~safe)
 
     def store_keys(
         self,

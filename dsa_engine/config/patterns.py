@@ -15,14 +15,18 @@ TIME_LIMIT = 10.0  # seconds for all names that an expression is compared with; 
 _COUNTED = 1e-3  # seconds from which on a name counts
 MAX_REPETITIONS = 1000  # product of the counts of an expression, as in a{10}: they take memory when it is compiled
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+_MAX_QUICK = 3  # repetitions, not within each other, that need no limit for names of some 80 characters
 
 
 class _Pattern:
     """A compiled expression, and the seconds that it has taken for names that took long."""
 
     def __init__(self, expression: str):
-        self.compiled: Any = regex.compile(expression)
         self.seconds = 0.0
+        # A limit makes a comparison ten times as long.
+        repeats_group = re.search(r"\)[*+?{]", expression) is not None
+        self.limited = repeats_group or len(re.findall(r"[*+{]", expression)) > _MAX_QUICK
+        self.compiled: Any = (regex if self.limited else re).compile(expression)
 
 
 _pattern = cache(_Pattern)
@@ -49,9 +53,12 @@ def matches(key: str, expression: str, name: str) -> bool:
     Raises:
         ValueError: the expression has taken longer than ``TIME_LIMIT``; the text has its key.
     """
-    pattern, start = _pattern(expression), time.perf_counter()
+    pattern = _pattern(expression)
+    if not pattern.limited:
+        return pattern.compiled.match(name) is not None
+    start = time.perf_counter()
     try:
-        found = pattern.compiled.match(name, timeout=max(1e-3, TIME_LIMIT - pattern.seconds)) is not None
+        matched = pattern.compiled.match(name, timeout=max(1e-3, TIME_LIMIT - pattern.seconds)) is not None
     except TimeoutError:
         raise ValueError(
             f"{key}: the regular expression {shown('re:' + expression)} takes longer than {TIME_LIMIT:g} seconds; "
@@ -60,4 +67,4 @@ def matches(key: str, expression: str, name: str) -> bool:
     taken = time.perf_counter() - start
     if taken > _COUNTED:
         pattern.seconds += taken
-    return found
+    return matched

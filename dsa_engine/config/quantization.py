@@ -42,7 +42,7 @@ _NEUTRAL_COMPRESSED: Mapping[str, Neutral] = {
     "sparsity_config": ({},),
     "transform_config": ({}, {"config_groups": {}}),
 }
-# Of weights and of activations: how they were calibrated, and the dtypes of tensors, which the files have.
+# For weights and activations: how they were calibrated, and the dtypes of tensors, which the files have.
 _NEUTRAL_ARGUMENTS: Mapping[str, Neutral] = {
     "observer": str,
     "observer_kwargs": dict,

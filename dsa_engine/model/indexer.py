@@ -27,10 +27,11 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
+from dsa_engine.quantization import Linear
 
 # Inputs are normed. Weights with which inputs of at most this norm cannot overflow need no check. The range of float16
 # is small: its norm is smaller, and still above those of models.
-_INPUT_NORM, _INPUT_NORM_FLOAT16 = 2.0**30, 2.0**10
+_INPUT_NORM, _INPUT_NORM_FLOAT16 = 2.0**30, 2.0**8
 
 
 class Indexer(Weighted):
@@ -63,14 +64,17 @@ class Indexer(Weighted):
         half = self.runtime.dtype == torch.float16
         inputs, limit = _INPUT_NORM_FLOAT16 if half else _INPUT_NORM, torch.finfo(self.runtime.dtype).max
         root = self.config.index_head_dim**0.5
-        # The largest magnitude of a number, from the norms of a weight's rows; in float64, where none overflows.
-        query, key = (_row_norms(linear.dequantized()).max() * inputs for linear in (self.wq_b, self.wk))
+        # Bounds of numbers, in float64, where none overflows.
+        query = _largest(self.wq_b) * self.config.q_lora_rank**0.5 * inputs
+        key = _largest(self.wk) * self.config.hidden_size**0.5 * inputs
         normed_key = self.k_norm_weight.double().abs().max() * root + self.k_norm_bias.double().norm()
-        head_weights = _row_norms(self.weights_proj.matrix).sum() * inputs
+        matrix = self.weights_proj.matrix
+        head_weights = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).sum() * inputs
         score = head_weights * query * root * normed_key
         float32 = torch.finfo(torch.float32).max
         # The norm of a key squares its numbers.
-        return not bool((score < float32) & (query < limit) & (normed_key < limit) & (key < min(limit, 1e18)))
+        safe = (score < float32) & (query < limit) & (normed_key < limit) & (key < min(limit, 1e18))
+        return bool(~safe)
 
     def store_keys(
         self,
@@ -170,6 +174,8 @@ class Indexer(Weighted):
             return torch.cat(parts)
 
 
-def _row_norms(weight: torch.Tensor) -> torch.Tensor:
-    """float64 ``[rows]``."""
-    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
+def _largest(linear: Linear) -> torch.Tensor:
+    """A bound of the magnitudes of a weight, from those of its numbers, or of its codes and scales; float64."""
+    bounds = [tensor.float().abs().max().double() for tensor in linear.tensors if tensor.is_floating_point()]
+    integers = any(not tensor.is_floating_point() for tensor in linear.tensors)  # of at most 8 bits
+    return torch.stack(bounds).prod() * (128 if integers else 1)

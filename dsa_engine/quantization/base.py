@@ -84,8 +84,8 @@ class Linear(Weights):
     def dequantized(self) -> torch.Tensor:
         """The weight in plain numbers of the run's dtype, ``[out, in]``; no copy if it is stored so.
 
-        Called after loading: for a layer that multiplies it in another way
-        (:meth:`.layers.Weighted.take_plain_weight`), and to bound its results.
+        Called once, after loading, for a layer that multiplies it in another way
+        (:meth:`.layers.Weighted.take_plain_weight`).
         """
 
     def _stack(self, parts: Sequence[Matrix], tensors: tuple[torch.Tensor, ...], sources_of: SourcesOf) -> None:

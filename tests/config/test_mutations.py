@@ -156,8 +156,8 @@ MEANS_NOTHING: dict[str, tuple[Any, ...]] = {
     "first_k_dense_replace": (0, 3),  # mlp_layer_types counts
     "mscale": (0, 3, 2.5, 1e-300, 1),  # attention_factor counts
     "rope_scaling": ({}, {"a": 1}, {"factor": 4}),
-    "type": ("default",),  # of a RoPE that has rope_type, which counts, as in `transformers`
-    "group_size": (-1,),  # of activations: none, as null
+    "type": ("default",),  # rope_type, where there is one, counts, as in `transformers`
+    "group_size": (-1,),  # activations have no groups, as with null
     "eos_token_id": ([1],),  # as 1
     "actorder": (True, False),  # as "group", and as null
     "format": ANY_TEXT,  # that of the group counts

@@ -79,7 +79,7 @@ def environment_report() -> dict[str, dict[str, Any]]:
 
 def _devices() -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return {"cuda": "none; operations run in PyTorch on the CPU"}
+        return {"cuda": "none; models run on the CPU"}
     devices: dict[str, Any] = {}
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)

@@ -1,11 +1,12 @@
-"""Deferral of Ctrl-C to a harmless moment."""
+"""Signals that end the process: Ctrl-C deferred to a harmless moment, SIGTERM in an orderly way."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,17 @@ def uninterrupted() -> AbstractContextManager[None]:
     may be nested. Only the main thread is ever interrupted; in other threads the block does nothing.
     """
     return _Uninterrupted()
+
+
+@contextmanager
+def ends_when_terminated() -> Iterator[None]:
+    """Makes SIGTERM end the process as Ctrl-C does, with status 143: what the block has half written is removed, or
+    kept for a resumed run. Called in the main thread."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Deferral:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams, __version__
 from dsa_engine.cli import main
-from dsa_engine.demo import demo_folder
+from dsa_engine.config.released import released_config
+from dsa_engine.demo import demo_config, demo_folder
+
+TRAINING = Path(__file__).resolve().parents[2] / "docs" / "TRAINING.md"
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,30 @@ def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == text
     main(["generate", "--prompt", "hi", "--chat", "--max-tokens", "2", "--device", "cpu"])
     assert capsys.readouterr().out
+
+
+def test_released_sizes_by_name(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``info``, ``generate`` and ``bench`` take the names that ``plan`` takes; weights are random."""
+    released = released_config("deepseek_v32")
+    small = demo_config() | {"vocab_size": 64, "num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    keys = json.dumps({key: value for key, value in small.items() if key in released})
+    dummy = ["--model", "deepseek_v32", "--load-format", "dummy", "--hf-overrides", keys, "--device", "cpu"]
+    main(["generate", "--prompt-ids", "5,6", "--max-tokens", "2", *dummy])
+    assert len(capsys.readouterr().out.split()) == 2
+    main(["bench", "prefill", "--seq-len", "8", "--repeat", "1", "--warmup", "0", *dummy, "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["model"]["name"] == "deepseek_v32"
+    main(["info", "deepseek_v32", "--memory", "141GB"])
+    assert "deepseek_v32, 61 layers, 671,877,944,064 parameters" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "--model", "deepseek_v32", "--prompt", "x", "--device", "cpu"])
+    assert "'deepseek_v32' is a configuration without weights: give load_format='dummy'" in capsys.readouterr().err
+
+
+def test_info_and_the_docs_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", "demo"])
+    counted = re.findall(r"([0-9,]+) (?:parameters|in 1 MTP)", capsys.readouterr().out)
+    row = next(line for line in TRAINING.read_text(encoding="utf-8").splitlines() if line.startswith("| parameters"))
+    assert len(counted) == 2 and [number for number in counted if number not in row] == []
 
 
 def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

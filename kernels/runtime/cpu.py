@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 import os
+import shlex
 import subprocess
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
@@ -123,3 +124,11 @@ def user_cache() -> Path:
 def digest() -> str:
     """Names the machine code of the kernels."""
     return native_library.digest(_SOURCES)
+
+
+def compiler() -> str | None:
+    """The command of the C++ compiler that makes the kernels; None: there is none."""
+    try:
+        return shlex.join(native_library._compiler())
+    except native_library.NoCompiler:
+        return None

@@ -14,8 +14,11 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams, __version__
 from dsa_engine.cli import main
-from dsa_engine.config.released import released_config
-from dsa_engine.demo import demo_config, demo_folder
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import RELEASED_CONFIGS
+from dsa_engine.demo import demo_folder
+from dsa_engine.errors import CheckpointError
+from dsa_engine.model_folder import model_config, resolve_model
 
 TRAINING = Path(__file__).resolve().parents[2] / "docs" / "TRAINING.md"
 
@@ -107,6 +110,7 @@ def test_env_as_a_module(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["versions"]["dsa_engine"] == __version__ and report["versions"]["torch"]
     assert report["variables"]["DSA_ENGINE_LOG_LEVEL"] == "error" and "secret" not in done.stdout + done.stderr
+    assert report["machine"]["C++ compiler"] and report["machine"]["C++ kernels"]
     assert report["devices"] and report["paths"]["working folder"] == str(tmp_path)
     assert "versions:" in done.stderr and list(tmp_path.iterdir()) == []
 
@@ -124,21 +128,15 @@ def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out
 
 
-def test_released_sizes_by_name(demo_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_released_sizes_by_name(demo_cache: Path) -> None:
     """``info``, ``generate`` and ``bench`` take the names that ``plan`` takes; weights are random."""
-    released = released_config("deepseek_v32")
-    small = demo_config() | {"vocab_size": 64, "num_hidden_layers": 2, "num_nextn_predict_layers": 0}
-    keys = json.dumps({key: value for key, value in small.items() if key in released})
-    dummy = ["--model", "deepseek_v32", "--load-format", "dummy", "--hf-overrides", keys, "--device", "cpu"]
-    main(["generate", "--prompt-ids", "5,6", "--max-tokens", "2", *dummy])
-    assert len(capsys.readouterr().out.split()) == 2
-    main(["bench", "prefill", "--seq-len", "8", "--repeat", "1", "--warmup", "0", *dummy, "--json", "-"])
-    assert json.loads(capsys.readouterr().out)["model"]["name"] == "deepseek_v32"
-    main(["info", "deepseek_v32", "--memory", "141GB"])
-    assert "deepseek_v32, 61 layers, 671,877,944,064 parameters" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main(["generate", "--model", "deepseek_v32", "--prompt", "x", "--device", "cpu"])
-    assert "'deepseek_v32' is a configuration without weights: give load_format='dummy'" in capsys.readouterr().err
+    for name, config in RELEASED_CONFIGS.items():
+        folder = resolve_model(name, dummy=True)
+        assert [path.name for path in folder.iterdir()] == ["config.json"] and resolve_model(name, dummy=True) == folder
+        assert json.loads((folder / "config.json").read_text()) == config
+        assert model_config(name, {"num_hidden_layers": 5}) == ModelConfig.from_dict(config, {"num_hidden_layers": 5})
+        with pytest.raises(CheckpointError, match=f"'{name}' is a configuration without weights: give load_format="):
+            LLM(name)
 
 
 def test_info_and_the_docs_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,8 @@ def log_start(engine: Engine, folder: Path) -> None:
         logger.info("%s: weights loaded on this rank, %s, %s", folder, read, where)
     tokens = cache.pages * cache.page_size
     logger.info(
-        "cache of each rank: %s tokens in pages of %s, %s%s%s; room for %.2f requests of max_model_len %s on %s rank(s)",
+        "cache of each rank: %s tokens in pages of %s, %s%s%s; room for %.2f requests of max_model_len %s "
+        "on %s rank(s)",
         f"{tokens:,}",
         cache.page_size,
         format_bytes(cache.bytes),

@@ -89,6 +89,13 @@ def test_what_was_found_before_is_not_lost(
     assert "– tokens    not looked at: the device is in an error since the check of kernels" in shown
 
 
+def test_no_tick_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsa_engine.commands.doctor.checks.rank_weight_bytes", lambda *_: 10**15)
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    with pytest.raises(NotHere, match="^no released model fits, the demo models do; 1 rank.*does not fit"):
+        check_room(mesh)
+
+
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that is not there")
 def test_on_a_fake_device() -> None:
     with FakeDevice(memory=141 * 10**9) as device:

@@ -31,8 +31,9 @@ def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "weights loaded" not in err, "nothing but its findings, and warnings"
     result = json.loads((tmp_path / "d.json").read_text())
     states = {finding["check"]: finding["ok"] for finding in result["findings"]}
+    assert states.pop("room") is not False  # None where no released model fits
     assert states == {
-        "versions": True, "device": True, "links": None, "tokens": True, "room": True,
+        "versions": True, "device": True, "links": None, "tokens": True,
         "kernels": True if cpu.library() else None,
     }  # fmt: skip
     assert "✓ tokens    the demo model gives the same tokens: eager; alone and in a batch" in out

@@ -13,7 +13,7 @@ from dsa_engine.system.interrupts import ending_at_once
 with ending_at_once():
     from dsa_engine.arguments import Parser, argument_parser, run
     from dsa_engine.commands import chat, generate
-    from dsa_engine.commands.options import bench, doctor, env, info, plan
+    from dsa_engine.commands.options import bench, convert, doctor, env, info, make_checkpoint, plan
     from dsa_engine.version import __version__
 
 
@@ -44,6 +44,16 @@ COMMANDS = {
         "which cut over which devices, and what to expect: TTFT, TPOT, rates, limits",
         plan.add_arguments,
         "planner.command:run_plan",
+    ),
+    "make-checkpoint": Command(
+        "random weights in the released layout, for any configuration",
+        make_checkpoint.add_arguments,
+        "make_checkpoint:run_make_checkpoint",
+    ),
+    "convert": Command(
+        "a checkpoint in another format: FP8 to plain weights, or to FP8, INT8 or INT4 experts",
+        convert.add_arguments,
+        "convert:run_convert",
     ),
     "env": Command("versions, devices and paths, as a report of a fault needs them", env.add_arguments, "env:run_env"),
     "doctor": Command(

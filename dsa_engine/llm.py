@@ -63,7 +63,7 @@ class LLM:
         report_failures()  # first, before anything can fail
         set_up_logging()
         options = EngineOptions(*args, **named)
-        self.folder = resolve_model(options.model)
+        self.folder = resolve_model(options.model, dummy=options.load_format == "dummy")
         check_tokenizer(self.folder)  # before the weights, which may take minutes
         self.default_sampling = default_sampling(self.folder, options.generation_config)
         self.engine = start(self.folder, options)

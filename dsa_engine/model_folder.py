@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -13,15 +16,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 logger = logging.getLogger(__name__)
 
 
-def resolve_model(model: str | Path) -> Path:
+def resolve_model(model: str | Path, dummy: bool = False) -> Path:
     """The folder of a model; nothing is ever downloaded.
 
     Args:
         model: a Hugging Face folder; a hub id (``deepseek-ai/DeepSeek-V3.2-Exp``), looked up in the local cache;
             "demo", which comes with the package; or "demo-random", which is made on first use.
+        dummy: a name of ``RELEASED_CONFIGS``, such as "deepseek_v32", is a folder too: one without weights.
 
     Raises:
-        CheckpointError: a file was given, or a hub id that is not in the cache; the text says what to do.
+        CheckpointError: a file was given, a hub id that is not in the cache, or the name of a released configuration
+            without ``dummy``; the text says what to do.
     """
     name = str(model)
     if name in ("demo", "demo-random"):
@@ -31,9 +36,27 @@ def resolve_model(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if path.is_file():
         raise CheckpointError(_about_a_file(path))
+    if name in RELEASED_CONFIGS and not path.is_dir():
+        if not dummy:
+            advice = "give load_format='dummy' for random weights, or the folder of a checkpoint"
+            raise CheckpointError(f"{name!r} is a configuration without weights: {advice}")
+        from dsa_engine.demo.released_folder import released_folder
+
+        return released_folder(name)
     if path.is_dir() or not _HUB_ID.fullmatch(name):
         return path  # if there is no such folder, reading config.json says so
     return _in_hub_cache(name)
+
+
+def model_config(model: str, overrides: dict[str, Any]) -> ModelConfig:
+    """The configuration of a model: one that :func:`resolve_model` finds, or a released one by its name.
+
+    Raises:
+        CheckpointError, ValueError: there is no such configuration, or it is not supported.
+    """
+    if model in RELEASED_CONFIGS and not Path(model).is_dir():
+        return ModelConfig.from_dict(released_config(model), overrides)
+    return ModelConfig.from_pretrained(resolve_model(model), overrides)
 
 
 def _about_a_file(path: Path) -> str:

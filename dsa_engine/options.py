@@ -79,8 +79,10 @@ class EngineOptions(Options):
         Kind(_check_model),
         "demo",
         "a Hugging Face folder (config.json, safetensors, tokenizer files); a hub id whose files are in the local "
-        'Hugging Face cache; "demo", a small trained model; or "demo-random", an untrained one.',
-        help="a Hugging Face model folder, a hub id in the local cache, or 'demo' (default)",
+        'Hugging Face cache; "demo", a small trained model; "demo-random", an untrained one; or, with '
+        'load_format="dummy", "deepseek_v32", "deepseek_v3" or "glm_moe_dsa" of the released sizes.',
+        help="a Hugging Face model folder, a hub id in the local cache, or 'demo' (default); with --load-format dummy "
+        "also deepseek_v32, deepseek_v3, glm_moe_dsa",
     )
     _: KW_ONLY
     dtype: str = option(

@@ -1,5 +1,7 @@
 """The demo: facts are scattered in a long document, and the model is asked for one of them.
 
+A text of your own (--prompt-file) may end in the question, such as "What is key 4821?" after a line "key 4821 is 97".
+
 Two processes prefill the document, context parallel, and answer; their results are compared with one process. Start
 it without torchrun: it writes the document, runs one process for the reference, and then starts torchrun on itself.
 """
@@ -14,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +27,18 @@ from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes
+from dsa_engine.text.tokenizer import Tokenizer
 
 
 def parse() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--nproc-per-node", type=int, default=2, help="processes")
-    parser.add_argument("--prompt-file", metavar="PATH", help="a text; default: sources of Python's standard library")
+    parser.add_argument(
+        "--prompt-file",
+        metavar="PATH",
+        help="a text; if its last line ends in a question mark, that is asked, and no facts are added; default: "
+        "sources of Python's standard library",
+    )
     parser.add_argument(
         "--tokens", type=int, default=8192, help="maximum number of tokens of the document with its facts"
     )
@@ -78,16 +87,17 @@ def start(args: argparse.Namespace) -> None:
 def single(args: argparse.Namespace) -> None:
     """The reference: the same prefill in one process."""
     llm = load(args)
-    prompt, facts, _ = question(llm, args)
-    print(f"document: {len(prompt):,} tokens, {len(facts)} facts in it; reference prefill in one process …", flush=True)
-    np.save(args.reference, llm.engine.prefill(prompt).numpy())
+    asked = question(llm.tokenizer, args)
+    print(f"document: {len(asked.prompt):,} tokens, {asked.about}; reference prefill in one process …", flush=True)
+    np.save(args.reference, llm.engine.prefill(asked.prompt).numpy())
 
 
 def parallel(args: argparse.Namespace) -> None:
     """Under torchrun: prefill, compare, generate, report."""
     llm = load(args)
     engine = llm.engine
-    prompt, facts, asked = question(llm, args)
+    asked = question(llm.tokenizer, args)
+    prompt = asked.prompt
     result = measure_prefill(engine, prompt, warmup=0, repeat=1)
     (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
     if engine.mesh.rank != 0:
@@ -95,11 +105,11 @@ def parallel(args: argparse.Namespace) -> None:
     reference = torch.from_numpy(np.load(args.reference))
     difference = (result.logits - reference).abs().max().item()
     relative = ((result.logits - reference).norm() / reference.norm()).item()
-    right = output.text.strip() == facts[asked]
+    right = None if asked.fact is None else output.text.strip() == asked.fact
     if args.json:
         where = environment(engine.mesh.device, engine.dtype, engine.mesh.world_size)
         figures = {"largest_difference": difference, "relative_difference": relative, "output_ids": output.token_ids}
-        figures |= {"answer": output.text, "fact": facts[asked], "right": right}
+        figures |= {"answer": output.text, "fact": asked.fact, "right": right}
         write_json(args.json, {**where, **result.to_json(), **figures})
     rows = [
         (
@@ -125,9 +135,12 @@ def parallel(args: argparse.Namespace) -> None:
     if output.metrics.tpot_s is not None:
         summary.append(("time per output token", f"{output.metrics.tpot_s * 1e3:.1f} ms"))
     print("\n" + format_table(("", "value"), summary))
-    print(f"\nquestion: {asked_for(facts[asked])}\nanswer:   {output.text.strip()}")
-    print(f"after line {(asked + 1) * EVERY} of the text stands: {facts[asked]}")
-    print("found, and right" if right else "the answer is WRONG")
+    print(f"\nquestion: {asked.question}\nanswer:   {output.text.strip()}")
+    if asked.fact is None:
+        print("the text has no line such as 'key 4821 is 97' that answers the question, so the answer is not checked")
+    else:
+        print(f"{asked.where} stands: {asked.fact}")
+        print("found, and right" if right else "the answer is WRONG")
     # Rounding alone gives 1e-6. It may also change the selection at a near tie: one token of 256.
     if not relative <= 0.05:
         raise RuntimeError(f"context parallelism changed the logits by {relative:.1%}, more than rounding can")
@@ -142,31 +155,64 @@ def load(args: argparse.Namespace) -> LLM:
 EVERY = 8  # lines of text between two facts
 
 
-def question(llm: LLM, args: argparse.Namespace) -> tuple[list[int], list[str], int]:
-    """The prompt, its facts, and the fact that it asks for.
+class Question(NamedTuple):
+    """A prompt that ends in a question; ``fact`` is the line that answers it, None if it is not known."""
 
-    The document is the beginning of ``--prompt-file``, or of the standard library's sources in order of their names,
-    with a fact after every few lines.
+    prompt: list[int]
+    question: str
+    fact: str | None
+    where: str
+    about: str
+
+
+def question(tokenizer: Tokenizer, args: argparse.Namespace) -> Question:
+    """The question at the end of the text, if there is one; else a question for a fact that is added to it.
+
+    Raises:
+        ValueError: the text and its question take more than ``--tokens``.
     """
+    lines = text(args).splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if args.prompt_file and last.endswith("?"):
+        return own_question(tokenizer, lines, last, args)
+    return added_question(tokenizer, lines, args)
+
+
+def own_question(tokenizer: Tokenizer, lines: list[str], asked: str, args: argparse.Namespace) -> Question:
+    prompt = tokenizer.chat([{"role": "user", "content": "\n".join(lines).strip()}])
+    if len(prompt) > args.tokens:
+        raise ValueError(
+            f"{args.prompt_file} takes {len(prompt):,} tokens with its question; --tokens {args.tokens} allows fewer"
+        )
+    answers = [(i, line.strip()) for i, line in enumerate(lines, 1) if asked == asked_for(line.strip())]
+    number, fact = answers[-1] if answers else (0, None)
+    return Question(prompt, asked, fact, f"in line {number} of the text", "which end in a question of its own")
+
+
+def added_question(tokenizer: Tokenizer, text_lines: list[str], args: argparse.Namespace) -> Question:
+    """The document is the beginning of the text, with a fact after every few lines."""
     keys = random.Random(0).sample(range(10_000), k=10_000)
     values = random.Random(1)
+    every = max(1, min(EVERY, len(text_lines)))  # a short text has a fact too
     lines: list[str] = []
     facts: list[str] = []
     room = args.tokens - 16  # for the question
-    for i, line in enumerate(text(args).splitlines(), 1):
+    for i, line in enumerate(text_lines, 1):
         added = [line]
-        if i % EVERY == 0:
+        if i % every == 0:
             added.append(f"key {keys[len(facts)]:04} is {values.randrange(100):02}")
-        room -= sum(len(llm.tokenizer.encode(line)) for line in added)  # the first token of each counts as its end
+        room -= sum(len(tokenizer.encode(line)) for line in added)  # the first token of each counts as its end
         if room < 0:
             break
         lines += added
         facts += added[1:]
     if not facts:
-        raise ValueError(f"a document of {len(lines)} lines has no facts; give a longer one, or more --tokens")
+        raise ValueError(f"{args.tokens} tokens hold {len(lines)} lines and no fact; give more --tokens")
     asked = round(args.depth * (len(facts) - 1))
     content = "\n".join([*lines, asked_for(facts[asked])])
-    return llm.tokenizer.chat([{"role": "user", "content": content}]), facts, asked
+    prompt = tokenizer.chat([{"role": "user", "content": content}])
+    where = f"after line {(asked + 1) * every} of the text"
+    return Question(prompt, asked_for(facts[asked]), facts[asked], where, f"{len(facts)} facts in it")
 
 
 def asked_for(fact: str) -> str:

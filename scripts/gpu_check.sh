@@ -21,7 +21,6 @@ all | kernels | latency) ;;
 	;;
 esac
 out=$(realpath -m "${2:-benchmarks/results}")
-mkdir -p "$out" || exit 2
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 
 # Importable without an installation, and without putting this folder (a top-level `kernels`) on sys.path.
@@ -32,11 +31,19 @@ export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 trap '' HUP # a connection that is lost ends nothing
 
-timeout 120 "$python" -c 'import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name(), torch.__version__)' || {
-	echo "gpu_check.sh needs a CUDA device and a CUDA build of torch; '$python' has none." >&2
+lacking() {
+	echo "gpu_check.sh needs $1." >&2
 	echo "Without a GPU: make test, and scripts/kernel_bench/inspect_kernels.py, which compiles the kernels." >&2
 	exit 1
 }
+# First without torch, whose import takes seconds: device files of NVIDIA's driver, of WSL, of Jetson.
+"$python" -c 'import glob, sys; sys.exit(not any(map(glob.glob, ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost*", "/dev/nvgpu*"))))' ||
+	lacking "a CUDA device; this machine has none (no /dev/nvidia0)"
+timeout 120 "$python" -c 'import sys, torch
+if not torch.cuda.is_available(): sys.exit(1)
+print(torch.cuda.get_device_name(), torch.__version__)' ||
+	lacking "a CUDA device and a CUDA build of torch; '$python' finds none"
+mkdir -p "$out" || exit 2
 
 failed=()
 
@@ -75,16 +82,12 @@ kernels() {
 	part 280 kernels "$python" scripts/kernel_bench/bench_kernels.py --time-limit 240 --json "$out/kernels.json"
 }
 
-one_rank=(--load-format dummy --emulate-world 64 --tp-size 8 --input-len 8192,32768,131072
+one_rank=(--model deepseek_v32 --load-format dummy --emulate-world 64 --tp-size 8 --input-len 8192,32768,131072
 	--hf-overrides '{"num_hidden_layers": 4, "first_k_dense_replace": 1}')
 latency() {
-	local model=$site/model
-	mkdir -p "$model"
-	"$python" -c 'import json, sys; from dsa_engine.checkpoint import released_config
-json.dump(released_config("deepseek_v32"), open(sys.argv[1], "w"))' "$model/config.json"
-	part 180 ttft_rank_of_64 "$python" scripts/measure_ttft.py --model "$model" "${one_rank[@]}" --output-len 1 \
+	part 180 ttft_rank_of_64 "$python" scripts/measure_ttft.py "${one_rank[@]}" --output-len 1 \
 		--json "$out/ttft_rank_of_64.json"
-	part 220 overlaps_rank_of_64 "$python" scripts/compare_overlaps.py --model "$model" "${one_rank[@]}" --batch-size 64 \
+	part 220 overlaps_rank_of_64 "$python" scripts/compare_overlaps.py "${one_rank[@]}" --batch-size 64 \
 		--json "$out/overlaps_rank_of_64.json"
 }
 

@@ -244,7 +244,7 @@ class CheckpointReader:
         if self.block_size is None:
             raise CheckpointError(
                 f"{path}: {source.name!r} is float8_e4m3fn, but config.json has no quantization_config with a "
-                "weight_block_size; add it, or dequantise the checkpoint with scripts/convert_checkpoint.py"
+                "weight_block_size; add it, or dequantise the checkpoint with dsa-engine convert"
             )
         if len(source.shape) != 2:
             raise CheckpointError(

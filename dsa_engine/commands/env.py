@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsa_engine.engine.startup.memory import available_bytes
-from dsa_engine.kernels.runtime.cpu import user_cache
+from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.report import write_json
 from dsa_engine.system.output_files import check_outputs
@@ -67,6 +67,8 @@ def environment_report() -> dict[str, dict[str, Any]]:
         "memory available": format_bytes(available_bytes()),
         "torch threads": torch.get_num_threads(),
         "triton": "in the interpreter" if INTERPRETED else "compiles for CUDA devices",
+        "C++ compiler": cpu.compiler() or "none; install g++, or set CXX",
+        "C++ kernels": _native(),
     }
     return {
         "versions": versions,
@@ -77,9 +79,22 @@ def environment_report() -> dict[str, dict[str, Any]]:
     }
 
 
+def _native() -> str:
+    """Whether CPU tensors take the C++ kernels; nothing is compiled."""
+    if os.environ.get("DSA_ENGINE_NATIVE") == "0":
+        return "off (DSA_ENGINE_NATIVE=0); the PyTorch references run"
+    try:
+        library = next((cpu.user_cache() / "native").glob(f"kernels-{cpu.digest()}*.so"), None)
+    except OSError as error:
+        return f"none: {error}"
+    if library is not None:
+        return str(library)
+    return "compiled on first use" if cpu.compiler() else "none; the PyTorch references run"
+
+
 def _devices() -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return {"cuda": "none; operations run in PyTorch on the CPU"}
+        return {"cuda": "none; models run on the CPU"}
     devices: dict[str, Any] = {}
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)
@@ -93,7 +108,7 @@ def _devices() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     try:
-        cache = user_cache()
+        cache = cpu.user_cache()
         above = next(path for path in (cache, *cache.absolute().parents) if path.exists())
         shown = f"{cache} ({format_bytes(shutil.disk_usage(above).free)} free)"
     except OSError as error:

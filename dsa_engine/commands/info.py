@@ -18,7 +18,7 @@ from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.measure.weight_memory import rank_weight_bytes
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.model.layout import parameter_counts
-from dsa_engine.model_folder import resolve_model
+from dsa_engine.model_folder import model_config
 from dsa_engine.quantization import quantization_name
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes, parse_bytes
@@ -33,7 +33,7 @@ def run_info(args: argparse.Namespace) -> None:
     check_outputs(args.json)
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
-    config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))
+    config = model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
     if args.ranks > config.n_routed_experts:
         raise ValueError(f"--ranks {args.ranks} is more than the {config.n_routed_experts} routed experts")
     counts = parameter_counts(config)
@@ -72,10 +72,12 @@ def run_info(args: argparse.Namespace) -> None:
             "per_format": rows,
         }
         write_json(args.json, result)
+    modules = f"{config.num_nextn_predict_layers} MTP module(s), with their copies of embedding and head"
+    mtp = f", and {counts.mtp:,} in {modules}" if counts.mtp else ""
     print(
         f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counts.total:,} parameters, "
         f"{counts.active:,} active per token"
-        + (f", and {counts.mtp:,} in {config.num_nextn_predict_layers} MTP module(s)" if counts.mtp else "")
+        + mtp
         + f"\non each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
     )
     table = []
@@ -86,12 +88,12 @@ def run_info(args: argparse.Namespace) -> None:
         table.append((r["weights"], format_bytes(r["weight_bytes"]), *cached))
     columns = ("weights", "per rank", "cache per token", "cached tokens that fit", "with kv_cache_dtype fp8")
     print(format_table(columns, table))
-    what = "as the checkpoint stores them" if config.quantization else "if scripts/convert_checkpoint.py made it so"
+    what = "as the checkpoint stores them" if config.quantization else "if dsa-engine convert made it so"
     print(f"\n{rows[0]['weights']}: {what}; what is never quantised, W_UK and W_UV count in bfloat16")
     if module is not None:
         each = f"{format_bytes(module[0])} of weights and {module[1]:,} B a cached token more"
         print(f"each MTP module that drafts (speculative_config) takes {each}, {rows[0]['weights']}")
-    print("int8, int4-experts: what scripts/convert_checkpoint.py --quantize makes of it")
+    print("int8, int4-experts: what dsa-engine convert --quantize makes of it")
 
 
 def _module_bytes(

@@ -41,7 +41,7 @@ def weight_format(
         raise ValueError(
             f"quantization={quantization!r} needs a checkpoint that is stored so; this one is "
             f"{'in plain numbers' if name is None else repr(name)}: leave the option out, or convert the checkpoint "
-            "with scripts/convert_checkpoint.py"
+            "with dsa-engine convert"
         )
     plain = Unquantized(dtype, device)
     if config is None:

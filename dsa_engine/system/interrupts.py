@@ -1,4 +1,4 @@
-"""Ctrl-C: its deferral to a harmless moment, and a quiet end while a command begins."""
+"""Signals that end the process: Ctrl-C deferred to a harmless moment or ended quietly, SIGTERM in an orderly way."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ def uninterrupted() -> AbstractContextManager[None]:
     may be nested. Only the main thread is ever interrupted; in other threads the block does nothing.
     """
     return _Uninterrupted()
+
+
+@contextmanager
+def ends_when_terminated() -> Iterator[None]:
+    """Makes SIGTERM end the process as Ctrl-C does, with status 143: what the block has half written is removed, or
+    kept for a resumed run. Called in the main thread."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Deferral:

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 import os
+import shlex
 import subprocess
 from contextlib import suppress
 from ctypes import c_float, c_int64, c_void_p
@@ -136,3 +137,11 @@ def _own_cache() -> Path:
 def digest() -> str:
     """Names the machine code of the kernels."""
     return native_library.digest(_SOURCES)
+
+
+def compiler() -> str | None:
+    """The command of the C++ compiler that makes the kernels; None: there is none."""
+    try:
+        return shlex.join(native_library._compiler())
+    except native_library.NoCompiler:
+        return None

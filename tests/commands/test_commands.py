@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,13 @@ import pytest
 
 from dsa_engine import LLM, SamplingParams, __version__
 from dsa_engine.cli import main
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import RELEASED_CONFIGS
 from dsa_engine.demo import demo_folder
+from dsa_engine.errors import CheckpointError
+from dsa_engine.model_folder import model_config, resolve_model
+
+TRAINING = Path(__file__).resolve().parents[2] / "docs" / "TRAINING.md"
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +196,7 @@ def test_env_as_a_module(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["versions"]["dsa_engine"] == __version__ and report["versions"]["torch"]
     assert report["variables"]["DSA_ENGINE_LOG_LEVEL"] == "error" and "secret" not in done.stdout + done.stderr
+    assert report["machine"]["C++ compiler"] and report["machine"]["C++ kernels"]
     assert report["devices"] and report["paths"]["working folder"] == str(tmp_path)
     assert "versions:" in done.stderr and list(tmp_path.iterdir()) == []
 
@@ -204,6 +212,24 @@ def test_generate_command(demo_cache: Path, tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == text
     main(["generate", "--prompt", "hi", "--chat", "--max-tokens", "2", "--device", "cpu"])
     assert capsys.readouterr().out
+
+
+def test_released_sizes_by_name(demo_cache: Path) -> None:
+    """``info``, ``generate`` and ``bench`` take the names that ``plan`` takes; weights are random."""
+    for name, config in RELEASED_CONFIGS.items():
+        folder = resolve_model(name, dummy=True)
+        assert [path.name for path in folder.iterdir()] == ["config.json"] and resolve_model(name, dummy=True) == folder
+        assert json.loads((folder / "config.json").read_text()) == config
+        assert model_config(name, {"num_hidden_layers": 5}) == ModelConfig.from_dict(config, {"num_hidden_layers": 5})
+        with pytest.raises(CheckpointError, match=f"'{name}' is a configuration without weights: give load_format="):
+            LLM(name)
+
+
+def test_info_and_the_docs_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", "demo"])
+    counted = re.findall(r"([0-9,]+) (?:parameters|in 1 MTP)", capsys.readouterr().out)
+    row = next(line for line in TRAINING.read_text(encoding="utf-8").splitlines() if line.startswith("| parameters"))
+    assert len(counted) == 2 and [number for number in counted if number not in row] == []
 
 
 def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,8 @@ def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
     env = os.environ | {"PYTHON": sys.executable}
     command = ["bash", str(SCRIPTS / "gpu_check.sh"), "all", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 1 and "needs a CUDA device" in done.stderr and list(tmp_path.iterdir()) == []
+    assert done.returncode == 1 and done.stdout == "" and list(tmp_path.iterdir()) == []
+    assert done.stderr.startswith("gpu_check.sh needs a CUDA device") and done.stderr.count("\n") == 2
 
 
 def test_gpu_check_of_nothing() -> None:

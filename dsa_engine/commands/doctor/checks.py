@@ -248,16 +248,20 @@ def check_room(mesh: Mesh) -> str:
     memory, fp8 = available_bytes(), False
     if mesh.device.type == "cuda":
         memory, fp8 = torch.cuda.mem_get_info(mesh.device)[1], multiplies_fp8(mesh.device)
-    rooms = []
+    rooms, any_fits = [], False
     for model in ("deepseek_v32", "deepseek_v3", "glm_moe_dsa"):
         config = ModelConfig.from_dict(released_config(model))
         stored = config.quantization if fp8 else None
         weights = rank_weight_bytes(config, stored, torch.bfloat16, min(mesh.world_size, config.n_routed_experts))
         tokens = int(0.9 * memory - weights) // cache_bytes_per_token(config, cache_format(config, torch.bfloat16))
+        any_fits = any_fits or tokens > 0
         fits = f"fits, with about {tokens:,} cached tokens a rank" if tokens > 0 else "does not fit"
         form = "FP8" if stored else "bfloat16"
         rooms.append(f"{model} in {form} takes {format_bytes(weights)} a rank and {fits}")
-    return f"{mesh.world_size} rank(s) of {format_bytes(memory)}: {'; '.join(rooms)}"
+    seen = f"{mesh.world_size} rank(s) of {format_bytes(memory)}: {'; '.join(rooms)}"
+    if not any_fits:
+        raise NotHere(f"no released model fits, the demo models do; {seen}")
+    return seen
 
 
 def _wait(mesh: Mesh) -> None:

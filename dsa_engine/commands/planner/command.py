@@ -18,10 +18,10 @@ from dsa_engine.commands.planner.search import Planner
 from dsa_engine.commands.planner.sweep import plot_sweep, sweep, sweep_json, sweep_table
 from dsa_engine.commands.planner.tables import print_not_fitting, print_plan, print_what_is_not_known
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.config.released import RELEASED_CONFIGS, released_config
+from dsa_engine.config.released import RELEASED_CONFIGS
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import write_json
-from dsa_engine.model_folder import resolve_model
+from dsa_engine.model_folder import model_config
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 
@@ -135,10 +135,7 @@ def _title(args: argparse.Namespace, planner: Planner, demand: Demand) -> str:
 
 
 def _config(args: argparse.Namespace) -> ModelConfig:
-    overrides = json_object(args.hf_overrides, "--hf-overrides")
-    if args.model in RELEASED_CONFIGS:
-        return ModelConfig.from_dict(released_config(args.model), overrides)
-    return ModelConfig.from_pretrained(resolve_model(args.model), overrides)
+    return model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
 
 
 def _device(args: argparse.Namespace) -> tuple[Device, Efficiencies]:

@@ -157,11 +157,13 @@ def log_start(engine: Engine, folder: Path) -> None:
         logger.info("%s: weights loaded on this rank, %s, %s", folder, read, where)
     tokens = cache.pages * cache.page_size
     logger.info(
-        "cache of each rank: %s tokens in pages of %s, %s%s; room for %.2f requests of max_model_len %s on %s rank(s)",
+        "cache of each rank: %s tokens in pages of %s, %s%s%s; room for %.2f requests of max_model_len %s "
+        "on %s rank(s)",
         f"{tokens:,}",
         cache.page_size,
         format_bytes(cache.bytes),
         " in FP8" if cache.format.fp8 else "",
+        "" if engine.mesh.device.type == "cuda" else " (a limit: memory is taken as it fills)",
         ranks * tokens / engine.max_model_len,
         f"{engine.max_model_len:,}",
         ranks,
@@ -181,7 +183,7 @@ def _log_fallbacks(engine: Engine) -> None:
         logger.info("the checkpoint's %s weights are expanded on load%s", stored, why)
     if engine.mesh.device.type != "cuda":
         if options.device == "auto":
-            logger.info("no CUDA device is available: operations run in PyTorch on the CPU, not as Triton kernels")
+            logger.info("no CUDA device is available: the model runs on the CPU, in C++ kernels and PyTorch")
         if options.dtype == "auto" and engine.dtype != engine.config.dtype:
             stored = str(engine.config.dtype).removeprefix("torch.")
             logger.info("dtype 'auto' is float32 on a CPU; the checkpoint says %s", stored)

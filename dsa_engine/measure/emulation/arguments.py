@@ -16,7 +16,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
-from dsa_engine.model_folder import resolve_model
+from dsa_engine.model_folder import model_config
 
 
 def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
@@ -32,7 +32,7 @@ def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
                 raise ValueError(f"--{option.replace('_', '-')} needs --emulate-world, the number of ranks to emulate")
         return llm_from(args, enable_prefix_caching=False), Links()
     links = Links.read(args.links) if args.links else Links()
-    config = ModelConfig.from_pretrained(resolve_model(args.model), json_object(args.hf_overrides, "--hf-overrides"))
+    config = model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
     parallel = EmulatedConfig(
         **asdict(parallel_from(args)),
         emulate_world=args.emulate_world,

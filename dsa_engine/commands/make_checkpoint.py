@@ -1,0 +1,62 @@
+"""``dsa-engine make-checkpoint``: random weights in the released layout, for any configuration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.arguments import json_object
+from dsa_engine.config.model import DTYPES
+from dsa_engine.config.overrides import merge_overrides
+from dsa_engine.config.released import RELEASED_CONFIGS, released_config
+from dsa_engine.demo import demo_config, demo_files
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+from dsa_engine.errors import CheckpointError
+from dsa_engine.measure.report import write_json
+from dsa_engine.system.interrupts import ends_when_terminated
+from dsa_engine.system.output_files import check_outputs
+
+
+def run_make_checkpoint(args: argparse.Namespace) -> None:
+    """Writes the folder, whole or not at all, and prints what it holds.
+
+    Raises:
+        ValueError, OSError: an option, the configuration or a file is not possible.
+    """
+    check_outputs(args.json)
+    raw = _read_config(args.config, args.overrides)
+    if args.dtype in DTYPES:
+        raw.pop("dtype", None)
+        raw["torch_dtype"] = args.dtype
+    with ends_when_terminated():
+        written = write_random_checkpoint(
+            args.output,
+            raw,
+            seed=args.seed,
+            fp8=args.dtype == "fp8",
+            max_shard_size=args.max_shard_size,
+            progress=True,
+            # The demo's tokenizer knows 260 ids, so it serves only the demo's vocabulary.
+            extra_files=demo_files() if args.config == "demo" else None,
+        )
+    if args.json:
+        write_json(args.json, written.to_json())
+    print(
+        f"{written.folder}: {written.shards} weight file(s), {written.tensors:,} tensors, "
+        f"{written.tensor_bytes:,} bytes"
+    )
+
+
+def _read_config(config: str, overrides: str) -> dict[str, Any]:
+    if config == "demo":
+        raw = demo_config()
+    elif config in RELEASED_CONFIGS:
+        raw = released_config(config)
+    else:
+        path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        if not path.is_file():
+            names = ", ".join(["demo", *RELEASED_CONFIGS])
+            raise CheckpointError(f"--config {config}: no such file, and not one of {names}")
+        raw = json_object(path.read_text(encoding="utf-8"), str(path))
+    return merge_overrides(raw, json_object(overrides, "--overrides"))

@@ -177,5 +177,5 @@ class Indexer(Weighted):
 def _largest(linear: Linear) -> torch.Tensor:
     """A bound of the magnitudes of a weight, from those of its numbers, or of its codes and scales; float64."""
     bounds = [tensor.float().abs().max().double() for tensor in linear.tensors if tensor.is_floating_point()]
-    integers = any(not tensor.is_floating_point() for tensor in linear.tensors)  # of at most 8 bits
+    integers = any(not tensor.is_floating_point() for tensor in linear.tensors)  # at most 8 bits
     return torch.stack(bounds).prod() * (128 if integers else 1)

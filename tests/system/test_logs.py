@@ -34,7 +34,7 @@ def test_a_start_says_what_was_loaded_and_what_fits(demo_cache: Path, caplog: py
     assert "dtype 'auto' is float32 on a CPU; the checkpoint says bfloat16" in text
     caplog.clear()
     # 9 pages: both enter with 4 and want a fifth.
-    llm.generate([[5] * 250] * 2, SamplingParams(max_tokens=16, ignore_eos=True))
+    llm.generate([[5] * 250, [6] * 250], SamplingParams(max_tokens=16, ignore_eos=True))
     assert llm.engine.scheduler.preemptions == 1 and "the caches are full: request 1 loses its pages" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Bfloat16 as the interpreter of these tests computes it (``support/bfloat16_interpreter.py``), against PyTorch's, bit
+"""Bfloat16 as the interpreter of these tests computes it (``support/triton_interpreter.py``), against PyTorch's, bit
 by bit."""
 
 from __future__ import annotations

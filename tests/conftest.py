@@ -18,14 +18,19 @@ import hypothesis
 import pytest
 import torch
 
+import triton_interpreter
 from caches import measure_peak, scatter
 from dsa_engine.commands.doctor.lost_device import is_lost
 from dsa_engine.kernels.runtime.cpu import user_cache
+from dsa_engine.kernels.runtime.launch import INTERPRETED
 from oracles import BASE, Oracle, check_logits, make_ids, write_oracle
 
 # Time decides no test: on a busy machine an example may take any time.
 hypothesis.settings.register_profile("dsa_engine", deadline=None)
 hypothesis.settings.load_profile("dsa_engine")
+
+if INTERPRETED:
+    triton_interpreter.install()
 
 LOST = pytest.StashKey[bool]()  # a kernel has left the GPU in an error
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"

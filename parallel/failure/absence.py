@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from dsa_engine.parallel.failure.peers import State, launched, state_of, wake
 from dsa_engine.parallel.failure.watch import end_key
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _ENDED = "ended without an error of its own (killed, perhaps for want of memory, or crashed)"
 FATES: dict[State, str] = {  # possible fate of a rank without an error, by the state of its process

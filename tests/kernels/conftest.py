@@ -12,12 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-import bfloat16_interpreter
 from dsa_engine.kernels.runtime import cpu, launch
 from dsa_engine.kernels.runtime.launch import INTERPRETED
-
-if INTERPRETED:
-    bfloat16_interpreter.install()
 
 # ‖got − wanted‖ / ‖wanted‖ that the rounding of inputs and results of each type allows.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -11,7 +11,6 @@ import torch
 from dsa_engine.kernels.formats.cache_format import FP8, LatentFormat
 from dsa_engine.kernels.formats.fp8_cache import pack_latent_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
-from dsa_engine.kernels.runtime.launch import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
@@ -225,7 +224,6 @@ def test_bad_arguments() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.skipif(INTERPRETED, reason="bfloat16 rows are the reference's here")
 def test_the_norm_is_rounded_before_its_weight() -> None:
     """The model's definition rounds like this."""
     rows = Rows(8, 64, 8, torch.bfloat16, True)

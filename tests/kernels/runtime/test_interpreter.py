@@ -1,0 +1,202 @@
+"""Bfloat16 as the interpreter of these tests computes it (``support/triton_interpreter.py``), against PyTorch's, bit
+by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="shows what the interpreter computes")
+
+COUNT = 1 << 16
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """Numbers of all bits overflow, and NaNs are among them."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def all_numbers(seed: int | None = None) -> torch.Tensor:
+    """Every bfloat16 number, ``[65536]``, in the order of its bits or in a random one."""
+    bits = torch.arange(COUNT) if seed is None else torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed))
+    return bits.to(torch.int32).to(torch.uint16).view(torch.bfloat16)
+
+
+def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def binary_kernel(a, b, out, OPERATION: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, y = tl.load(a + at), tl.load(b + at)
+    if OPERATION == "add":
+        z = x + y
+    elif OPERATION == "subtract":
+        z = x - y
+    elif OPERATION == "multiply":
+        z = x * y
+    elif OPERATION == "divide":
+        z = x / y
+    elif OPERATION == "multiply and add":
+        z = x * y + x
+    elif OPERATION == "maximum":
+        z = tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    elif OPERATION == "minimum":
+        z = tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    elif OPERATION == "where":
+        z = tl.where(x < y, x, y)
+    elif OPERATION == "times a constant":
+        z = x * 0.1
+    elif OPERATION == "absolute":
+        z = tl.abs(x)
+    else:
+        z = -x
+    # Triton promotes operands of a quotient, and of the larger and the smaller of two.
+    promoted: tl.constexpr = OPERATION == "divide" or OPERATION == "maximum" or OPERATION == "minimum"
+    tl.static_assert(z.dtype == (tl.float32 if promoted else tl.bfloat16))
+    tl.store(out + at, z)
+
+
+BINARY: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "multiply": torch.mul,
+    "divide": torch.div,
+    "multiply and add": lambda x, y: x * y + x,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "where": lambda x, y: torch.where(x < y, x, y),
+    "times a constant": lambda x, _: x * torch.tensor(0.1).bfloat16(),
+    "absolute": lambda x, _: x.abs(),
+    "negative": lambda x, _: -x,
+}
+
+
+@pytest.mark.parametrize("operation", BINARY)
+def test_arithmetic(operation: str) -> None:
+    """Every number with another one. Products and sums are rounded one by one."""
+    a, b = all_numbers(), all_numbers(1)
+    out = torch.empty_like(a)
+    binary_kernel[(1,)](a, b, out, OPERATION=operation, SIZE=COUNT)
+    check(out, BINARY[operation](a, b))
+
+
+@triton.jit
+def cast_kernel(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_casts_to_other_types(dtype: torch.dtype) -> None:
+    out = torch.empty(COUNT, dtype=dtype)
+    cast_kernel[(1,)](all_numbers(), out, SIZE=COUNT)
+    check(out, all_numbers().to(dtype))
+
+
+@pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], ids=hex)
+def test_float32_is_rounded_to_the_nearest_ties_to_even(low: int) -> None:
+    """Every number, with what float32 has beyond it: nothing, half a step, little more and little less."""
+    bits = (torch.arange(COUNT) << 16 | low) - (torch.arange(COUNT) >> 15 << 32)
+    numbers, out = bits.to(torch.int32).view(torch.float32), torch.empty(COUNT, dtype=torch.bfloat16)
+    cast_kernel[(1,)](numbers, out, SIZE=COUNT)
+    check(out, numbers.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float16], ids=str)
+def test_casts_from_other_types(dtype: torch.dtype) -> None:
+    numbers, out = torch.arange(-512, 512).to(dtype), torch.empty(1024, dtype=torch.bfloat16)
+    cast_kernel[(1,)](numbers, out, SIZE=1024)
+    check(out, numbers.bfloat16())
+    back = torch.empty(1024, dtype=torch.int32)
+    cast_kernel[(1,)](out, back, SIZE=1024)
+    check(back, out.int())
+
+
+def test_e4m3_numbers_there_and_back() -> None:
+    codes, out = torch.arange(256).to(torch.uint8), torch.empty(256, dtype=torch.bfloat16)
+    codes = codes[(codes & 0x7F) < 0x7F].repeat(2)[:256]  # without NaNs
+    cast_kernel[(1,)](codes.view(torch.float8_e4m3fn), out, SIZE=256)
+    check(out, codes.view(torch.float8_e4m3fn).bfloat16())
+    back = torch.empty(256, dtype=torch.float8_e4m3fn)
+    cast_kernel[(1,)](out, back, SIZE=256)
+    check(back.view(torch.uint8), codes)
+
+
+@triton.jit
+def bits_kernel(x, bits, out, SIZE: tl.constexpr):
+    """The bits of numbers with another sign, and the numbers of these bits."""
+    at = tl.arange(0, SIZE)
+    turned = tl.load(x + at).to(tl.uint16, bitcast=True) ^ 0x8000
+    tl.store(bits + at, turned)
+    tl.store(out + at, turned.to(tl.bfloat16, bitcast=True))
+
+
+def test_bits() -> None:
+    x = all_numbers()
+    bits, out = torch.empty(COUNT, dtype=torch.uint16), torch.empty_like(x)
+    bits_kernel[(1,)](x, bits, out, SIZE=COUNT)
+    wanted = (torch.arange(COUNT) ^ 0x8000).to(torch.int32).to(torch.uint16)
+    finite = ~x.isnan()
+    assert torch.equal(bits[finite], wanted[finite]) and torch.equal(out[finite], -x[finite])
+    assert bool(out[~finite].isnan().all())
+
+
+@triton.jit
+def masked_kernel(x, out, count, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + 2 * at, tl.load(x + at, mask=at < count, other=0.3), mask=at != 1)
+
+
+def test_masks() -> None:
+    """Numbers beyond a mask are the given ones, rounded; a store writes two bytes a number, and nothing beside them."""
+    x, out = torch.randn(4).bfloat16(), torch.full((16,), -7.0).bfloat16()
+    masked_kernel[(1,)](x, out, 4, SIZE=8)
+    wanted = torch.full((16,), -7.0).bfloat16()
+    wanted[::2] = torch.tensor([*x.tolist(), *[0.3] * 4])
+    wanted[2] = -7.0
+    check(out, wanted)
+
+
+@triton.jit
+def reduce_kernel(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tile = tl.load(x + at[:, None] * SIZE + at[None, :])
+    tl.store(out + at, tl.sum(tile, axis=1))
+    tl.store(out + SIZE + at, tl.max(tile, axis=0))
+    tl.store(out + 2 * SIZE + at, tl.min(tl.trans(tile), axis=0))
+
+
+def test_reductions() -> None:
+    """A sum is rounded once, at its end. Integers are summed exactly, whatever their order."""
+    x = torch.randint(-200, 200, (32, 32), generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.empty(3, 32, dtype=torch.bfloat16)
+    reduce_kernel[(1,)](x, out, SIZE=32)
+    check(out, torch.stack((x.float().sum(1).bfloat16(), x.amax(0), x.amin(1))))
+
+
+@triton.jit
+def product_kernel(a, b, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x, y = tl.load(a + at), tl.load(b + at)
+    tl.store(out + at, tl.dot(x, y, acc=tl.full((SIZE, SIZE), 1.0, tl.float32)).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_add_up_in_float32(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-200, 200, (32, 32), generator=g).bfloat16() for _ in range(2))
+    out = torch.empty(32, 32, dtype=dtype)
+    product_kernel[(1,)](a, b, out, SIZE=32)
+    check(out, (a.float() @ b.float() + 1).to(dtype))

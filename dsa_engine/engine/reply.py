@@ -156,5 +156,5 @@ class Reply:
 
 
 def _not_decoded(what: str, error: BaseException) -> Ending:
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return Ending("error", f"its {what} could not be decoded to text: {kind}{error}")

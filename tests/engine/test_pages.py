@@ -186,6 +186,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
+        self.hashes: dict[int, list[int]] = {}  # of the first tokens of each request, one token more in each
         self.rows: list[dict[int, int]] = [
             {} for _ in self.ranks
         ]  # by slot: hash of the tokens that the row depends on
@@ -258,7 +259,8 @@ class Simulation:
                 self.num_found += chunk.start
         for rank, of_rank in enumerate(steps):
             self.check_pages(rank, of_rank)
-            self.check_rows(rank, of_rank)
+            if self.world.caching:
+                self.check_rows(rank, of_rank)
         for rank, (scheduler, of_rank) in enumerate(zip(self.ranks, steps, strict=True)):
             written = [(chunk, list(chunk.request.pages)) for chunk in of_rank if rank in chunk.ranks]
             scheduler.computed(of_rank)
@@ -274,7 +276,12 @@ class Simulation:
         return pages[position // self.world.page_size] * self.world.page_size + position % self.world.page_size
 
     def row(self, request: Request, position: int) -> int:
-        return hash((*request.tokens(0, position + 1 + self.world.lookahead),))
+        """Hash of the tokens that a row depends on."""
+        hashes = self.hashes.setdefault(request.id, [0])
+        wanted = position + 2 + self.world.lookahead
+        while len(hashes) < wanted:
+            hashes.append(hash((hashes[-1], *request.tokens(len(hashes) - 1, 1))))
+        return hashes[wanted - 1]
 
     def check_rows(self, rank: int, chunks: list[Chunk]) -> None:
         for chunk in chunks:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -93,24 +94,31 @@ def test_a_rank_that_vanishes_or_stops_is_not_waited_for(
     launch = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in (launch | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(peers, "_launcher", os.getpid)
-    processes = [subprocess.Popen(["sleep", "99"], env=launch | {"RANK": str(rank)}) for rank in range(3)]
+    # A launcher of its own, as this process may have other children.
+    start = "for rank in 0 1 2; do RANK=$rank sleep 99 & echo $!; done; wait"
+    launcher = subprocess.Popen(["sh", "-c", start], env=launch | {"PATH": os.environ["PATH"]}, stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    monkeypatch.setattr(peers, "_launcher", lambda: launcher.pid)
+    processes = [int(launcher.stdout.readline()) for _ in range(3)]
     try:
         for rank, process in enumerate(processes if registered else []):
-            store.set(f"process {rank}", peers.name_of(process.pid))
+            store.set(f"process {rank}", peers.name_of(process))
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(meshes[0].barrier, 20.0)
             time.sleep(0.3)
             assert not waiting.done(), "they live, and may take their time"
-            processes[2].send_signal(number)
+            os.kill(processes[2], number)
             with pytest.raises(RuntimeError, match=re.escape(f"rank 2 does not come: {fate}")):
                 waiting.result()
         if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, processes[2].pid, os.WCONTINUED | os.WNOWAIT)  # it has been woken
+            until = time.monotonic() + 10
+            while peers.state_of(peers.name_of(processes[2])) == "stopped":
+                assert time.monotonic() < until, "it has not been woken"
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        launcher.communicate()
 
 
 def test_an_error_of_a_rank_is_not_its_absence(store: dist.Store) -> None:

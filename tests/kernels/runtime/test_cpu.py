@@ -27,6 +27,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(cpu, "_SOURCES", folder)
     monkeypatch.setattr(cpu, "_FUNCTIONS", {"one": ([], ctypes.c_int64)})
     monkeypatch.setenv("DSA_ENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     monkeypatch.delenv("DSA_ENGINE_NATIVE", raising=False)
     monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
     yield folder
@@ -74,6 +75,7 @@ def test_without_a_library_the_references_run(
         reason = "No closing quotation"
     else:
         (tmp_path / "cache").write_text("a file")
+        (tmp_path / "own").write_text("another")
         reason = "name a folder that can be written in DSA_ENGINE_CACHE"
     if fault not in ("no compiler", "no folder") and not shutil.which("g++"):
         pytest.skip("no C++ compiler")

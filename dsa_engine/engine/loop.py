@@ -74,7 +74,10 @@ class EngineLoop:
         self._closed = False
         self.thread = threading.Thread(target=self._main, name="dsa_engine loop", daemon=True)
         self.thread.start()  # may fail; then nothing of it is left
-        atexit.register(self._leave)  # runs before the mesh's hook, which was registered earlier
+        # Both run before the mesh's hook, which was registered earlier, and the last one first. The join comes also if
+        # the loop has ended: its thread may hold the last reference to the engine, and still be destroying it.
+        atexit.register(self.thread.join, _CLOSE_S)
+        atexit.register(self._leave)
 
     # Methods for callers, in any thread.
 

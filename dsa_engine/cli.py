@@ -41,7 +41,7 @@ COMMANDS = {
         "parameters, bytes per dtype, cache bytes per token, and what fits", info.add_arguments, "info:run_info"
     ),
     "plan": Command(
-        "which cut over which devices, and what to expect: TTFT, TPOT, rates, limits",
+        "best deployment on given devices, and its predicted TTFT, TPOT, rates and limits",
         plan.add_arguments,
         "planner.command:run_plan",
     ),
@@ -55,9 +55,9 @@ COMMANDS = {
         convert.add_arguments,
         "convert:run_convert",
     ),
-    "env": Command("versions, devices and paths, as a report of a fault needs them", env.add_arguments, "env:run_env"),
+    "env": Command("versions, devices and paths, for a bug report", env.add_arguments, "env:run_env"),
     "doctor": Command(
-        "whether this machine runs the engine, and runs it right", doctor.add_arguments, "doctor.command:run_doctor"
+        "check whether the engine runs correctly on this machine", doctor.add_arguments, "doctor.command:run_doctor"
     ),
     "bench prefill": Command(
         "a long prompt alone: time, tokens/s, memory and stages of each rank",
@@ -111,7 +111,7 @@ def script(name: str, description: str | None) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="dsa-engine", description="Generates, measures, and says what a model needs.")
+    parser = Parser(prog="dsa-engine", description="Runs, measures and plans models with sparse attention.")
     parser.add_argument("--version", action="version", version=f"dsa_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     groups = {}

@@ -98,7 +98,7 @@ class EngineOptions(Options):
         "format in which the weights of linear layers and experts are held and multiplied. None: the checkpoint's, if "
         'the device can multiply in it. "dequantize": FP8 is expanded to ``dtype`` on load. "fp8", "int8", '
         '"int4-experts": this format, or an error.',
-        help="format of linear layers and experts; default: as stored, if the device can multiply so",
+        help="format of linear layers and experts; default: as stored, if the device can multiply in it",
     )
     load_format: LoadFormat = option(
         choice(LoadFormat),

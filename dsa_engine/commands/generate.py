@@ -12,13 +12,13 @@ from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the text to go on from; '-' reads it from standard input")
-    prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to go on from")
+    prompt.add_argument("--prompt", help="the text to continue; '-' reads it from standard input")
+    prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to continue")
     prompt.add_argument(
         "--prompt-ids",
         type=_token_ids,
         metavar="IDS",
-        help="token ids such as 0,51,17 to go on from; a folder without a tokenizer will do, and ids are printed then",
+        help="token ids to continue, such as 0,51,17; without a tokenizer in the folder, ids are printed",
     )
     parser.add_argument("--chat", action="store_true", help="send the prompt through the model's chat template")
     add_sampling_arguments(parser)

@@ -18,14 +18,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help=f"maximum number of tokens to generate; {source} 128")
     parser.add_argument("--temperature", type=float, help=f"0: the most likely token; {source} 0")
     parser.add_argument(
-        "--top-p", type=float, help=f"keep the likeliest tokens of this probability together; {source} 1"
+        "--top-p", type=float, help=f"keep the likeliest tokens up to this total probability; {source} 1"
     )
     parser.add_argument("--top-k", type=int, help=f"keep this many of the likeliest tokens, 0: all; {source} 0")
     parser.add_argument(
         "--min-p", type=float, help=f"keep tokens of at least this fraction of the highest probability; {source} 0"
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, help=f"above 1: tokens that there have been come less often; {source} 1"
+        "--repetition-penalty", type=float, help=f"above 1: tokens of the text so far become less likely; {source} 1"
     )
 
 

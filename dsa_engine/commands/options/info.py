@@ -14,6 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
     parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
     parser.add_argument(
-        "--tp-size", type=int, default=1, help="ranks over which embedding, output projections and LM head are cut"
+        "--tp-size", type=int, default=1, help="ranks that divide embedding, output projections and LM head"
     )
     parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")

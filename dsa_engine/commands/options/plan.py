@@ -14,29 +14,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="deepseek_v32", help=f"a folder with a config.json, or one of {names}")
     parser.add_argument("--hf-overrides", default="{}", metavar="JSON", help="keys that replace those of config.json")
     parser.add_argument("--device", default="H200", help=f"one of {', '.join(DEVICES)}")
-    parser.add_argument("--devices", type=int, default=8, help="how many there are")
+    parser.add_argument("--devices", type=int, default=8, help="number of devices")
     parser.add_argument("--input-len", type=int, default=131072, help="tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer")
-    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="time to first token to keep to")
-    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="time per output token to keep to")
-    parser.add_argument("--requests", type=int, help="that run at once; default: as many as serve best")
+    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="limit of the time to first token")
+    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="limit of the time per output token")
+    parser.add_argument("--requests", type=int, help="number of concurrent requests; default: the best")
     parser.add_argument("--acceptance", metavar="RATES", help="acceptance of drafts by position, such as 0.85,0.7")
     for option, name, kind, about in (
         ("--cp-size", "cp_size", int, "ranks that prefill a prompt together"),
-        ("--tp-size", "tp_size", int, "ranks over which embedding, o_proj and LM head are cut"),
-        ("--chunk", "chunk", int, "tokens of a rank in a prefill step"),
-        ("--drafts", "drafts", int, f"of the MTP module in a step, one of {DRAFTS}"),
+        ("--tp-size", "tp_size", int, "ranks that divide embedding, o_proj and LM head"),
+        ("--chunk", "chunk", int, "tokens of a rank in a prefill step (--max-num-batched-tokens of the engine)"),
+        ("--drafts", "drafts", int, f"drafts of the MTP module in a step, one of {DRAFTS}"),
     ):
         parser.add_argument(option, dest=name, type=kind, help=f"fix it: {about}")
     parser.add_argument("--weights", choices=WEIGHTS, help="fix the format of weights")
     parser.add_argument("--cache", choices=CACHES, help="fix the format of caches")
     parser.add_argument("--moe-dispatch", choices=DISPATCHES, help="fix how prefill brings tokens to experts")
-    parser.add_argument("--decode-dispatch", choices=DISPATCHES, help="fix how decode does")
+    parser.add_argument("--decode-dispatch", choices=DISPATCHES, help="fix how decode brings tokens to experts")
     parser.add_argument(
         "--measured",
         metavar="FILES",
-        help="JSON of the benchmarks on --device, separated by commas: their ceilings and stages take the place of "
-        "the data sheet and of what is assumed",
+        help="JSON of the benchmarks on --device, separated by commas: their ceilings and stages replace "
+        "the data sheet and the assumed fractions",
     )
     parser.add_argument("--what-if", choices=AXES, help="change this, and plan for every value")
     parser.add_argument("--plot", metavar="PATH", help="draw --what-if here (.png)")

@@ -186,7 +186,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
-        self.hashes: dict[int, list[int]] = {}  # of the first tokens of each request, one token more in each
+        self.hashes: dict[int, list[int]] = {}  # by request: hashes of its first tokens, 0, 1, … of them
         self.rows: list[dict[int, int]] = [
             {} for _ in self.ranks
         ]  # by slot: hash of the tokens that the row depends on

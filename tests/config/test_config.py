@@ -12,32 +12,8 @@ import torch
 from dsa_engine.config.model import ModelConfig, read_config_json
 from dsa_engine.config.released import RELEASED_CONFIGS, released_config
 from dsa_engine.errors import CheckpointError
+from small_config import SMALL
 
-SMALL: dict[str, Any] = {
-    "model_type": "deepseek_v32",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 3,
-    "n_shared_experts": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "index_topk": 16,
-    "index_head_dim": 12,
-    "index_n_heads": 4,
-    "routed_scaling_factor": 2.5,
-    "max_position_embeddings": 2048,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 
 

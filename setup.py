@@ -23,6 +23,9 @@ for link in ("kernels", "parallel"):
 # built by the setuptools that there is: pip install --no-build-isolation.
 DEEPSPEED = "deepspeed>=0.19"
 
+# The HTTP server and the router in front of several.
+SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "prometheus_client>=0.20", "httpx>=0.27"]
+
 
 def version() -> str:
     text = (ROOT / "dsa_engine" / "version.py").read_text(encoding="utf-8")
@@ -60,10 +63,14 @@ setup(
         "tqdm>=4.60",
     ],
     extras_require={
+        "serve": SERVE,
         "plot": ["matplotlib"],
+        "browser": ["playwright"],  # tests of the server's page, in a chromium that is installed apart
         "flash-attn": ["flash-attn"],
         "deepspeed": [DEEPSPEED],
         "test": [
+            *SERVE,
+            "openai",  # the client whose examples the server is tested with
             "pytest>=9",
             "pytest-xdist>=3.8",
             "hypothesis",

@@ -11,7 +11,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
-from dsa_engine.engine.requests.pages import PageLedger, PagePool
+from dsa_engine.engine.requests.page_ledger import PageLedger
+from dsa_engine.engine.requests.pages import PagePool
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
@@ -31,17 +32,18 @@ def test_cached_pages_are_found_until_they_are_needed() -> None:
     pool, (a, b, c) = PagePool(3), (b"a", b"b", b"c")
     pool.name(pool.take(2), [a, b])
     pool.release([0, 1])
-    assert pool.free == 3 and pool.cached == 2 and pool.count_known([a, b, c]) == 2 and pool.count_held([a, b]) == 0
-    assert pool.reuse([a]) == [0] and pool.reuse([a]) == [0] and pool.count_held([a, b, c]) == 1 and pool.free == 2
-    assert pool.take(2) == [2, 1], "a free page before a cached one"
-    assert pool.count_known([a, b]) == 1, "the page of b has other rows now"
+    assert pool.free == 3 and pool.cached == 2 and a in pool and b in pool and c not in pool
+    assert pool.count_held([a, b]) == 0
+    assert pool.begin([a], 1) == pool.begin([a], 1) == ([0], []) and pool.count_held([a, b, c]) == 1 and pool.free == 2
+    assert pool.begin([c], 2) == ([2, 1], [0]), "a free page before a cached one"
+    assert a in pool and b not in pool, "the page of b has other rows now"
     pool.release([0])
     assert pool.free == 0, "another request holds it"
     pool.release([0])
     pool.release([2, 1])
     assert pool.free == 3 and pool.cached == 1
     pool.evict_all()
-    assert pool.free == 3 and pool.cached == 0 and pool.count_known([a]) == 0
+    assert pool.free == 3 and pool.cached == 0 and a not in pool
 
 
 def test_the_least_recently_used_request_is_evicted_first_from_its_last_page_on() -> None:
@@ -50,7 +52,7 @@ def test_the_least_recently_used_request_is_evicted_first_from_its_last_page_on(
     pool.name(first + second, names)
     pool.release(second)
     pool.release(first)
-    pool.release(pool.reuse(names[2:3]))
+    pool.release(pool.begin(names[2:3], 1)[0])
     evicted = [pool.take(1)[0] for _ in range(4)]
     assert evicted == [second[1], first[1], first[0], second[0]]
 
@@ -110,6 +112,8 @@ class World:
     fraction: float
     caching: bool
     lookahead: int
+    slots: int
+    fetched: int
 
     def schedulers(self) -> list[Scheduler]:
         made = [
@@ -120,6 +124,8 @@ class World:
                 max_num_batched_tokens=self.tokens,
                 max_prefill_share=self.fraction,
                 enable_prefix_caching=self.caching,
+                host_pages=self.slots,
+                max_fetched_pages=self.fetched,
             )
             for rank in range(self.world)
         ]
@@ -141,7 +147,7 @@ class Wish:
     leaves: int | None  # steps after which it ends, as by a closed stream
 
 
-def crowd(rng: random.Random, caching: bool) -> tuple[World, list[Wish]]:
+def crowd(rng: random.Random, caching: bool, tiers: int = 1) -> tuple[World, list[Wish]]:
     """Requests that need more than the cache together, so that runs preempt as a rule."""
     cp, page_size, pages = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
     world = World(
@@ -154,6 +160,8 @@ def crowd(rng: random.Random, caching: bool) -> tuple[World, list[Wish]]:
         fraction=rng.choice([1.0, 0.9, 0.5, 0.3, 0.05]),
         caching=caching,
         lookahead=rng.randint(0, 1),
+        slots=0 if tiers == 1 else rng.choice([1, 3, 20]),
+        fetched=rng.choice([1, 2, 100]),
     )
     room = pages * page_size
     wishes = [
@@ -183,6 +191,8 @@ class Simulation:
     prefill_steps: int = 0  # … that prefilled
     rewound: int = 0  # number of rewinds
     num_found: int = 0  # tokens that were not computed
+    num_fetched: int = 0  # pages that one rank sent to another
+    num_copied: int = 0  # pages copied to host memory or back
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
@@ -190,6 +200,7 @@ class Simulation:
         self.rows: list[dict[int, int]] = [
             {} for _ in self.ranks
         ]  # by slot: hash of the tokens that the row depends on
+        self.host: list[dict[int, list[int]]] = [{} for _ in self.ranks]  # by slot of host memory: rows of a page
         self.copies: list[dict[int, Request]] = [{} for _ in self.ranks]  # each process has other objects
         self.to_come = sorted(range(len(self.wishes)), key=lambda n: self.wishes[n].arrives)
         self.arrived: dict[int, int] = {}  # request: step
@@ -257,6 +268,7 @@ class Simulation:
             if prefills and chunk.request.id not in self.admitted:
                 self.admitted.append(chunk.request.id)
                 self.num_found += chunk.start
+        self.move(steps)
         for rank, of_rank in enumerate(steps):
             self.check_pages(rank, of_rank)
             if self.world.caching:
@@ -272,6 +284,32 @@ class Simulation:
                     self.rows[rank][self.slot(pages, position)] = self.row(chunk.request, position)
         self.now += 1
 
+    def move(self, steps: list[list[Chunk]]) -> None:
+        """Does what the ranks' schedulers want to have copied and sent before the step computes."""
+        size = self.world.page_size
+        moves = [scheduler.ledger.moves(chunks) for scheduler, chunks in zip(self.ranks, steps, strict=True)]
+        for rank, of_rank in enumerate(moves):
+            rows, host = self.rows[rank], self.host[rank]
+            for to_host, page, slot in of_rank.copies:
+                if to_host:
+                    host[slot] = [rows[page * size + offset] for offset in range(size)]
+                else:
+                    rows |= {page * size + offset: row for offset, row in enumerate(host[slot])}
+            self.num_copied += len(of_rank.copies)
+        for rank, of_rank in enumerate(moves):
+            first = rank - rank % self.world.cp
+            assert len(of_rank.sends) == (self.world.cp if of_rank.exchanges else 0)
+            assert of_rank.exchanges == moves[first].exchanges, "the ranks of a group disagree"
+            for pages in (of_rank.sends, of_rank.receives):
+                assert sum(map(len, pages)) <= self.world.fetched
+            for other, pages in enumerate(of_rank.receives):
+                sent = moves[first + other].sends[rank - first]
+                assert len(sent) == len(pages) and (first + other != rank or not pages)
+                self.num_fetched += len(pages)
+                for source, page in zip(sent, pages, strict=True):
+                    for offset in range(size):
+                        self.rows[rank][page * size + offset] = self.rows[first + other][source * size + offset]
+
     def slot(self, pages: list[int], position: int) -> int:
         return pages[position // self.world.page_size] * self.world.page_size + position % self.world.page_size
 
@@ -285,7 +323,7 @@ class Simulation:
 
     def check_rows(self, rank: int, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            for position in range(chunk.start if rank in chunk.ranks else 0):
+            for position in range(chunk.start if rank in chunk.ranks and chunk.length else 0):
                 slot = self.slot(chunk.request.pages, position)
                 assert self.rows[rank][slot] == self.row(chunk.request, position), "a row of other tokens"
 
@@ -293,11 +331,16 @@ class Simulation:
         """Pages with one digest have equal rows on all ranks, and all ranks know of each other's."""
         size, rows_of = self.world.page_size, {}
         for rank, rows in enumerate(self.rows):
-            named = [scheduler.ledger._pools[rank]._page_of for scheduler in self.ranks]
+            named = [scheduler.ledger.pools[rank]._page_of for scheduler in self.ranks]
             assert all(one == named[0] for one in named)
             for digest, page in named[0].items():
                 content = [rows[page * size + offset] for offset in range(size)]
                 assert rows_of.setdefault(digest, content) == content
+            copies = [list(scheduler.ledger.pools[rank].host) for scheduler in self.ranks]
+            assert all(one == copies[0] for one in copies)
+            self.move([[] for _ in self.ranks])
+            for digest, slot in copies[0]:
+                assert rows_of.setdefault(digest, self.host[rank][slot]) == self.host[rank][slot]
 
     def sampled(self, scheduler: Scheduler, request: Request) -> None:
         request.output.append(len(request))
@@ -323,7 +366,7 @@ class Simulation:
 
     def check_budgets(self, chunks: list[Chunk], prefill: bool) -> None:
         assert len(chunks) <= self.world.seqs
-        assert all(c.length >= 1 for c in chunks)
+        assert all(c.length >= 1 or c.fetches for c in chunks)
         for ranks in {c.ranks for c in chunks}:
             length = sum(c.length for c in chunks if c.ranks == ranks)
             assert len(ranks) == (self.world.cp if prefill else 1)
@@ -345,12 +388,15 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
     return chunk.request.id, chunk.start, chunk.length, chunk.ranks
 
 
-@pytest.mark.parametrize(("rewinds", "caching"), [(False, False), (True, False), (False, True), (True, True)])
-@settings(max_examples=200)
+@pytest.mark.parametrize(
+    ("rewinds", "caching", "tiers"),
+    [(False, False, 1), (True, False, 1), (False, True, 1), (True, True, 1), (False, True, 2), (True, True, 2)],
+)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
-def test_every_request_ends_and_no_page_is_lost(rewinds: bool, caching: bool, seed: int) -> None:
+def test_every_request_ends_and_no_page_is_lost(rewinds: bool, caching: bool, tiers: int, seed: int) -> None:
     rng = random.Random(seed)
-    world, wishes = crowd(rng, caching)
+    world, wishes = crowd(rng, caching, tiers)
     run = Simulation(world, wishes)
     while run.to_come or run.ranks[0].has_work:
         run.arrivals()
@@ -365,6 +411,7 @@ def test_every_request_ends_and_no_page_is_lost(rewinds: bool, caching: bool, se
     event(f"preempted: {min(run.ranks[0].preemptions, 3)}")
     event(f"rewound: {min(run.rewound, 3)}")
     event(f"tokens found: {min(run.num_found, 20) // 5 * 5}")
+    event(f"pages fetched: {min(run.num_fetched, 3)}, copied: {min(run.num_copied, 3)}")
     assert caching or run.admitted == sorted(run.admitted), "not in order of arrival"
     run.check_digests()
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):

@@ -34,6 +34,15 @@ class Ending(NamedTuple):
     stop_reason: int | str | None = None  # the stop token or stop string, with "stop"
 
 
+class Fetch(NamedTuple):
+    """A page of a request whose rows one rank sends to another of the same context-parallel group."""
+
+    index: int  # the page's number in the request, from 0
+    digest: bytes
+    source: int  # the rank that has it
+    rank: int  # the rank that lacks it
+
+
 class LastRows(NamedTuple):
     """A request's last computed positions, one fewer than there are MTP modules; tensors on the device."""
 
@@ -175,7 +184,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``start … start+length-1`` of a request, computed in one step by ``ranks`` together."""
+    """Tokens ``start … start+length-1`` of a request, computed in one step by ``ranks`` together.
+
+    A request whose rows are still travelling between the ranks has a chunk of length 0.
+    """
 
     request: Request
     start: int
@@ -184,6 +196,7 @@ class Chunk:
     num_logits: int = -1  # number of last tokens with logits; -1: 1 if the chunk reaches the last token, else 0
     # A step in flight decides on the device where the chunk starts: at ``start`` if all drafts are accepted, or before.
     starts_on_device: bool = False
+    fetches: tuple[Fetch, ...] = ()  # pages that the ranks send to each other before they compute
 
     def __post_init__(self) -> None:
         if self.num_logits < 0:

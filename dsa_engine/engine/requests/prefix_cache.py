@@ -50,7 +50,7 @@ class PrefixCache:
         tokens = request.num_prefill_tokens - self.least_computed
         if request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
             tokens = min(tokens, len(request.prompt_logprobs) - 1)
-        return self._digests(request)[: max(0, tokens) // self._page_size]
+        return self.digests(request)[: max(0, tokens) // self._page_size]
 
     def waits(self, request: Request, usable: list[bytes], running: Iterable[Request]) -> bool:
         """Whether an older request's prefill will compute at least half of what this request still has to compute, or
@@ -83,7 +83,7 @@ class PrefixCache:
         computed = request.num_computed_tokens // self._page_size
         if request.digests is None or computed <= request.num_named_pages:
             return
-        new = self._digests(request)[request.num_named_pages : computed]
+        new = self.digests(request)[request.num_named_pages : computed]
         self._ledger.name(request, new, request.num_named_pages)
         request.num_named_pages += len(new)
 
@@ -98,7 +98,8 @@ class PrefixCache:
         """Forgets all pages."""
         self._ledger.evict_all()
 
-    def _digests(self, request: Request) -> list[bytes]:
+    def digests(self, request: Request) -> list[bytes]:
+        """Digests of a request's pages, as far as its tokens are known."""
         assert request.digests is not None
         return request.digests.extend(request.num_known_tokens, request.tokens)
 

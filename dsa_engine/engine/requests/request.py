@@ -76,6 +76,7 @@ class Request:
     digests: PageDigests | None = None  # of its full pages; None: its pages are neither found nor kept
     num_named_pages: int = 0  # its first pages, which other requests can find
     num_found_pages: int = 0  # its first pages, which other requests have computed
+    searched_disk: bool = False  # whether its pages have been looked for on the disk
     num_cached_tokens: int | None = None  # tokens found in the prefix cache when it was first admitted
     cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it

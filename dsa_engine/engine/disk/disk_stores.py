@@ -134,7 +134,7 @@ class DiskStores:
         self, request: Request, progress: _Progress, end: int, copies: list[tuple[int, int]]
     ) -> list[_Copied]:
         """A request's next pages to copy: as many as are complete, not on the disk, and find room."""
-        if request.digests is None or not request.pages:
+        if not request.pages or progress.numbers[0] >= len(request.prompt) // self._page_size:
             return []
         digests = self._prefix_cache.digests(request)
         complete = min(len(request.prompt), max(end, request.num_computed_tokens)) // self._page_size

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import deque
+from typing import Protocol
 
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.owners import Load, choose_owner
@@ -30,6 +31,18 @@ from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.prefix_cache import PrefixCache
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.errors import CapacityError
+
+
+class PageSource(Protocol):
+    """Brings pages of waiting requests to host memory."""
+
+    def awaits(self, request: Request, usable: list[bytes], ranks: range) -> bool:
+        """Whether a request waits for such pages; the first call for a request begins the search.
+
+        Args:
+            usable: digests of the pages that it need not compute.
+            ranks: the context-parallel group that it is likely to run on.
+        """
 
 
 class Scheduler:
@@ -51,6 +64,7 @@ class Scheduler:
         capacity: says whether a request can run at all.
         ledger: which pages each request holds, on every rank.
         prefix_cache: finds the pages of tokens that have been computed.
+        page_source: where waiting requests' pages may come from, if anywhere.
         preemptions: number of times that a running request has lost its pages to an older one.
     """
 
@@ -78,6 +92,7 @@ class Scheduler:
         self.capacity = capacity
         self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages)
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching)
+        self.page_source: PageSource | None = None
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []
         self.preemptions = 0
@@ -201,7 +216,7 @@ class Scheduler:
 
     def _prefill(self) -> list[Chunk]:
         """Chunks of the requests in prefill, then of those that can enter. A request that waits for an older one's
-        pages lets others enter."""
+        pages, or for the disk, lets others enter."""
         chunks: list[Chunk] = []
         for request in self._running:
             if not request.prefilled:
@@ -212,12 +227,18 @@ class Scheduler:
             usable = self.prefix_cache.usable(request)
             if self.prefix_cache.waits(request, usable, self._running):
                 continue
+            if self.page_source is not None and self.page_source.awaits(request, usable, self._best_group(usable)):
+                continue
             if not self._admit(request, usable):
                 break
             self._waiting.remove(request)
             insort(self._running, request, key=_arrival)
             chunks += self._prefill_chunk(request, chunks)
         return chunks
+
+    def _best_group(self, usable: list[bytes]) -> range:
+        """The context-parallel group that has most of these pages."""
+        return max(self._groups, key=lambda ranks: self.ledger.known(usable, ranks))
 
     def _prefill_chunk(self, request: Request, others: list[Chunk]) -> list[Chunk]:
         """A request's chunk in a step that has these other ones; none if no tokens and no fetches are left for it."""

@@ -12,3 +12,6 @@ class PageMoves:
     sends: list[list[int]]
     receives: list[list[int]]
     exchanges: bool
+
+class PageTransfer:
+    pass

@@ -78,8 +78,6 @@ class Engine:
         self.launched_ahead = 0
         self.ids = count()
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
-        if self.disk is not None:
-            self.scheduler.page_source = self.disk.loads
         self.draft(self._max_drafts)
 
     @property
@@ -99,8 +97,8 @@ class Engine:
                 f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {self._max_drafts}"
             )
         self._check_idle()
-        if self.disk is not None and num_drafts != self._max_drafts:
-            raise RuntimeError("the pages of a cache_folder have the drafts of the engine's options; leave it out")
+        if self.disk is not None:
+            raise RuntimeError("a cache_folder is for one number of drafts; leave it out")
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
         prefix_cache.lookahead, prefix_cache.least_computed = modules, max(1, modules)

@@ -5,11 +5,16 @@ A page has the same number in both pools and in all layers, so one block table s
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
 from dsa_engine.model.block_tables import BlockTables
+
+if TYPE_CHECKING:
+    from dsa_engine.model.cache.page_transfer import PageTransfer
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -61,7 +66,8 @@ class KVCache:
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
-    ``block_tables`` has the pages of requests that steps have run.
+    ``block_tables`` has the pages of requests that steps have run. ``transfer`` copies pages to host memory and to other
+    ranks; None where they stay.
     """
 
     def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
@@ -69,6 +75,7 @@ class KVCache:
         self.pages = pages
         self.page_size = page_size
         self.block_tables = BlockTables(page_size, device)
+        self.transfer: PageTransfer | None = None
         # Not cleared: no row is read before it is written.
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]
@@ -80,6 +87,11 @@ class KVCache:
     def bytes(self) -> int:
         """Bytes of all pools of this rank."""
         return sum(pool.nbytes for pool in (*self.latent, *self.index_keys) if pool is not None)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers."""
+        return self.bytes // self.pages
 
     def fill_random(self, pages: list[int], seed: int) -> None:
         """Writes standard normal rows to ``pages``, for measuring: they cost as much as computed rows."""

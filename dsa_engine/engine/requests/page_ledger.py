@@ -26,6 +26,10 @@ class PageLedger:
         pages: pages of the cache, the same on every rank.
         slots: pages in host memory behind it, the same on every rank.
         max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
+
+    Attributes:
+        pools: the pages of every rank.
+        fetched_pages: number of pages that ranks have sent to others so far.
     """
 
     def __init__(self, rank: int, world_size: int, pages: int, slots: int = 0, max_fetched: int = 1):
@@ -33,6 +37,7 @@ class PageLedger:
         self._rank = rank
         self._max_fetched = max_fetched
         self.pools = [PagePool(pages, slots) for _ in range(world_size)]
+        self.fetched_pages = 0
         self._held: list[dict[Request, list[int]]] = [{} for _ in range(world_size)]
         self._fetches: dict[Request, deque[Fetch]] = {}  # of requests whose rows are not all there
 
@@ -123,6 +128,7 @@ class PageLedger:
         waiting = self._fetches.get(request)
         if not fetches or waiting is None:
             return
+        self.fetched_pages += len(fetches)
         for fetch in fetches:
             waiting.popleft()
             page = self._held[fetch.rank][request][fetch.index]

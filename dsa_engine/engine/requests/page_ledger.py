@@ -15,7 +15,7 @@ from itertools import islice
 
 from dsa_engine.engine.requests.pages import PagePool
 from dsa_engine.engine.requests.request import Chunk, Fetch, Request
-from dsa_engine.model.cache.page_transfer import PageMoves
+from dsa_engine.model.cache.page_moves import PageMoves
 
 
 class PageLedger:

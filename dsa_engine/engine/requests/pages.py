@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from dsa_engine.engine.requests.host_slots import HostSlots
-from dsa_engine.model.cache.page_transfer import PageCopy
+from dsa_engine.model.cache.page_moves import PageCopy
 
 
 class PagePool:

@@ -1,11 +1,79 @@
+"""Slots for pages in host memory."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
 import torch
+
+from dsa_engine.errors import CapacityError
+from dsa_engine.model.kv_cache import KVCache
+
+_ADVICE = "lower host_cache_memory, which is taken by each rank"
+
+
 class HostPages:
-    def __init__(self, cache, slots):
-        self.pools = [(p, torch.empty(slots, p.shape[1]*p.shape[2]*p.element_size(), dtype=torch.uint8)) for l in range(len(cache.latent)) for p in (cache.latent[l], cache.index_keys[l]) if p is not None]
+    """Room for ``slots`` pages of all layers of ``cache``, in pinned memory if its device is CUDA.
+
+    Attributes:
+        pools: for every layer its latent rows and, with an indexer, its index keys: ``[slots, words of a page]``,
+            integers as in ``KVCache.page_words``.
+        page_bytes: bytes of a page in all layers.
+
+    Raises:
+        CapacityError: the memory cannot be allocated or pinned.
+    """
+
+    def __init__(self, cache: KVCache, slots: int):
+        if slots < 1:
+            raise ValueError(f"host memory for {slots} pages; there must be room for at least 1")
+        words = cache.page_words()
         self.slots = slots
+        self.page_bytes = sum(pool[0].nbytes for layer in words for pool in layer)
+        memory = self._allocate()
+        flat = torch.frombuffer(memory, dtype=words[0][0].dtype)
+        if cache.latent[0].is_cuda:
+            self._pin(flat)
+        self.pools: list[list[torch.Tensor]] = []
+        self._parts: list[tuple[memoryview, int]] = []  # of every pool: its bytes, and those of one page
+        first = 0
+        for layer in words:
+            self.pools.append([])
+            for pool in layer:
+                width, item = pool.shape[1], pool.element_size()
+                last = first + slots * width
+                self.pools[-1].append(flat[first:last].view(slots, width))
+                self._parts.append((memoryview(memory)[first * item : last * item], width * item))
+                first = last
+
     @property
-    def page_bytes(self): return sum(h.shape[1] for _, h in self.pools)
-    @property
-    def bytes(self): return self.page_bytes*self.slots
-    def parts(self, slot):
-        return [memoryview(h[slot].numpy()) for _, h in self.pools]
+    def bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.page_bytes
+
+    def parts(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, writable: layer 0's latent rows, its index keys if it has them, layer 1's, …"""
+        return [pool[slot * size : (slot + 1) * size] for pool, size in self._parts]
+
+    def _allocate(self) -> mmap.mmap:
+        """Memory of whole pages of the operating system, given when it is touched: pinned as it is, without the
+        rounding up of PyTorch's allocator of pinned memory."""
+        try:
+            return mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise CapacityError(
+                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be allocated ({error}); "
+                f"{_ADVICE}"
+            ) from error
+
+    def _pin(self, flat: torch.Tensor) -> None:
+        runtime, address = torch.cuda.cudart(), flat.data_ptr()
+        failure = int(runtime.cudaHostRegister(address, self.bytes, 0))
+        if failure:
+            raise CapacityError(
+                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be pinned (CUDA error "
+                f"{failure}); {_ADVICE}, or raise the limit of locked memory (ulimit -l)"
+            )
+        # Not at the exit of the process, when the runtime may be gone.
+        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False

@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 DRAWN = {"temperature": 1.0, "top_k": 40, "seed": 5, "max_tokens": 12, "ignore_eos": True, "repetition_penalty": 1.2}
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "page_size": 4, "progress": False}
-LARGE, SMALL = {"cache_memory": "8MiB"}, {"cache_memory": "150KiB"}
+LARGE, SMALL = {"cache_memory": "8MiB"}, {"cache_memory": "90KiB"}
 DRAFTS = {"speculative_config": {"num_speculative_tokens": 2}}
 HOST = {"host_cache_memory": "8MiB"}
 

@@ -96,10 +96,11 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         static = captures and mesh.static_decode
         for_steps = step_bytes(model, stored, options, max_model_len, relaxed, static)
     cached = config.with_mtp(modules)
-    pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), for_steps or 0)
+    sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
+    beside = (for_steps or 0) + sizes.device_bytes(mesh, cached, stored, options.page_size)
+    pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), beside)
     with enough_memory("the caches", "lower cache_memory"):
         cache = KVCache(cached, stored, pages, options.page_size, mesh.device)
-    sizes = TierSizes.of(options, mesh, cache, max_model_len)
     cache.transfer = make_transfer(cache, mesh, sizes)
     scheduler = Scheduler(
         Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size),

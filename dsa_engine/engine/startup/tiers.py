@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.disk.disk_loads import DiskLoads
 from dsa_engine.engine.disk.disk_stores import DiskStores
 from dsa_engine.engine.disk.disk_tier import DiskTier
@@ -12,9 +13,10 @@ from dsa_engine.engine.disk.page_folder import PageFolder
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Request
+from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.cache.host_pages import HostPages
 from dsa_engine.model.cache.page_transfer import PageTransfer
-from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.system.sizes import parse_bytes
@@ -38,18 +40,18 @@ class TierSizes(NamedTuple):
 
     @classmethod
     def of(
-        cls, options: EngineOptions, mesh: Mesh, cache: KVCache, max_model_len: int
+        cls, options: EngineOptions, mesh: Mesh, config: ModelConfig, format: CacheFormat, max_model_len: int
     ) -> TierSizes:
         """The sizes by the options.
 
         Args:
             options, mesh: the engine's.
-            cache: this rank's caches.
+            config, format: the cache's; ``config`` with its MTP modules.
             max_model_len: maximum number of tokens of a request.
         """
         if not options.enable_prefix_caching:
             return cls(0, 0, 0)
-        page_bytes, layers = cache.page_bytes, len(cache.latent)
+        page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
         exchanges = mesh.communicates and not mesh.cp.alone
         exchanged = max(1, _EXCHANGED * layers // page_bytes) if exchanges else 0
         memory = _host_memory(options, mesh)
@@ -59,6 +61,18 @@ class TierSizes(NamedTuple):
         own = math.ceil(pages_for(max_model_len, options.page_size) / mesh.cp_size)
         transit = max(1, min(own, _TRANSIT // page_bytes))
         return cls(memory // page_bytes or transit, transit, exchanged)
+
+    def device_bytes(self, mesh: Mesh, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
+        """Device memory that copies and exchanges take."""
+        return PageTransfer.device_bytes(
+            config,
+            format,
+            page_size,
+            device=mesh.device,
+            ranks=mesh.cp.size if self.exchanged else 1,
+            max_exchanged=self.exchanged,
+            host=self.slots > 0,
+        )
 
     @property
     def slots(self) -> int:
@@ -88,7 +102,7 @@ def make_transfer(cache: KVCache, mesh: Mesh, sizes: TierSizes) -> PageTransfer 
 def attach_disk(engine: Engine, folder: PageFolder, sizes: TierSizes) -> None:
     """Lets an engine read and write pages in a folder."""
     cache, scheduler, mesh, transfer = engine.cache, engine.scheduler, engine.mesh, engine.cache.transfer
-    assert transfer is not None and transfer.host is not None
+    assert transfer is not None and transfer.host is not None, "attach_disk comes after make_transfer"
     size, prefix_cache = cache.page_size, scheduler.prefix_cache
 
     def tokens_of(request: Request, page: int) -> list[int]:

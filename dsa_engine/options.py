@@ -287,7 +287,9 @@ class EngineOptions(Options):
         if self.host_cache_memory is not None and self.kv_offloading_size is not None:
             raise ValueError("host_cache_memory and kv_offloading_size are the same; give one")
         tiers = [
-            name for name in ("host_cache_memory", "kv_offloading_size", "cache_folder") if getattr(self, name) is not None
+            name
+            for name in ("host_cache_memory", "kv_offloading_size", "cache_folder")
+            if getattr(self, name) is not None
         ]
         if tiers and not self.enable_prefix_caching:
             raise ValueError(f"{tiers[0]} needs enable_prefix_caching=True: it holds pages of the prefix cache")

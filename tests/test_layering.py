@@ -31,6 +31,7 @@ LAYERS = (
     ("engine.speculation",),
     ("engine.sampling",),
     ("engine.steps",),
+    ("engine.disk",),
     ("engine.requests",),
     ("model",),
     ("quantization",),

@@ -50,7 +50,9 @@ def case(model: str, name: str, parallel: dict[str, Any], **options: Any) -> dic
 CASES = {
     2: [
         case("plain", "head-tail", {"cp_size": 2}, **LARGE),
-        case("plain", "contiguous, chunked", {"cp_size": 2, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=9),
+        case(
+            "plain", "contiguous, chunked", {"cp_size": 2, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=9
+        ),
         case("plain", "host memory", {"cp_size": 2}, **SMALL, **HOST),
         case("plain", "groups, host memory", {"cp_size": 1}, **SMALL, **HOST),
         case("one module", "host memory", {"cp_size": 2}, **SMALL, **HOST, **DRAFTS),
@@ -59,7 +61,9 @@ CASES = {
     ],
     4: [
         case("plain", "head-tail", {"cp_size": 4}, **LARGE),
-        case("plain", "contiguous, chunked", {"cp_size": 4, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=5),
+        case(
+            "plain", "contiguous, chunked", {"cp_size": 4, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=5
+        ),
         case("plain", "groups, host memory", {"cp_size": 2}, **SMALL, **HOST),
         case("one module", "host memory", {"cp_size": 4}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "groups", {"cp_size": 2}, **LARGE, **DRAFTS),
@@ -116,7 +120,9 @@ def test_conversations(
         results = [rank[described["name"]] for rank in ranks]
         first = results[0]
         sent = [result["fetched_bytes"] for result in results]
-        print(described["name"], first["hits"], "tokens found", first["fetched"], "pages fetched", first["in_host"], sent)
+        print(
+            described["name"], first["hits"], "tokens found", first["fetched"], "pages fetched", first["in_host"], sent
+        )
         assert first["tokens"] == [batch["tokens"] for batch in conversations[described["model"]]]
         assert first["hits"] > 100
         assert (first["fetched"] > 0) == (described["parallel"]["cp_size"] > 1)

@@ -79,7 +79,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["drafts"] = drafts
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
-    ledger, rank = engine.scheduler.ledger, engine.mesh.rank
+    ledger = engine.scheduler.ledger
     result["fetched"], result["in_host"] = ledger.fetched_pages, sum(pool.host.held for pool in ledger.pools)
     result["page_bytes"] = engine.cache.page_bytes
     result["fetched_bytes"] = sum(one.bytes_sent for one in log.collectives if one.kind == "all_to_all")

@@ -19,8 +19,8 @@ from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.pages import PagePool
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
-from dsa_engine.model.cache.page_moves import PageMoves
 from dsa_engine.errors import CapacityError
+from dsa_engine.model.cache.page_moves import PageMoves
 from dsa_engine.sampling_params import SamplingParams
 
 

@@ -37,7 +37,7 @@ class _Search:
     slots: list[list[int]] | None = None  # of every rank of the group, for the pages that it reads
     load: Load | None = None  # what this rank reads, if any
 
-    def share(self, rank: int, count: int) -> range:
+    def part(self, rank: int, count: int) -> range:
         """The pages among the first ``count`` that a rank reads."""
         return range((rank - self.ranks[0] - self.first) % len(self.ranks), count, len(self.ranks))
 
@@ -113,9 +113,9 @@ class DiskLoads:
     def _present(self, search: _Search) -> int:
         """The first of a search's pages that this rank would read and the folder lacks; found by bisection, as a page
         is of no use without those before it. A page that is missing before it ends the reading later."""
-        share = search.share(self._rank, len(search.digests))
-        missing = bisect_left(share, True, key=lambda index: not self.folder.has(search.digests[index]))
-        return share[missing] if missing < len(share) else len(search.digests)
+        part = search.part(self._rank, len(search.digests))
+        missing = bisect_left(part, True, key=lambda index: not self.folder.has(search.digests[index]))
+        return part[missing] if missing < len(part) else len(search.digests)
 
     def _progress(self, search: _Search) -> int:
         """How many of a search's first pages this rank knows nothing against, or that it has not ended its part."""
@@ -123,20 +123,20 @@ class DiskLoads:
             return search.present
         if search.load.pages is None:
             return _RUNNING
-        share = search.share(self._rank, search.present)
-        return share[search.load.pages] if search.load.pages < len(share) else search.present
+        part = search.part(self._rank, search.present)
+        return part[search.load.pages] if search.load.pages < len(part) else search.present
 
     def _begin_reading(self, search: _Search, count: int) -> bool:
         """Reserves host memory on all ranks of the group, as far as there is any, and starts reading; returns whether
         there is anything to read."""
         locked, slots = frozenset(search.digests), []
         for rank in search.ranks:
-            share = search.share(rank, count)
-            slots.append(self.ledger.pools[rank].host.reserve(len(share), locked))
-            if len(slots[-1]) < len(share):
-                count = share[len(slots[-1])]
+            part = search.part(rank, count)
+            slots.append(self.ledger.pools[rank].host.reserve(len(part), locked))
+            if len(slots[-1]) < len(part):
+                count = part[len(slots[-1])]
         for rank, of_rank in zip(search.ranks, slots, strict=True):
-            surplus = len(of_rank) - len(search.share(rank, count))
+            surplus = len(of_rank) - len(search.part(rank, count))
             self.ledger.pools[rank].host.give_back(of_rank[len(of_rank) - surplus :])
             del of_rank[len(of_rank) - surplus :]
         search.present = count
@@ -145,7 +145,7 @@ class DiskLoads:
         search.slots = slots
         if self._rank in search.ranks and slots[self._rank - search.ranks[0]]:
             pages = []
-            for index, slot in zip(search.share(self._rank, count), slots[self._rank - search.ranks[0]], strict=True):
+            for index, slot in zip(search.part(self._rank, count), slots[self._rank - search.ranks[0]], strict=True):
                 tokens = self.tokens_of(search.request, search.first + index)
                 pages.append((search.digests[index], tokens, self.host.parts(slot)))
             search.load = self._reader.load(pages, self.flush())  # copies from and to these slots may be under way
@@ -154,11 +154,11 @@ class DiskLoads:
     def _end_reading(self, search: _Search, slots: list[list[int]], count: int) -> None:
         """Records the first ``count`` pages in host memory, and frees the slots of the others."""
         for rank, of_rank in zip(search.ranks, slots, strict=True):
-            host, share = self.ledger.pools[rank].host, search.share(rank, search.present)
-            for index, slot in zip(share, of_rank, strict=True):
+            host, part = self.ledger.pools[rank].host, search.part(rank, search.present)
+            for index, slot in zip(part, of_rank, strict=True):
                 if index < count:
                     host.name(slot, search.digests[index])
                 else:
                     host.give_back([slot])
             if rank == self._rank:
-                self.pages_read += sum(index < count for index in share)
+                self.pages_read += sum(index < count for index in part)

@@ -87,7 +87,7 @@ class DiskStores:
             self._free.append(one.slot)
             if not stored:
                 self._stored.pop(one.digest, None)
-        ends = {chunk.request: chunk.end for chunk in chunks}
+        computed = {chunk.request: chunk.end for chunk in chunks}
         for chunk in chunks:
             request = chunk.request
             known = request in self._requests or request.prefilled or request.digests is None
@@ -95,7 +95,9 @@ class DiskStores:
                 size = len(chunk.ranks)
                 self._requests[request] = _Progress(range((self._rank - chunk.ranks[0]) % size, 1 << 62, size))
         copies: list[tuple[int, int]] = []
-        new = {request: self._next(request, p, ends.get(request, 0), copies) for request, p in self._requests.items()}
+        new = {
+            request: self._next(request, p, computed.get(request, 0), copies) for request, p in self._requests.items()
+        }
         if not copies:
             return
         after = self._transfer.copy_out(copies)
@@ -130,9 +132,7 @@ class DiskStores:
         """Writes what has been handed over, and ends the thread that writes."""
         self._writer.close()
 
-    def _next(
-        self, request: Request, progress: _Progress, end: int, copies: list[tuple[int, int]]
-    ) -> list[_Copied]:
+    def _next(self, request: Request, progress: _Progress, end: int, copies: list[tuple[int, int]]) -> list[_Copied]:
         """A request's next pages to copy: as many as are complete, not on the disk, and find room."""
         if not request.pages or progress.numbers[0] >= len(request.prompt) // self._page_size:
             return []
@@ -142,7 +142,7 @@ class DiskStores:
         while progress.numbers[0] < min(complete, len(digests)):
             number = progress.numbers[0]
             digest = digests[number]
-            if not self._is_stored(digest, found=number < request.num_found_pages):
+            if not self._is_stored(digest, was_found=number < request.num_found_pages):
                 if not self._free:
                     break
                 slot = self._free.pop()
@@ -152,10 +152,10 @@ class DiskStores:
             progress.numbers = progress.numbers[1:]
         return copied
 
-    def _is_stored(self, digest: bytes, found: bool) -> bool:
-        """Whether the folder has a page. For a ``found`` page what this rank remembers is enough; one that has been
+    def _is_stored(self, digest: bytes, was_found: bool) -> bool:
+        """Whether the folder has a page. For a page that was found, the memory of this rank is enough; one that has been
         computed was perhaps deleted since."""
-        return (found and digest in self._stored) or self._folder.has(digest)
+        return (was_found and digest in self._stored) or self._folder.has(digest)
 
     def _written(self, one: _Copied) -> None:
         """Called in the writer's thread: a page's slot may be used again."""

@@ -1,5 +1,7 @@
 class Load:
     pages: int | None = None
 
+
 class PageReader:
-    def __init__(self, folder): pass
+    def __init__(self, folder):
+        pass

@@ -51,7 +51,7 @@ class HostSlots:
 
     def reserve(self, count: int, locked: Container[bytes] = ()) -> list[int]:
         """Takes up to ``count`` slots, which hold nothing until :meth:`name` or :meth:`give_back`."""
-        slots = []
+        slots: list[int] = []
         while len(slots) < count:
             if self._free:
                 slots.append(self._free.pop())

@@ -39,7 +39,7 @@ class PageLedger:
         self.pools = [PagePool(pages, slots) for _ in range(world_size)]
         self.fetched_pages = 0
         self._held: list[dict[Request, list[int]]] = [{} for _ in range(world_size)]
-        self._fetches: dict[Request, deque[Fetch]] = {}  # of requests whose rows are not all there
+        self._fetches: dict[Request, deque[Fetch]] = {}  # by request whose rows are not all there
 
     @property
     def free(self) -> list[int]:
@@ -131,7 +131,7 @@ class PageLedger:
         self.fetched_pages += len(fetches)
         for fetch in fetches:
             waiting.popleft()
-            page = self._held[fetch.rank][request][fetch.index]
+            page = self._held[fetch.rank][request][fetch.number]
             self.pools[fetch.rank].name([page], [fetch.digest])
         if not waiting:
             del self._fetches[request]
@@ -147,9 +147,9 @@ class PageLedger:
             first = chunk.ranks[0]
             for fetch in chunk.fetches:
                 if fetch.source == self._rank:
-                    moves.sends[fetch.rank - first].append(held[chunk.request][fetch.index])
+                    moves.sends[fetch.rank - first].append(held[chunk.request][fetch.number])
                 if fetch.rank == self._rank:
-                    moves.receives[fetch.source - first].append(held[chunk.request][fetch.index])
+                    moves.receives[fetch.source - first].append(held[chunk.request][fetch.number])
         return moves
 
     def name(self, request: Request, digests: Sequence[bytes], first: int) -> None:

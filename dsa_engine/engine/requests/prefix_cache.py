@@ -62,7 +62,7 @@ class PrefixCache:
             if other.prefilled or other.digests is None or other.id >= request.id:
                 continue
             common = _count_equal(other.digests.values, usable)
-            if any(fetch.index < common for fetch in self._ledger.fetching(other)):
+            if any(fetch.number < common for fetch in self._ledger.fetching(other)):
                 return True
             gained = (common - other.num_named_pages) * self._page_size
             if gained > 0 and 2 * gained >= request.num_prefill_tokens - other.num_named_pages * self._page_size:

@@ -37,7 +37,7 @@ class Ending(NamedTuple):
 class Fetch(NamedTuple):
     """A page of a request whose rows one rank sends to another of the same context-parallel group."""
 
-    index: int  # the page's number in the request, from 0
+    number: int  # the page's, in the request, from 0
     digest: bytes
     source: int  # the rank that has it
     rank: int  # the rank that lacks it

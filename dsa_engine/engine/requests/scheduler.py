@@ -29,7 +29,7 @@ from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.owners import Load, choose_owner
 from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.prefix_cache import PrefixCache
-from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.request import Chunk, Fetch, Request
 from dsa_engine.errors import CapacityError
 
 
@@ -242,7 +242,8 @@ class Scheduler:
 
     def _prefill_chunk(self, request: Request, others: list[Chunk]) -> list[Chunk]:
         """A request's chunk in a step that has these other ones; none if no tokens and no fetches are left for it."""
-        start, ranks, fetches = request.num_computed_tokens, self._groups[request.cp_group], ()
+        start, ranks = request.num_computed_tokens, self._groups[request.cp_group]
+        fetches: tuple[Fetch, ...] = ()
         if waiting := list(self.ledger.fetching(request)):
             fetches = self.ledger.next_fetches(request, [fetch for chunk in others for fetch in chunk.fetches])
             if len(fetches) < len(waiting):

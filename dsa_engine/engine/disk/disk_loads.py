@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dsa_engine.engine.disk.page_folder import PageFolder
-from dsa_engine.engine.disk.page_reader import Load, PageReader
+from dsa_engine.engine.disk.page_reader import Load, PageReader, WantedPage
 from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.model.cache.host_pages import HostPages
@@ -147,7 +147,7 @@ class DiskLoads:
             pages = []
             for index, slot in zip(search.part(self._rank, count), slots[self._rank - search.ranks[0]], strict=True):
                 tokens = self.tokens_of(search.request, search.first + index)
-                pages.append((search.digests[index], tokens, self.host.parts(slot)))
+                pages.append(WantedPage(search.digests[index], tokens, self.host.parts(slot)))
             search.load = self._reader.load(pages, self.flush())  # copies from and to these slots may be under way
         return True
 

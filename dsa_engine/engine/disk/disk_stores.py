@@ -153,8 +153,8 @@ class DiskStores:
         return copied
 
     def _is_stored(self, digest: bytes, was_found: bool) -> bool:
-        """Whether the folder has a page. For a page that was found, the memory of this rank is enough; one that has been
-        computed was perhaps deleted since."""
+        """Whether the folder has a page. For a page that was found this rank's memory is enough; one that had to be
+        computed was perhaps deleted."""
         return (was_found and digest in self._stored) or self._folder.has(digest)
 
     def _written(self, one: _Copied) -> None:

@@ -128,7 +128,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         step_bytes=for_steps,
     )
     if options.cache_folder is not None:
-        attach_disk(engine, page_folder(folder, options, engine), sizes)
+        attach_disk(engine, folder, sizes)
     if graphs is not None and mesh.static_decode:
         capture_likely(runner, mesh, options, max_model_len, engine.progress)
     return engine

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.disk.disk_loads import DiskLoads
 from dsa_engine.engine.disk.disk_stores import DiskStores
 from dsa_engine.engine.disk.disk_tier import DiskTier
+from dsa_engine.engine.disk.folder_key import FolderKey
 from dsa_engine.engine.disk.page_folder import PageFolder
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
@@ -80,6 +82,21 @@ class TierSizes(NamedTuple):
         return self.host + self.to_disk
 
 
+def _page_folder(engine: Engine, model: Path) -> PageFolder:
+    options, runtime = engine.options, engine.model.runtime
+    lookahead, weights = engine.scheduler.prefix_cache.lookahead, type(runtime.weights).__name__
+    key = FolderKey.of(model, options, engine.config, engine.cache.format, engine.dtype, weights, lookahead)
+    limit = None if options.cache_folder_size is None else parse_bytes(options.cache_folder_size, "cache_folder_size")
+    assert options.cache_folder is not None
+    try:
+        return PageFolder(Path(options.cache_folder).expanduser(), limit, *key)
+    except OSError as error:
+        raise ValueError(
+            f"cache_folder {str(options.cache_folder)!r} cannot be made: {error}; give a folder that this user may "
+            "write, or leave it out"
+        ) from error
+
+
 def _host_memory(options: EngineOptions, mesh: Mesh) -> int:
     """Bytes of host memory on each rank."""
     if options.kv_offloading_size is not None:
@@ -99,8 +116,16 @@ def make_transfer(cache: KVCache, mesh: Mesh, sizes: TierSizes) -> PageTransfer 
     return PageTransfer(cache, mesh.cp, host, sizes.exchanged)
 
 
-def attach_disk(engine: Engine, folder: PageFolder, sizes: TierSizes) -> None:
-    """Lets an engine read and write pages in a folder."""
+def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
+    """Lets an engine read and write pages in the folder of its options.
+
+    Args:
+        model: the checkpoint's folder.
+
+    Raises:
+        ValueError: the folder is not there and cannot be made.
+    """
+    folder = _page_folder(engine, model)
     cache, scheduler, mesh, transfer = engine.cache, engine.scheduler, engine.mesh, engine.cache.transfer
     assert transfer is not None and transfer.host is not None, "attach_disk comes after make_transfer"
     size, prefix_cache = cache.page_size, scheduler.prefix_cache

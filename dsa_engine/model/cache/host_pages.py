@@ -36,7 +36,7 @@ class HostPages:
         if cache.latent[0].is_cuda:
             self._pin(flat)
         self.pools: list[list[torch.Tensor]] = []
-        self._parts: list[tuple[memoryview, int]] = []  # of every pool: its bytes, and those of one page
+        self._parts: list[tuple[memoryview, int]] = []  # for every pool: its bytes, and bytes of a page
         first = 0
         for layer in words:
             self.pools.append([])

@@ -45,19 +45,23 @@ class HostCopies:
     """Copies run in order: after all work that the current stream was given before :meth:`start`, and, layer by layer,
     before the work that it is given after :meth:`join`.
 
+    Args:
+        pools: see ``KVCache.page_words``.
+        staged: whether copies pass through a buffer on the pools' device; without, all memory is the host's.
+
     Attributes:
         bytes_to_host, bytes_from_host: bytes of all copies so far.
     """
 
-    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages):
+    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages, staged: bool):
         first = pools[0][0]
         largest = max(pool[0].nbytes for layer in pools for pool in layer)
         self._pools, self._host = pools, host
-        self._cuda = first.is_cuda
+        self._staging: torch.Tensor | None = None
         self._stream = CopyStream(first.device)
         self._marks: list[Mark | None] = [None] * len(pools)  # None: the main stream waits for nothing
         self._staged = staged_pages(largest)
-        if self._cuda:
+        if staged:
             self._staging = first.new_empty(self._staged * largest // first.element_size())
             self._indices = first.new_empty(_INDICES, dtype=torch.int64)
         self.bytes_to_host = self.bytes_from_host = 0
@@ -78,11 +82,11 @@ class HostCopies:
         self.bytes_to_host += to_host * self._host.page_bytes
         self.bytes_from_host += (len(copies) - to_host) * self._host.page_bytes
         runs = independent_runs(copies)
-        if self._cuda:
+        if self._staging is not None:
             self._stream.follow_current()
             with self._stream.active():
                 for pieces in self._rounds(runs):
-                    self._run(pieces)
+                    self._run(pieces, self._staging)
         else:
             for run in runs:
                 self._run_in_memory(run)
@@ -121,7 +125,7 @@ class HostCopies:
         if pieces:
             yield pieces
 
-    def _run(self, pieces: list[_Piece]) -> None:
+    def _run(self, pieces: list[_Piece], staging: torch.Tensor) -> None:
         """All layers' copies of one round."""
         numbers = torch.tensor([page for piece in pieces for page in piece.pages])
         numbers = upload(numbers, self._indices.device, self._indices[: len(numbers)])
@@ -129,20 +133,21 @@ class HostCopies:
         for layer, (pools, hosts) in enumerate(zip(self._pools, self._host.pools, strict=True)):
             for pool, host in zip(pools, hosts, strict=True):
                 for piece, its_pages in zip(pieces, pages, strict=True):
-                    self._copy(piece, its_pages, pool, host)
+                    staged = staging[: len(its_pages) * pool.shape[1]].view(-1, pool.shape[1])
+                    _copy(piece, its_pages, pool, staged, host)
             self._marks[layer] = self._stream.mark()
 
-    def _copy(self, piece: _Piece, pages: torch.Tensor, pool: torch.Tensor, host: torch.Tensor) -> None:
-        width = pool.shape[1]
-        staged = self._staging[: len(pages) * width].view(-1, width)
-        if piece.to_host:
-            torch.index_select(pool, 0, pages, out=staged)
-        for slot, first, count in piece.spans:
-            some, slots = staged[first : first + count], host[slot : slot + count]
-            into, source = (slots, some) if piece.to_host else (some, slots)
-            into.copy_(source, non_blocking=True)
-        if not piece.to_host:
-            pool.index_copy_(0, pages, staged)
+
+def _copy(piece: _Piece, pages: torch.Tensor, pool: torch.Tensor, staged: torch.Tensor, host: torch.Tensor) -> None:
+    """The copies of a piece in one pool, through ``staged [n, words of a page]``."""
+    if piece.to_host:
+        torch.index_select(pool, 0, pages, out=staged)
+    for slot, first, count in piece.spans:
+        some, slots = staged[first : first + count], host[slot : slot + count]
+        into, source = (slots, some) if piece.to_host else (some, slots)
+        into.copy_(source, non_blocking=True)
+    if not piece.to_host:
+        pool.index_copy_(0, pages, staged)
 
 
 def neighbours(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:

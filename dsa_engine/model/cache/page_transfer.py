@@ -31,7 +31,7 @@ class PageTransfer:
     def __init__(self, cache: KVCache, group: Group, host: HostPages | None, max_exchanged: int):
         pools = cache.page_words()
         self._layers = len(pools)
-        self._copies = HostCopies(pools, host) if host else None
+        self._copies = HostCopies(pools, host, cache.latent[0].is_cuda) if host else None
         self._exchange = PageExchange(pools, group, max_exchanged) if not group.alone and max_exchanged else None
 
     @staticmethod

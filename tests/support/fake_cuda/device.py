@@ -103,7 +103,7 @@ class FakeDevice:
         self._fake = _NoDevice(allow_non_fake_inputs=True)
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._pinned: set[int] = set()
-        self._pinned_ranges: dict[int, int] = {}  # address and bytes
+        self.pinned_ranges: dict[int, int] = {}  # address and bytes
         self._stack = ExitStack()
 
     def __enter__(self) -> FakeDevice:
@@ -280,17 +280,17 @@ class FakeDevice:
         """``cudaHostRegister``; returns 0, or 2 if ``pinnable`` bytes are exceeded."""
         if size > self.pinnable:
             return 2
-        self._pinned_ranges[address] = size
+        self.pinned_ranges[address] = size
         return 0
 
     def unpin_range(self, address: int) -> int:
         """``cudaHostUnregister``."""
-        del self._pinned_ranges[address]
+        del self.pinned_ranges[address]
         return 0
 
     def _is_pinned(self, values: torch.Tensor) -> bool:
         address = values.data_ptr()
-        return id(values) in self._pinned or any(0 <= address - at < n for at, n in self._pinned_ranges.items())
+        return id(values) in self._pinned or any(0 <= address - at < n for at, n in self.pinned_ranges.items())
 
     def _run_kernel(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         for value in (*args, *kwargs.values()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from dsa_engine.config.released import released_config
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.model.attention import Attention
 from dsa_engine.model.cache import host_copies
 from dsa_engine.model.cache.host_copies import HostCopies
 from dsa_engine.model.cache.host_pages import HostPages
@@ -253,16 +254,17 @@ def test_what_is_not_there_is_not_moved(copies: list[PageCopy]) -> None:
         transfer.begin(PageMoves(copies, exchanges=True))
 
 
-def test_each_layer_asks_first(tiny_llm: Callable[..., Any]) -> None:
-    llm = tiny_llm(64)
-    asked: list[int] = []
+def test_a_layer_asks_before_it_uses_its_pools() -> None:
+    class Asked(Exception):
+        pass
 
-    class Recorder:
-        arrive = staticmethod(asked.append)
+    def arrive(layer: int) -> None:
+        raise Asked(layer)
 
-    llm.engine.cache.transfer = Recorder()
-    llm.generate([[2, 3, 4]])
-    assert asked and asked == list(range(2)) * (len(asked) // 2)
+    only: Any = SimpleNamespace(transfer=SimpleNamespace(arrive=arrive))
+    attention: Any = SimpleNamespace(layer=3)
+    with pytest.raises(Asked, match="3"):
+        Attention.forward(attention, torch.empty(0), None, only, None)  # type: ignore[arg-type]
 
 
 def test_host_memory_that_cannot_be_allocated() -> None:
@@ -333,7 +335,7 @@ class TestOnCuda:
 
     def test_a_step_allocates_nothing_on_the_device(self) -> None:
         moves = PageMoves(
-            [PageCopy(i % 2 == 0, i % PAGES, i % SLOTS) for i in range(40)], [[], [0, 2]], [[], [1, 3]], True
+            [PageCopy(i % 2 == 0, i % PAGES, i % SLOTS) for i in range(6)], [[], [0, 2]], [[], [1, 3]], True
         )
         with FakeDevice() as device:
             cuda = torch.device("cuda", 0)

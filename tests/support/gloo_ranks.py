@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,9 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
 
     def run(rank: int) -> Result:
         handle = dist.ProcessGroup(store, rank, size)
-        handle._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, size))
+        handle._register_backend(
+            torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+        )
         handle._set_default_backend(gloo)
         return work(Group(tuple(range(size)), rank, handle, log=CollectiveLog()))
 

@@ -83,7 +83,7 @@ def _in_process(args: argparse.Namespace, load: ServingLoad, goals: dict[str, fl
         raise ValueError(
             f"--prefix-hits {args.prefix_hits} needs the prefix cache; leave out --no-enable-prefix-caching"
         )
-    passes = _passes(args, both=load.dataset.shares and caching)
+    passes = _passes(args, both=load.dataset.common_prefixes and caching)
     Early(args).check_lengths(*load.longest())
     from dsa_engine.commands.bench.serving import in_process  # it imports torch
 

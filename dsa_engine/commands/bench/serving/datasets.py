@@ -39,7 +39,7 @@ class Dataset:
     Attributes:
         name: the word for ``--dataset-name``.
         option: the beginning of its options; the rest is the name of the field.
-        shares: whether prompts begin alike.
+        common_prefixes: whether prompts begin alike.
 
     Raises:
         ValueError: a value is out of range; the text names the option.
@@ -47,7 +47,7 @@ class Dataset:
 
     name: ClassVar[str]
     option: ClassVar[str]
-    shares: ClassVar[bool] = True
+    common_prefixes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -78,7 +78,7 @@ class RandomPrompts(Dataset):
 
     name = "random"
     option = "random"
-    shares = False
+    common_prefixes = False
 
     num_prompts: int = 100
     input_len: int = 1024

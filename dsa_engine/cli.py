@@ -65,7 +65,7 @@ COMMANDS = {
         "bench.prefill_command:run_prefill",
     ),
     "bench ttft": Command(
-        "time to first token, through the generate API",
+        "time to first token, through the generate API, without prefix hits",
         partial(bench.add_latency_arguments, metric="ttft"),
         "bench.latency_command:run_ttft",
     ),

@@ -92,13 +92,17 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-hits",
         choices=("on", "off", "both"),
-        help="on: requests use the prefix cache; off: each has its own cache_salt; both: off, then on, side by side. "
-        "Default: both if prompts have common prefixes and the engine is in this process, otherwise on",
+        help="on: requests use the prefix cache; off: each has its own cache_salt; both: off, then on, side by side; "
+        "default: both if prompts have common prefixes and the engine is in this process, otherwise on",
     )
     add_json_argument(parser)
     parser.add_argument("--plot", metavar="PATH", help="draw the times to the first token here (.png)")
     _add_dataset_arguments(parser)
-    server = parser.add_argument_group("a server with the OpenAI API, instead of the engine in this process")
+    server = parser.add_argument_group(
+        "a server with the OpenAI API, instead of the engine in this process",
+        "--model is the server's name of the model; default: the first that it lists. Options of the engine have no "
+        "meaning then, but for --seed and --no-progress.",
+    )
     server.add_argument("--base-url", metavar="URL", help="such as http://127.0.0.1:8000; OPENAI_API_KEY is sent")
     server.add_argument(
         "--backend", choices=("openai", "openai-chat"), help="openai: completions (default); openai-chat: chats"
@@ -119,8 +123,8 @@ def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     for dataset in DATASETS.values():
         for f in fields(dataset):
             if f.name in _LENGTHS:
-                text = f"{_LENGTHS[f.name]} (default: {f.default})"
-                group.add_argument(dataset.flag(f.name), type=int, default=f.default, metavar="N", help=text)
+                flag = dataset.flag(f.name)
+                group.add_argument(flag, type=int, default=f.default, metavar="N", help=_LENGTHS[f.name])
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths of random vary by this fraction, both ways"
     )

@@ -38,7 +38,8 @@ def print_serving(result: ServingResult, without: ServingResult | None = None) -
     columns = [_figures(result, json)] + ([_figures(without, other)] if without and other else [])
     rows = [(name, *(figures[name] for figures in columns)) for name in columns[0]]
     print("\n" + format_table(("", "value", "without hits")[: len(columns) + 1], rows))
-    print("\n" + format_table(("", *(f"{part} ms" for part in _PARTS)), _latencies(result, json, other)))
+    if times := _latencies(result, json, other):
+        print("\n" + format_table(("", *(f"{part} ms" for part in _PARTS)), times))
     if json.get("median_ttft_hit_ratio"):
         print(f"\nTTFT without the hit / with it, median over these requests: {json['median_ttft_hit_ratio']:.3g}")
     for one, label in ((result, ""), (without, " without hits")):

@@ -229,7 +229,11 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     sizes = ["--num-prompts", "3", "--random-input-len", "40", "--random-output-len", "4"]
     result = run_script(monkeypatch, tmp_path / "serve.json", *sizes, "--goodput", "ttft:100000")
     assert result["completed"] == 3 and result["total_output_tokens"] == 12 and result["request_goodput"] > 0
-    assert result["options"]["request_rate"] == "inf" and len(result["requests"]) == 3
+    assert (
+        result["options"]["request_rate"] == "inf"
+        and result["options"]["num_prompts"] == 3
+        and len(result["requests"]) == 3
+    )
     assert "without_hits" not in result
     text = capsys.readouterr().out
     for line in ("requests/s (all at once)", "TTFT", "TPOT", "ITL", "E2EL", "goodput"):

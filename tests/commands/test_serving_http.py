@@ -81,6 +81,7 @@ def test_conversations_contain_the_answers(server: OpenAIServer, backend: str) -
         assert last["messages"][1]["content"].split() == ["word"] * 3
     else:
         assert last["prompt"].split()[24:27] == last["prompt"].split()[31:34] == ["word"] * 3
+        assert "  " not in last["prompt"]  # the text as it came: the first page of the next turn is a hit
     assert [r["num_cached_tokens"] > 0 for r in result.requests] == [False, True, True]
 
 

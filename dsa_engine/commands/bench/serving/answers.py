@@ -45,7 +45,9 @@ class Server:
             body["messages"] = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
             body["max_completion_tokens"] = output_len
         else:
-            body |= {"prompt": " ".join(messages), "max_tokens": output_len}
+            # An answer follows its question at once, as the tokens that the server has cached.
+            spaced = [text if number == 0 or number % 2 else f" {text}" for number, text in enumerate(messages)]
+            body |= {"prompt": "".join(spaced), "max_tokens": output_len}
         if self.ignore_eos:
             body["ignore_eos"] = True
         return body if salt is None else body | {"cache_salt": salt}

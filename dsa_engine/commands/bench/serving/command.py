@@ -92,7 +92,7 @@ def _in_process(args: argparse.Namespace, load: ServingLoad, goals: dict[str, fl
     results = [in_process.measure_serving(llm.engine, load, goals, args.num_warmups, hits=hits) for hits in passes]
     if not llm.engine.mesh.is_leader:
         return None
-    return results, run_report(llm, _given(args), llm.engine.mesh.world_size)
+    return results, run_report(llm, _given(args, load), llm.engine.mesh.world_size)
 
 
 def _at_server(args: argparse.Namespace, load: ServingLoad, goals: dict[str, float]) -> _Measured:
@@ -122,9 +122,11 @@ def _at_server(args: argparse.Namespace, load: ServingLoad, goals: dict[str, flo
         passes=_passes(args, both=False),
         progress=not args.no_progress,
     )
-    given = {name: value for name, value in _given(args).items() if name in _AT_SERVERS or name not in defaults}
+    given = {name: value for name, value in _given(args, load).items() if name in _AT_SERVERS or name not in defaults}
     return results, versions("httpx") | {"server": server, "options": given}
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    return reported(args) | ({"request_rate": "inf"} if math.isinf(args.request_rate) else {})
+def _given(args: argparse.Namespace, load: ServingLoad) -> dict[str, Any]:
+    """The options for the report."""
+    rate = {"request_rate": "inf"} if math.isinf(args.request_rate) else {}
+    return reported(args) | rate | {name: value for name, value in vars(load.dataset).items() if name == "num_prompts"}

@@ -120,6 +120,13 @@ def test_a_server_without_details_has_no_hit_rate(server: OpenAIServer) -> None:
     assert "ignore_eos" not in server.bodies[-1]
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_last_token_without_text_counts(server: OpenAIServer, tokens: int) -> None:
+    server.fault = "silent end"
+    result = measure(server, ServingLoad(RandomPrompts(1, 500, tokens)), "openai-chat")
+    assert [(r["output_len"], len(r["itl"]), r["error"]) for r in result.requests] == [(tokens, tokens - 1, None)]
+
+
 def test_a_conversation_ends_with_its_failure(server: OpenAIServer) -> None:
     server.fault = "refused"
     result = measure(server, ServingLoad(GeneratedSharedPrefix(1, 2, 370, 20, 5, num_turns=3)))

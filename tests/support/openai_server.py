@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         yield ": a comment\n\n"
         if chat:
             yield event("", role="assistant")
-        for number in range(tokens):
+        for number in range(tokens - (fault == "silent end")):
             yield event(" word")
             if fault == "cut":
                 return

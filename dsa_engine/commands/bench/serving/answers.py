@@ -60,6 +60,7 @@ class Answer:
     Attributes:
         begin: time at which it was sent.
         token_times: times of the events with tokens.
+        silent_end: time of the event that ended the answer, if it has no text.
         text: what the model said, without its thoughts.
         usage: the server's count of tokens; None if it sent none.
         finished: whether the stream came to its end.
@@ -68,6 +69,7 @@ class Answer:
 
     begin: float = field(default_factory=time.perf_counter)
     token_times: list[float] = field(default_factory=list)
+    silent_end: float | None = None
     text: str = ""
     usage: dict[str, Any] | None = None
     finished: bool = False
@@ -100,7 +102,10 @@ class Answer:
             "num_cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             "error": self.error,
         }
-        return counts if self.error is not None else counts | latencies(self.begin, self.token_times, tokens)
+        if self.error is not None:
+            return counts
+        silent = [self.silent_end] if self.silent_end is not None and len(self.token_times) < tokens else []
+        return counts | latencies(self.begin, self.token_times + silent, tokens)
 
     async def _read(self, lines: AsyncIterator[str]) -> None:
         async for line in lines:
@@ -124,19 +129,20 @@ class Answer:
             self.text += text
             self.finished = self.finished or choice.get("finish_reason") is not None
             thought = said.get("reasoning_content") or said.get("reasoning") or said.get("tool_calls")
-            # An event without text can hold a token (a special one, a part of a character), but neither the one that
-            # announces a message nor the one that ends it does, unless it is the only one.
-            empty = "role" in said or choice.get("finish_reason") is not None
-            if text or thought or not empty or (choice.get("finish_reason") and not self.token_times):
+            # An event without text can hold a token, such as a special one or a part of a character. The one that
+            # announces a message does not; of the one that ends it only the number of tokens tells.
+            if text or thought or not ("role" in said or choice.get("finish_reason")):
                 self.token_times.append(now)
+            elif choice.get("finish_reason"):
+                self.silent_end = now
 
     def _missing(self) -> str | None:
         if not self.finished:
             return "the stream ended before the answer did"
-        if not self.token_times:
-            return "the stream has no token"
         if not self.usage or not self.usage.get("prompt_tokens"):
             return "the server sent no usage, so tokens cannot be counted; it must know stream_options.include_usage"
+        if not self.token_times and (self.silent_end is None or not self.usage.get("completion_tokens")):
+            return "the answer has no token"
         return None
 
 

@@ -65,7 +65,7 @@ COMMANDS = {
         "bench.prefill_command:run_prefill",
     ),
     "bench ttft": Command(
-        "time to first token, through the generate API",
+        "time to first token, through the generate API, without prefix hits",
         partial(bench.add_latency_arguments, metric="ttft"),
         "bench.latency_command:run_ttft",
     ),
@@ -75,9 +75,9 @@ COMMANDS = {
         "bench.latency_command:run_tpot",
     ),
     "bench serve": Command(
-        "requests that arrive over time: throughput, latencies and goodput",
+        "requests that arrive over time, here or at a server: throughput, latencies, prefix hits",
         bench.add_serving_arguments,
-        "bench.serving_command:run_serving",
+        "bench.serving.command:run_serving",
     ),
 }
 _GROUPS = {"bench": "measure prefill, time to first token, time per output token"}

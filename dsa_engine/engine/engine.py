@@ -56,6 +56,7 @@ class Engine:
         workspace: bytes for what a step computes piece by piece.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         launched_ahead: number of steps launched that way.
+        num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
 
@@ -75,7 +76,7 @@ class Engine:
         runtime = self.model.runtime
         self.config, self.graphs = self.model.config, self.runner.graphs
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
-        self.launched_ahead = 0
+        self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
         self.ids = count()
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.draft(self._max_drafts)
@@ -171,6 +172,7 @@ class Engine:
             launched = self.runner.launch(plan, before)
         if self.disk is not None:
             self.disk.stores.launched(chunks)
+        self.num_prefilled_tokens += sum(chunk.length for chunk in chunks if not chunk.request.prefilled)
         self.scheduler.computed(chunks)
         self._record(launched)
         # A step is read at once if the host needs its drafts to plan the next one.
@@ -247,6 +249,7 @@ class Engine:
         if self.disk is not None and sampled.tokens[0].error is None:
             self.disk.stores.succeeded(request)
         for number, token in enumerate(sampled.tokens):
+            self.num_generated_tokens += token.error is None
             ending = request.append(token, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(request, *ending)

@@ -25,7 +25,7 @@ from dsa_engine.text.conversations.tool_calls import CallForm
 from dsa_engine.text.templates.chat_template import render, tool_schema
 from dsa_engine.text.tokenizer import Tokenizer
 
-_BEGINNINGS = ("<｜Assistant｜>", "<|assistant|>")  # of an answer, in the templates of the families with thoughts
+_BEGINNINGS = ("<｜Assistant｜>", "<|assistant|>")  # how templates begin an answer
 _ENDS = ("<|user|>", "<|observation|>")  # with which GLM ends an answer, besides its end token
 
 

@@ -11,9 +11,9 @@ so it goes where its prefix is, unless that replica is more loaded than another 
 
 * ``HIT_WORTH`` is more than 1: a token that is computed delays its own request once, and also those after it.
 * **Long prompts do not starve short ones.** A short prompt waits for all that its replica has before it. So a long
-  prompt's uncached tokens count once more on the last replica that a short prompt could enter at once (fewer than
-  ``LONG_TOKENS`` waiting): it rather queues after another long one than close the last way in, until the queues there
-  have become longer than the prompt itself.
+  prompt (``LONG_TOKENS`` uncached) costs ``LAST_WORTH`` times its uncached tokens more on the last replica that a short
+  one could still enter soon, with fewer than ``LONG_TOKENS`` waiting. It rather waits after another long one than close
+  the last way in, until the queues elsewhere are that much longer.
 * **Ties**, as between idle replicas, go to the replica with the fewest blocks, so that prefixes spread.
 * A prompt's blocks count as cached from the moment it is sent: a second request with the same document follows the
   first, even while that one is being prefilled. If the replica refuses it, they are forgotten again.
@@ -32,8 +32,9 @@ from dataclasses import dataclass, field
 from dsa_engine.router.prefix_map import PrefixMap
 
 HIT_WORTH = 2.0
-DECODE_TOKENS = 256
+DECODE_TOKENS = 128
 LONG_TOKENS = 16384
+LAST_WORTH = 3.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Rule:
             uncached = self._uncached(prompt, self._hit_blocks(prompt, i))
             tokens = self.waiting_tokens(i) + HIT_WORTH * uncached
             if open_ones == [i] and uncached >= LONG_TOKENS:
-                tokens += uncached
+                tokens += LAST_WORTH * uncached
             return tokens, len(self._replicas[i].prefixes), i
 
         return min(usable, key=cost)

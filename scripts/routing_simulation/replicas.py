@@ -118,8 +118,11 @@ class Replica:
             blocks = request.turn.blocks
             if not request.uncached_tokens:
                 matched = self.cache.matched(blocks)
-                if any(blocks[matched : matched + 1] and other.turn.blocks[matched : matched + 1] == blocks[matched : matched + 1]
-                    for other in entered):
+                if any(
+                    blocks[matched : matched + 1]
+                    and other.turn.blocks[matched : matched + 1] == blocks[matched : matched + 1]
+                    for other in entered
+                ):
                     break
                 request.hit_tokens = min(matched * BLOCK_TOKENS, request.turn.prompt_tokens - 1)
                 request.uncached_tokens = request.turn.prompt_tokens - request.hit_tokens

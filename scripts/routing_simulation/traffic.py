@@ -66,7 +66,8 @@ class Traffic:
         random = Random(self.seed)
         lengths = [_length(random, self.document_tokens) for _ in range(self.documents)]
         weights = list(accumulate(1 / (i + 1) for i in range(self.documents)))
-        made, now = [], 0.0
+        made: list[Conversation] = []
+        now = 0.0
         while (now := now + random.expovariate(self.rate)) < self.duration_s:
             made.append(self._conversation(random, now, len(made), lengths, weights))
         return made
@@ -105,7 +106,8 @@ def _length(random: Random, limits: tuple[int, int]) -> int:
 
 def _blocks(parts: list[tuple[str, int]]) -> tuple[bytes, ...]:
     """Names of the full blocks: the part in which a block ends, and where. Parts before follow from the part's name."""
-    names, offset = [], 0
+    names: list[bytes] = []
+    offset = 0
     for name, tokens in parts:
         last = (offset + tokens) // BLOCK_TOKENS
         names += [f"{name}: {block}".encode() for block in range(len(names), last)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dsa_engine.config.checks import check_text, integer, list_of, shown
 from dsa_engine.config.fields import (
@@ -47,9 +48,7 @@ class StreamOptions(Options):
 class RequestParameters(Options):
     """The parameters of an endpoint that are not sampling parameters."""
 
-    @classmethod
-    def answer(cls, name: str, value: Any) -> str | None:
-        return advice(name, value)
+    samples: ClassVar[bool] = True  # whether there are sampling parameters too
 
     @classmethod
     def parse(cls: type[P], body: dict[str, Any]) -> tuple[P, dict[str, Any]]:
@@ -59,8 +58,16 @@ class RequestParameters(Options):
             ValueError, TypeError: a parameter is not known, or not possible.
         """
         own = {f.name for f, _ in options_of(cls)}
-        sampling = {name: value for name, value in body.items() if name in _SAMPLING and name not in own}
-        return cls(**{name: value for name, value in body.items() if name not in sampling}), sampling
+        sampling = (_SAMPLING if cls.samples else set()) - own
+        for name in body.keys() - own - sampling:
+            instead = advice(name, body[name])
+            if instead is None:
+                near = difflib.get_close_matches(name, own | sampling, n=1)
+                instead = f"did you mean {near[0]!r}?" if near else "leave it out"
+            if instead:
+                raise ValueError(f"{shown(name)} is no parameter here; {instead}")
+        given = {name: value for name, value in body.items() if name in own}
+        return cls(**given), {name: value for name, value in body.items() if name in sampling}
 
 
 @documented
@@ -117,3 +124,10 @@ def sampling_params(given: dict[str, Any], defaults: dict[str, Any]) -> Sampling
 
 def _token_id(key: str) -> int | str:
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 12 else key
+
+
+def stream_options(asked: CompletionParameters | ChatParameters) -> StreamOptions:
+    """The options of a stream; raises ``ValueError`` or ``TypeError`` if they are not possible."""
+    if asked.stream_options and not asked.stream:
+        raise ValueError("stream_options need stream; set stream to true, or leave them out")
+    return StreamOptions(**asked.stream_options)

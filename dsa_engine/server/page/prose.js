@@ -57,7 +57,7 @@ function endOfBlock(text) {
 
 /** The nodes of a block. */
 function block(source) {
-  const lines = source.replace(/\n+$/, "").split("\n");
+  const lines = source.replace(/^(?:[ \t]*\n)+|\n+$/g, "").split("\n");
   const fence = FENCE.exec(lines[0]);
   if (fence) {
     const last = lines.at(-1).trim();

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import aclosing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -193,12 +194,36 @@ class LLM:
 
     async def _async_pieces(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[StreamPiece, None]:
         prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)
+        async with aclosing(self._pieces_of_all([prepared])) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def prepare_streams(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> tuple[list[list[int]], AsyncGenerator[StreamPiece, None]]:
+        """Checks prompts like :meth:`agenerate`, whose errors it raises, for outputs that are streamed together.
+
+        Returns:
+            the token ids of each prompt, and the pieces of all outputs as they come. ``piece.index`` says which output:
+            number ``i * n + j`` is the j-th of prompt i. The requests begin with the first piece that is awaited, and
+            end when the iterator is closed.
+
+        Raises:
+            ValueError: with ``prompt_logprobs``, which no piece has.
+        """
+        await asyncio.to_thread(self._callers.check, True)
+        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
+        if any(add.params.prompt_logprobs is not None for one in prepared for add in one.adds):
+            raise ValueError("prompt_logprobs are not streamed; use agenerate() for them, or leave them out")
+        return [one.adds[0].prompt_ids for one in prepared], self._pieces_of_all(prepared)
+
+    async def _pieces_of_all(self, prepared: Seq[_PreparedPrompt]) -> AsyncGenerator[StreamPiece, None]:
         with Call(self._callers, streams=True, asynchronous=True) as call:
-            call.begin("stream", _requests([prepared]))
-            ended = False
-            while not ended:
+            call.begin("stream", _requests(prepared))
+            running = len(call.replies)
+            while running:
                 piece = await call.piece_async()
-                ended = piece.finish_reason is not None
+                running -= piece.finish_reason is not None
                 yield piece
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:

@@ -175,6 +175,8 @@ class StreamPiece:
         error: on the last piece, the error message if ``finish_reason`` is "error".
         logprobs: one entry per new token, as in :class:`CompletionOutput`; None if not requested.
         stop_reason: on the last piece, as in :class:`CompletionOutput`.
+        index: the number of the output in its call, from 0, which only a stream of several outputs needs.
+        metrics: on the last piece, the request's.
     """
 
     text: str
@@ -183,6 +185,8 @@ class StreamPiece:
     error: str | None = None
     logprobs: list[Logprobs] | None = None
     stop_reason: int | str | None = None
+    index: int = 0
+    metrics: RequestMetrics | None = None
 
     def __str__(self) -> str:
         return self.text

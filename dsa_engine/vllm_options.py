@@ -61,7 +61,7 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "download_dir": (_NO_HUB, (None,)),
     "hf_token": (_NO_HUB, (None,)),
     "hf_config_path": ("config.json is that of the model folder; hf_overrides replaces keys of it", (None,)),
-    "served_model_name": ("there is no server; leave it out", (None,)),
+    "served_model_name": ("it is an option of dsa-engine serve", (None,)),
     "limit_mm_per_prompt": (_NO_IMAGES, (None,)),
     "mm_processor_kwargs": (_NO_IMAGES, (None,)),
     "allowed_local_media_path": (_NO_IMAGES, ("", None)),

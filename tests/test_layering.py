@@ -21,7 +21,7 @@ LAYERS = (
     ("cli",),
     ("commands",),
     ("measure",),
-    ("arguments", "convert"),
+    ("arguments", "convert", "server"),
     ("llm",),
     ("model_folder",),
     ("demo",),

@@ -9,7 +9,7 @@ const UPDATES_EVERY = 1_000; // milliseconds between two states of the progress 
  * left out, and so are thoughts, as the models' own formats do. */
 export function messagesOf(turns, turn, document, systemPrompt) {
   const messages = systemPrompt ? [{ role: "system", content: systemPrompt }] : [];
-  const earlier = turns.slice(0, turns.indexOf(turn)).filter((other) => other.content);
+  const earlier = turns.slice(0, turns.indexOf(turn)).filter((other) => other.content.trim());
   for (const [number, each] of [...earlier, turn].entries()) {
     const first = number === 0 && document;
     messages.push({ role: "user", content: first ? document.before(each.question) : each.question });
@@ -89,7 +89,7 @@ export class Turn {
     const { parts } = this;
     const notes = { length: "Ended at the limit of tokens.", tool_calls: "The model called a tool; this page has none." };
     parts.progress.textContent = stopped ? "Stopped." : (notes[this.#finish] ?? "");
-    if (!problem && !stopped && !this.content) parts.progress.textContent ||= "The answer is empty.";
+    if (!problem && !stopped && !this.content.trim()) parts.progress.textContent ||= "The answer is empty.";
     parts.problem.hidden = !problem;
     parts.problem.firstElementChild.textContent = problem;
     this.#showFigures();

@@ -27,7 +27,8 @@ from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.sizes import format_bytes
-from dsa_engine.text.chat_template import Message, conversations
+from dsa_engine.text.conversations import ConversationFormat, conversation_format
+from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
 from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
@@ -139,16 +140,19 @@ class LLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Like :meth:`generate`, for one conversation or several, through the checkpoint's chat template.
+        """Like :meth:`generate`, for one conversation or several, in the form that the model was trained with.
+
+        The ``message`` of an output is the assistant's message, to go on with: its ``content``, the thought as
+        ``reasoning_content``, and ``tool_calls``. ``text`` is all of the text.
 
         Args:
             messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists; a content may be a list of
                 parts ``{"type": "text", "text": "…"}``.
-            chat_template, …, tools: see :func:`dsa_engine.text.chat_template.render`.
+            chat_template, …, tools: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
         """
-        prompts = []
-        for conversation in conversations(messages):
-            text = self.tokenizer.chat_text(
+        form, several, prompts = self.conversation_format, conversations(messages), []
+        for conversation in several:
+            text = form.render(
                 conversation,
                 chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
@@ -156,10 +160,13 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
             )
-            # The template contains the special tokens.
+            # The text contains the special tokens.
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        for output, conversation in zip(outputs, several, strict=True):
+            form.add_messages(output, conversation, tools)
+        return outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Generates for one prompt and yields pieces of the output; the last piece has a ``finish_reason``.
@@ -291,6 +298,11 @@ class LLM:
             with self._loading:
                 self._tokenizer = self._tokenizer or Tokenizer(self.folder, self.engine.options.trust_remote_code)
         return self._tokenizer
+
+    @property
+    def conversation_format(self) -> ConversationFormat:
+        """The form of the model's conversations; raises ``ValueError`` if the folder has no tokenizer."""
+        return conversation_format(self.folder, self.engine.config, tokenizer=self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of calls without any: those of the folder's ``generation_config.json``, unless the option

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class CompletionOutput:
     error: str | None = None  # the error message; text and tokens are those before the error
     logprobs: list[Logprobs] | None = None  # one entry per token; None if not requested
     cumulative_logprob: float | None = None  # sum over the tokens
+    # of chat(): the assistant's message as OpenAI's API has it, with reasoning_content and tool_calls
+    message: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,10 @@ class RequestOutput:
     @property
     def cumulative_logprob(self) -> float | None:
         return self.outputs[0].cumulative_logprob
+
+    @property
+    def message(self) -> dict[str, Any] | None:
+        return self.outputs[0].message
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def test_streams_side_by_side_and_a_batch_between(llm: LLM) -> None:
 
 def test_chat(llm: LLM) -> None:
     conversation = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hello"}]
-    ids = llm.tokenizer.chat(conversation)
+    ids = llm.conversation_format.token_ids(conversation)
     assert llm.tokenizer.decode(ids) == "SHello" and ids[-1] == 3
     one = llm.chat(conversation, GREEDY)[0]
     assert one.prompt_token_ids == ids and one.token_ids == llm.generate([ids], GREEDY)[0].token_ids

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from starlette.types import Receive
@@ -23,7 +25,7 @@ class Admission:
 
     Attributes:
         draining: whether new requests are refused, because the server ends.
-        outputs: outputs that run or wait.
+        outputs: outputs that run or wait, and requests that are being read.
     """
 
     def __init__(self, limit: int, timeout_s: float | None):
@@ -40,6 +42,16 @@ class Admission:
             raise ApiError(
                 429, f"{self.outputs} requests run or wait, of at most {self.limit}; try again later", code="overloaded"
             )
+
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """The time in which a request is read and checked; raises what :meth:`check` raises."""
+        self.check()
+        self.outputs += 1
+        try:
+            yield
+        finally:
+            self.outputs -= 1
 
     def admit(self, outputs: int, receive: Receive) -> Admitted:
         """Lets a request enter: ``with admission.admit(…):`` around its work. Raises what :meth:`check` raises."""

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
+from dsa_engine.config.checks import shown
 from dsa_engine.llm import LLM
 from dsa_engine.server.admission import Admission
 from dsa_engine.server.body import BodyReader
@@ -66,9 +67,11 @@ class Server:
     def model(self, body: dict[str, Any]) -> str:
         """The name of the model that a request asks for; raises :class:`ApiError` if it is not here."""
         name = body.get("model", self.names[0])
+        if not isinstance(name, str):
+            raise ValueError(f"model must be a text, not {shown(name)}")
         if name not in self.names:
             here = ", ".join(self.names)
-            raise ApiError(404, f"the model {name!r} is not here; there is {here}", "model", "model_not_found")
+            raise ApiError(404, f"the model {shown(name)} is not here; there is {here}", "model", "model_not_found")
         return name
 
     def chat(self, body: dict[str, Any]) -> ChatForm:
@@ -83,17 +86,17 @@ class Server:
 
     async def generate(self, request: Request, parse: Callable[[dict[str, Any]], Form]) -> Response:
         """Answers a request that generates."""
-        self.admission.check()  # before the body is read
-        form = await self.parsed(request, parse)
+        with self.admission.entering():  # refused before the body is read
+            form = await self.parsed(request, parse)
         return Generation(self.llm, form, self.admission, self.metrics)
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Any]) -> Any:
         """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second."""
-        body = await self.bodies.read(request)
-        try:
-            return await asyncio.to_thread(parse, body)
-        except (ValueError, TypeError) as error:
-            raise bad_request(error, body) from error
+        async with self.bodies.read(request) as body:
+            try:
+                return await asyncio.to_thread(parse, body)
+            except (ValueError, TypeError) as error:
+                raise bad_request(error, body) from error
 
 
 def make_app(server: Server) -> FastAPI:

@@ -11,7 +11,7 @@ from dsa_engine.config.checks import shown
 from dsa_engine.llm import LLM
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.logprobs import chat_logprobs, prompt_logprobs
-from dsa_engine.server.parameters import ChatParameters, StreamOptions, sampling_params
+from dsa_engine.server.parameters import ChatParameters, sampling_params, stream_options
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 
 
@@ -39,7 +39,7 @@ class ChatForm:
     ):
         self._asked, sampling = ChatParameters.parse(body)
         self.names = tuple(body)
-        asked, how = self._asked, StreamOptions(**self._asked.stream_options)
+        asked, how = self._asked, stream_options(self._asked)
         self.stream, self.continuous_usage = asked.stream, how.continuous_usage_stats
         self.include_usage = how.include_usage
         self._tools = _tools(asked)

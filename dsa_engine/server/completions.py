@@ -11,9 +11,9 @@ from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.llm import LLM
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.logprobs import completion_logprobs, prompt_logprobs
-from dsa_engine.server.parameters import CompletionParameters, StreamOptions, sampling_params
+from dsa_engine.server.parameters import CompletionParameters, sampling_params, stream_options
 
-MAX_PROMPTS = 1024  # in one request
+MAX_OUTPUTS = 4096  # of one request
 
 
 class CompletionForm:
@@ -31,7 +31,7 @@ class CompletionForm:
     def __init__(self, llm: LLM, body: dict[str, Any], model: str):
         self._asked, sampling = CompletionParameters.parse(body)
         self.names = tuple(body)
-        asked, how = self._asked, StreamOptions(**self._asked.stream_options)
+        asked, how = self._asked, stream_options(self._asked)
         self.stream, self.continuous_usage = asked.stream, how.continuous_usage_stats
         self.include_usage = how.include_usage
         self._nothing = asked.echo and sampling.get("max_tokens") == 0 and is_integer(sampling["max_tokens"])
@@ -42,7 +42,13 @@ class CompletionForm:
         if asked.echo and "logprobs" in sampling:
             sampling.setdefault("prompt_logprobs", sampling["logprobs"])
         self.params = sampling_params(sampling, llm.default_sampling)
-        self.prompts = [self._salted(prompt) for prompt in self._encoded(llm, _prompts_of(asked.prompt))]
+        prompts = _prompts_of(asked.prompt)
+        if len(prompts) * self.params.n > MAX_OUTPUTS:
+            raise ValueError(
+                f"n must be at most {MAX_OUTPUTS} / {len(prompts)} with {len(prompts)} prompts, not {self.params.n}; "
+                "send several requests"
+            )
+        self.prompts = [self._salted(prompt) for prompt in self._encoded(llm, prompts)]
         self._texts = [prompt.get("prompt") for prompt in self.prompts]
         if asked.echo:
             self._texts = [
@@ -139,8 +145,6 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
         raise ValueError("prompt is empty; give a text, token ids, or a list of these")
     if is_integer(prompt[0]):
         return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise ValueError(f"prompt must be a list of at most {MAX_PROMPTS} prompts, not of {len(prompt)}")
     for one in prompt:
         if not isinstance(one, (str, list)):
             raise ValueError(f"prompt must be a text, token ids, or a list of these; {shown(one)} is none")

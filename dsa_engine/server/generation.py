@@ -68,7 +68,7 @@ class Generation(Response):
 
     def __init__(self, llm: LLM, form: Form, admission: Admission, metrics: Metrics):
         self._llm, self._form, self._admission, self._metrics = llm, form, admission, metrics
-        self._unfinished = len(form.prompts) * form.params.n
+        self._unfinished = len(form.prompts) * form.params.n  # outputs
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -117,3 +117,10 @@ def sampling_params(given: dict[str, Any], defaults: dict[str, Any]) -> Sampling
 
 def _token_id(key: str) -> int | str:
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 12 else key
+
+
+def stream_options(asked: CompletionParameters | ChatParameters) -> StreamOptions:
+    """The options of a stream; raises ``ValueError`` or ``TypeError`` if they are not possible."""
+    if asked.stream_options and not asked.stream:
+        raise ValueError("stream_options need stream; set stream to true, or leave them out")
+    return StreamOptions(**asked.stream_options)

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server, make_app
 from dsa_engine.server.errors import ApiError
+from dsa_engine.server.events import to_json
 from dsa_engine.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,13 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._header_came()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, in OpenAI's form."""
+        body = to_json(ApiError(400, f"this is no HTTP/1.1 request: {msg}").body)
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        self.transport.close()
 
     def _await_header(self) -> None:
         if self._header_timer is None:

@@ -1,8 +1,10 @@
-"""The pieces of an assistant's message, as they are read from a stream of text."""
+"""The pieces of an assistant's message, as they are read from a stream of text, and the message that they make."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,33 @@ class MessageDelta:
     reasoning: str | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+def message_of(deltas: Iterable[MessageDelta]) -> dict[str, Any]:
+    """The assistant's message of these pieces, in the form of OpenAI's API, with the thought as ``reasoning_content``.
+
+    Thought and tool calls are left out where there are none; a content that is empty beside tool calls is None.
+    """
+    reasoning: list[str] = []
+    content: list[str] = []
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        reasoning.append(delta.reasoning or "")
+        content.append(delta.content or "")
+        for piece in delta.tool_calls:
+            call = calls.setdefault(piece.index, {"id": piece.id, "name": piece.name, "arguments": []})
+            call["arguments"].append(piece.arguments)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
+    if thought := "".join(reasoning):
+        message["reasoning_content"] = thought
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
+            }
+            for call in calls.values()
+        ]
+    return message

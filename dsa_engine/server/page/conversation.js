@@ -1,5 +1,6 @@
 /** Turns of a conversation: what was asked and answered, how it is shown, and the messages that go to the server. */
 
+import { counted } from "./elements.js";
 import { Prose } from "./prose.js";
 
 const UPDATES_EVERY = 1_000; // milliseconds between two states of the progress line
@@ -147,10 +148,6 @@ export class Turn {
       }),
     );
   }
-}
-
-export function counted(number, noun) {
-  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
 function duration(milliseconds) {

@@ -13,6 +13,7 @@ from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from dsa_engine.server.parameters import ChatParameters, sampling_params, stream_options
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
+from dsa_engine.text.conversations.deltas import message_of
 
 
 class ChatForm:
@@ -77,30 +78,17 @@ class ChatForm:
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         reader = self._reader()
-        message = self._message([*reader.push(output.text), *reader.finish()])
+        message = message_of([*reader.push(output.text), *reader.finish()])
+        thought = _reasoning(message.pop("reasoning_content", None)) if self._asked.include_reasoning else {}
+        called = "tool_calls" in message
         choice = {
             "index": output.index,
-            "message": message,
+            "message": message | {"refusal": None} | thought,
             "logprobs": self._logprobs(output),
-            "finish_reason": "tool_calls" if message["tool_calls"] else output.finish_reason,
+            "finish_reason": "tool_calls" if called else output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        if not message["tool_calls"]:
-            del message["tool_calls"]
         return choice | ({"token_ids": output.token_ids} if self._asked.return_token_ids else {})
-
-    def _message(self, deltas: list[MessageDelta]) -> dict[str, Any]:
-        content = "".join(delta.content or "" for delta in deltas)
-        calls: dict[int, dict[str, Any]] = {}
-        for call in (call for delta in deltas for call in delta.tool_calls):
-            made = calls.setdefault(call.index, _tool_call(call))
-            if made["function"]["name"] is None:
-                made["function"]["name"] = call.name
-            made["function"]["arguments"] += call.arguments
-        message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        if self._asked.include_reasoning:
-            message |= _reasoning("".join(delta.reasoning or "" for delta in deltas) or None)
-        return message | {"tool_calls": [calls[index] for index in sorted(calls)]}
 
     def _logprobs(self, output: CompletionOutput | StreamPiece) -> dict[str, Any] | None:
         if output.logprobs is None:
@@ -147,10 +135,6 @@ class ChatForm:
         if delta.tool_calls:
             self._called.add(index)
             form["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
-            for call, made in zip(delta.tool_calls, form["tool_calls"]):
-                made["index"], made["function"]["arguments"] = call.index, call.arguments
-                if call.name is None:
-                    del made["function"]["name"], made["id"], made["type"]
         return form
 
     def empty_chunk(self) -> dict[str, Any]:
@@ -163,7 +147,11 @@ def _reasoning(text: str | None) -> dict[str, Any]:
 
 
 def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+    """A piece of a call; the first one has its name."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _tools(asked: ChatParameters) -> list[dict[str, Any]] | None:

@@ -15,6 +15,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize, as models here write text"
 RETRY_AFTER_S = 1  # what a client is told to wait before it tries again
 
 
@@ -60,7 +61,7 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def of_routing(request: Request, error: HTTPException) -> JSONResponse:
         words = {
-            404: f"there is nothing at {request.url.path}",
+            404: f"there is nothing at {request.url.path}; there are {_PATHS}",
             405: f"{request.url.path} does not take {request.method}",
         }
         response = ApiError(error.status_code, words.get(error.status_code, str(error.detail))).response

@@ -46,12 +46,18 @@ def completion_logprobs(
         text = "" if of_token is None else _text(token, of_token[token])
         form["tokens"].append(text)
         form["token_logprobs"].append(None if of_token is None else _number(of_token[token]))
-        form["top_logprobs"].append(
-            None if of_token is None else {_text(other, one): _number(one) for other, one in of_token.items()}
-        )
+        form["top_logprobs"].append(None if of_token is None else _by_text(of_token))
         form["text_offset"].append(offset)
         offset += len(text)
     return form, offset
+
+
+def _by_text(logprobs: Logprobs) -> dict[str, float]:
+    """Log-probabilities by text; of several tokens with the same text, that of the most likely one."""
+    values: dict[str, float] = {}
+    for token, one in logprobs.items():
+        values.setdefault(_text(token, one), _number(one))
+    return values
 
 
 def prompt_logprobs(logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:

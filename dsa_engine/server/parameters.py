@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dsa_engine.config.checks import check_text, integer, list_of, shown
 from dsa_engine.config.fields import (
@@ -47,9 +48,7 @@ class StreamOptions(Options):
 class RequestParameters(Options):
     """The parameters of an endpoint that are not sampling parameters."""
 
-    @classmethod
-    def answer(cls, name: str, value: Any) -> str | None:
-        return advice(name, value)
+    samples: ClassVar[bool] = True  # whether there are sampling parameters too
 
     @classmethod
     def parse(cls: type[P], body: dict[str, Any]) -> tuple[P, dict[str, Any]]:
@@ -59,8 +58,16 @@ class RequestParameters(Options):
             ValueError, TypeError: a parameter is not known, or not possible.
         """
         own = {f.name for f, _ in options_of(cls)}
-        sampling = {name: value for name, value in body.items() if name in _SAMPLING and name not in own}
-        return cls(**{name: value for name, value in body.items() if name not in sampling}), sampling
+        sampling = (_SAMPLING if cls.samples else set()) - own
+        for name in body.keys() - own - sampling:
+            instead = advice(name, body[name])
+            if instead is None:
+                near = difflib.get_close_matches(name, own | sampling, n=1)
+                instead = f"did you mean {near[0]!r}?" if near else "leave it out"
+            if instead:
+                raise ValueError(f"{shown(name)} is no parameter here; {instead}")
+        given = {name: value for name, value in body.items() if name in own}
+        return cls(**given), {name: value for name, value in body.items() if name in sampling}
 
 
 @documented

@@ -17,6 +17,8 @@ from dsa_engine.text.conversations import ConversationFormat
 class TokenizeParameters(RequestParameters):
     """The parameters of ``/tokenize``: a text, or a conversation."""
 
+    samples = False
+
     prompt: str | None = option(STR, None, "the text.")
     messages: Any = option(Kind(list_of(instance_of(dict), "messages")), list, "the conversation.")
     model: str | None = option(STR, None, "the model's name.")
@@ -34,6 +36,8 @@ class TokenizeParameters(RequestParameters):
 class DetokenizeParameters(RequestParameters):
     """The parameters of ``/detokenize``."""
 
+    samples = False
+
     tokens: Any = option(Kind(list_of(integer(0, 2**31 - 1), "token ids")), list, "token ids.")
     model: str | None = option(STR, None, "the model's name.")
 
@@ -42,7 +46,7 @@ def tokenize(
     llm: LLM, conversation: ConversationFormat | None, body: dict[str, Any], chat_template: str | None
 ) -> dict[str, Any]:
     """The token ids of a text or of a conversation; raises ``ValueError`` or ``TypeError``."""
-    asked = TokenizeParameters(**body)
+    asked, _ = TokenizeParameters.parse(body)
     if (asked.prompt is None) == (not asked.messages):
         raise ValueError("give prompt, a text, or messages, a conversation")
     if asked.prompt is not None:
@@ -66,7 +70,7 @@ def tokenize(
 
 def detokenize(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
     """The text of token ids; raises ``ValueError`` or ``TypeError``."""
-    tokens = DetokenizeParameters(**body).tokens
+    tokens = DetokenizeParameters.parse(body)[0].tokens
     vocab = llm.engine.config.vocab_size
     if tokens and max(tokens) >= vocab:
         raise ValueError(f"tokens has {max(tokens)}; the vocabulary has ids 0 … {vocab - 1}")

@@ -21,6 +21,7 @@ LAYERS = (
     ("cli",),
     ("commands",),
     ("measure",),
+    ("router",),
     ("arguments", "convert", "server"),
     ("llm",),
     ("model_folder",),

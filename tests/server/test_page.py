@@ -28,13 +28,13 @@ class Scripted(NamedTuple):
 
     url: str
     script: list[Any]
-    left: Event
+    disconnected: Event
 
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[Scripted]:
     script: list[Any] = []
-    left = Event()
+    disconnected = Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -73,13 +73,13 @@ def scripted() -> Iterator[Scripted]:
             try:
                 script_now(lambda event: self.wfile.write(f"data: {json.dumps(event)}\r\n\r\n".encode()))
             except OSError:
-                left.set()
+                disconnected.set()
             self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield Scripted(f"http://127.0.0.1:{server.server_port}/", script, left)
+    yield Scripted(f"http://127.0.0.1:{server.server_port}/", script, disconnected)
     server.shutdown()
     thread.join()
     server.server_close()
@@ -228,17 +228,17 @@ def test_stop_ends_the_request(visit: Callable[..., Any], scripted: Scripted) ->
     page = visit(scripted.url)
 
     def endless(write: Callable[[Any], Any]) -> None:
-        while not scripted.left.wait(0.01):
+        while not scripted.disconnected.wait(0.01):
             write(piece(content="more and "))
 
     for stop in (lambda: page.keyboard.press("Escape"), lambda: page.get_by_role("button", name="Stop").click()):
-        scripted.left.clear()
+        scripted.disconnected.clear()
         scripted.script.extend([endless])
         turn = ask(page, "Go on")
         turn.get_by_text("more and more").wait_for()
         stop()
         turn.get_by_text("Stopped.").wait_for()
-        assert scripted.left.wait(20)
+        assert scripted.disconnected.wait(20)
         assert page.evaluate("document.activeElement.id") == "question"
     assert "Stopped." in page.get_by_role("status").inner_text()
     page.get_by_role("button", name="New conversation").click()

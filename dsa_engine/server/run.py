@@ -74,6 +74,7 @@ class HttpServer(uvicorn.Server):
     A second signal ends them at once. If the engine ends, so does the server.
 
     Attributes:
+        app_server: what the routes share.
         failed: whether the engine has ended by an error.
     """
 
@@ -95,7 +96,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(_END_S),
             )
         )
-        self._server = server
+        self.app_server = server
         self._signals = 0
         self.failed = False
 
@@ -105,36 +106,36 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         # All other ranks must follow before the first request comes.
-        await self._server.llm.agenerate([])
+        await self.app_server.llm.agenerate([])
         await super().startup(sockets)
         self._supervisor = asyncio.ensure_future(self._supervise())
 
     def _log_started_message(self, listeners: Any) -> None:
         host, port = listeners[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        logger.info("%s is served at http://%s:%d", ", ".join(self._server.names), host, port)
+        logger.info("%s is served at http://%s:%d", ", ".join(self.app_server.names), host, port)
         self.port = port
 
     async def _supervise(self) -> None:
         """Waits for a signal or the end of the engine; then lets requests end, and the server too."""
-        admission = self._server.admission
-        while not self._signals and self._server.alive() is None:
+        admission = self.app_server.admission
+        while not self._signals and self.app_server.alive() is None:
             await asyncio.sleep(_LOOK_S)
         admission.draining = True
         if self._signals:
             await self._drain()
-        if (ended := self._server.alive()) is not None:
+        if (ended := self.app_server.alive()) is not None:
             self.failed = True
             logger.error("%s", ended)
         admission.stop_all(ended or ApiError(503, "the server is shutting down", code="shutting_down"))
         self.should_exit = True
 
     async def _drain(self) -> None:
-        admission, timeout = self._server.admission, self._server.options.shutdown_timeout
+        admission, timeout = self.app_server.admission, self.app_server.options.shutdown_timeout
         logger.info("shutting down: running requests have %g seconds to end", timeout)
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        while not admission.empty and loop.time() < until and self._signals < 2 and self._server.alive() is None:
+        while not admission.empty and loop.time() < until and self._signals < 2 and self.app_server.alive() is None:
             await asyncio.sleep(_LOOK_S)
 
 

@@ -63,7 +63,7 @@ class FakeReplica:
         readiness: status of ``/ready``; of ``/health`` too, where ``has_ready`` is False.
         gate: is waited for before the first part; ``gate_later`` before the second.
         breaks_after: number of parts after which the connection is closed; None: never.
-        gone: is set when a client has remaining.
+        gone: is set when a client has left.
     """
 
     def __init__(self, name: str = "replica"):
@@ -94,9 +94,9 @@ class FakeReplica:
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode()) * bool(scope["query_string"])
         self.requests.append((target, headers, bytes(body)))
         answer = asyncio.ensure_future(self._answer(send))
-        remaining = asyncio.ensure_future(self._left(receive))
-        await asyncio.wait([answer, remaining], return_when=asyncio.FIRST_COMPLETED)
-        for task in (answer, remaining):
+        departure = asyncio.ensure_future(self._left(receive))
+        await asyncio.wait([answer, departure], return_when=asyncio.FIRST_COMPLETED)
+        for task in (answer, departure):
             task.cancel()
 
     async def _left(self, receive: Receive) -> None:

@@ -148,7 +148,9 @@ def drop(page: Any, name: str, content: bytes) -> None:
 def test_a_conversation_about_a_document(visit: Callable[..., Any], serve: Callable[..., Any]) -> None:
     """With the trained demo model, behind an API key."""
     llm = LLM("demo", device="cpu", max_model_len=2048, cache_memory="32MiB", progress=False)
-    page = visit(f"http://127.0.0.1:{serve(llm, api_key='secret', served_model_name=['demo']).port}/")
+    server = serve(llm, api_key="secret", served_model_name=["demo"])
+    assert server.get("/page/page.js").headers["cache-control"] == "no-cache"
+    page = visit(f"http://127.0.0.1:{server.port}/")
     bodies: list[Any] = []
     page.on("request", lambda r: r.url.endswith("/completions") and bodies.append(r.post_data_json))
     page.get_by_text("needs an API key").wait_for()

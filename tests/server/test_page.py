@@ -253,17 +253,14 @@ NO_DOCUMENTS = {
 }
 
 
-def test_what_is_no_document(visit: Callable[..., Any], scripted: Scripted) -> None:
+def test_documents(visit: Callable[..., Any], scripted: Scripted) -> None:
+    """What is no text is refused. The whole of a million characters is on the page, in pieces of which the browser lays
+    out those in view."""
     page = visit(scripted.url)
     for name, (content, words) in NO_DOCUMENTS.items():
         page.locator("#file").set_input_files({"name": name, "mimeType": "", "buffer": content})
         page.get_by_role("alert").get_by_text(words).wait_for()
         assert page.get_by_role("button", name="Choose a file").is_visible()
-
-
-def test_a_million_characters(visit: Callable[..., Any], scripted: Scripted) -> None:
-    """The whole text is on the page, in pieces of which the browser lays out those in view."""
-    page = visit(scripted.url)
     drop_text = """(text) => {
         const dataTransfer = new DataTransfer();
         dataTransfer.items.add(new File([text], "long.txt"));

@@ -226,6 +226,47 @@ def test_thoughts_text_and_errors_as_they_come(visit: Callable[..., Any], script
     assert "Half" in turn.inner_text()
 
 
+# A text that is cut anywhere shows as the whole text does.
+CUT = """async (text) => {
+    const { Prose } = await import("./page/prose.js");
+    const shown = (...parts) => {
+        const element = document.createElement("div");
+        const prose = new Prose(element);
+        for (const part of parts) prose.push(part);
+        return element.innerHTML;
+    };
+    const whole = shown(text);
+    const differ = [...text].flatMap((_, i) => shown(text.slice(0, i), text.slice(i)) === whole ? [] : [i]);
+    return [whole, shown(...text) === whole, differ];
+}"""
+MARKDOWN = """# A *title*
+Text with `a <code>` and **strong**
+- one
+  goes on
+    1. inner
+
+```py
+# no title
+```
+> quoted
+***
+| a | b |
+|---|---|
+| 1 | <2> |
+"""
+SHOWN = (
+    "<h4>A <em>title</em></h4><p>Text with <code>a &lt;code&gt;</code> and <strong>strong</strong></p>"
+    '<ul><li>one\ngoes on<ol start="1"><li>inner</li></ol></li></ul><pre><code># no title</code></pre>'
+    "<blockquote><p>quoted</p></blockquote><hr>"
+    '<div class="table"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
+    "<tbody><tr><td>1</td><td>&lt;2&gt;</td></tr></tbody></table></div>"
+)
+
+
+def test_markdown_cut_anywhere(visit: Callable[..., Any], scripted: Scripted) -> None:
+    assert visit(scripted.url).evaluate(CUT, MARKDOWN) == [SHOWN, True, []]
+
+
 def test_stop_ends_the_request(visit: Callable[..., Any], scripted: Scripted) -> None:
     page = visit(scripted.url)
 

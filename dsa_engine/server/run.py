@@ -91,6 +91,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                log_level="error",  # no line for each client that sends something else than HTTP
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(_END_S),

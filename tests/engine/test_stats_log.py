@@ -63,7 +63,9 @@ def test_preemptions_are_counted(llm: LLM) -> None:
 def test_lines_come_while_requests_run_and_end_with_the_log(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dsa_engine")
     with StatsLog(llm.engine, interval_s=0.001):
-        llm.generate(PROMPT, SamplingParams(max_tokens=10, ignore_eos=True), use_tqdm=False)
+        llm.engine.add(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
+        while llm.engine.has_work:
+            llm.engine.step()
     lines = [record.getMessage() for record in caplog.records if "tokens/s" in record.getMessage()]
     assert lines and all(re.match(r"prefill [\d,.]+ tokens/s, decode [\d,.]+ tokens/s; ", line) for line in lines)
     assert not [thread for thread in threading.enumerate() if "stats log" in thread.name]

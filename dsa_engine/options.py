@@ -39,6 +39,13 @@ def _check_model(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a folder, a hub id or 'demo', not {value!r}")
 
 
+def _check_folder(name: str, value: Any) -> None:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be the path of a folder, not {value!r}")
+    if not os.fspath(value):
+        raise ValueError(f"{name} must be the path of a folder, not an empty text")
+
+
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM
 
 
@@ -168,6 +175,33 @@ class EngineOptions(Options):
         help="size of each rank's caches, e.g. 4GiB; default: the free memory",
         aliases=("kv_cache_memory_bytes",),
     )
+    host_cache_memory: int | str | None = option(
+        _SIZE,
+        None,
+        'bytes of host memory on each rank, or a size such as "200GiB", for pages that leave the device and may be '
+        "needed again; default: none.",
+        help="size of each rank's host memory for pages that leave the device, e.g. 200GiB; default: none",
+    )
+    kv_offloading_size: float | None = option(
+        Kind(number(above=0), float, metavar="GIB"),
+        None,
+        "vLLM's form of host_cache_memory: GiB of all ranks together.",
+        help="vLLM's form of --host-cache-memory: GiB of all ranks together",
+    )
+    cache_folder: str | Path | None = option(
+        Kind(_check_folder),
+        None,
+        "a folder for the pages of prompts, which other runs and other processes with the same model use too; every "
+        "rank must see the same folder. Default: none.",
+        help="a folder for the pages of prompts, for later runs and other processes",
+    )
+    cache_folder_size: int | str | None = option(
+        _SIZE,
+        None,
+        'maximum size of the cache_folder, such as "500GiB": the least recently used pages are deleted; default: no '
+        "limit.",
+        help="maximum size of the --cache-folder, e.g. 500GiB; default: no limit",
+    )
     gpu_memory_utilization: float = option(
         Kind(_FRACTION, float, metavar="FRACTION"),
         0.92,
@@ -250,6 +284,17 @@ class EngineOptions(Options):
             object.__setattr__(self, "kv_cache_dtype", "fp8")
         if self.speculative_config:
             SpeculativeConfig(**self.speculative_config)
+        if self.host_cache_memory is not None and self.kv_offloading_size is not None:
+            raise ValueError("host_cache_memory and kv_offloading_size are the same; give one")
+        tiers = [
+            name
+            for name in ("host_cache_memory", "kv_offloading_size", "cache_folder")
+            if getattr(self, name) is not None
+        ]
+        if tiers and not self.enable_prefix_caching:
+            raise ValueError(f"{tiers[0]} needs enable_prefix_caching=True: it holds pages of the prefix cache")
+        if self.cache_folder_size is not None and self.cache_folder is None:
+            raise ValueError("cache_folder_size is the size of a cache_folder; give that too, or leave it out")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

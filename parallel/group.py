@@ -8,13 +8,17 @@ process and many. All collectives work on NCCL and on Gloo.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog, Event, Kind
+
+Result = TypeVar("Result")
 
 # PyTorch 2.13 renamed these two and warns of the old names, which are all that 2.11 and 2.12 have.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,11 +77,29 @@ class Group:
         if send is None or receive is None:
             event = self._count("all_to_all", rows.nbytes // self.size)
         else:
-            one = rows[:1].nbytes if len(rows) else rows.new_empty(1, *rows.shape[1:]).nbytes
+            one = rows.element_size() * math.prod(rows.shape[1:])
             event = self._count("all_to_all", [n * one for n in send], [n * one for n in receive])
         arrived = self._exchange(rows, send, receive)
         self._done(event)
         return arrived
+
+    def all_to_all_async(
+        self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
+    ) -> Callable[[], None]:
+        """Starts to send ``rows`` in rank order, ``send[i]`` of them to rank i, and to fill ``into`` with
+        ``receive[i]`` rows of each rank i. Both are contiguous, and stay as they are until the wait.
+
+        Returns:
+            a function that waits until ``into`` is filled.
+        """
+        if self.alone:
+            into.copy_(rows)
+            return lambda: None
+        one = rows.element_size() * math.prod(rows.shape[1:])
+        event = self._count("all_to_all", [n * one for n in send], [n * one for n in receive], asynchronous=True)
+        wait = self._start_exchange(rows, into, send, receive)
+        self._done(event)
+        return self._logged(event, wait)
 
     def broadcast_async(self, rows: torch.Tensor) -> Callable[[], None]:
         """Starts filling ``rows``, contiguous and of the same shape on every rank, with those of the first rank of the
@@ -135,15 +157,19 @@ class Group:
             self._done(event)
             return lambda: gathered
         self._done(event)
+        return self._logged(event, wait)
+
+    def _logged(self, event: Event | None, wait: Callable[[], Result]) -> Callable[[], Result]:
+        """The same wait, which the log shows."""
         if event is None or self.log is None:
             return wait
         log, number = self.log, event.number
 
-        def logged_wait() -> torch.Tensor:
+        def logged_wait() -> Result:
             waiting = log.wait(number)
-            gathered = wait()
+            result = wait()
             waiting.after = log.mark()
-            return gathered
+            return result
 
         return logged_wait
 
@@ -198,6 +224,12 @@ class Group:
         arrived = rows.new_empty(rows.shape[0] if receive is None else sum(receive), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows, receive, send, group=self.handle)
         return arrived
+
+    def _start_exchange(
+        self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
+    ) -> Callable[[], None]:
+        work = dist.all_to_all_single(into, rows, receive, send, group=self.handle, async_op=True)
+        return lambda: work.wait() and None
 
     def _send(self, rows: torch.Tensor, to: int) -> None:
         dist.send(rows, group=self.handle, group_dst=to)

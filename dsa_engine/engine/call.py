@@ -141,7 +141,9 @@ class Call:
         """Sends the requests, each with the tokenizer for its text; raises what :meth:`Callers.send` raises."""
         for add, _ in adds:
             add.id = next(self._callers.loop.engine.ids)
-        self.replies = [Reply(add, tokenizer, self._mailbox, self._streams) for add, tokenizer in adds]
+        self.replies = [
+            Reply(add, tokenizer, self._mailbox, self._streams, index) for index, (add, tokenizer) in enumerate(adds)
+        ]
         self._callers.send(kind, [(reply.add, reply) for reply in self.replies])
 
     def wait(self, tick: Callable[[], object] | None = None) -> None:

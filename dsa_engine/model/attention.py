@@ -88,6 +88,8 @@ class Attention(Weighted):
         Returns:
             ``[T, hidden]``, and the selection that this layer used.
         """
+        if cache.transfer is not None:
+            cache.transfer.arrive(self.layer)
         indexer, cache_format = self.indexer, cache.format
         latent_pool, key_pool = cache.latent[self.layer], cache.index_keys[self.layer]
 

@@ -5,11 +5,17 @@ A page has the same number in both pools and in all layers, so one block table s
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
 from dsa_engine.model.block_tables import BlockTables
+
+if TYPE_CHECKING:
+    from dsa_engine.model.cache.page_transfer import PageTransfer
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -56,12 +62,20 @@ def cache_bytes_per_token(config: ModelConfig, format: CacheFormat) -> int:
     return len(config.indexer_types) * format.latent.row_bytes + config.indexer_types.count("full") * index_key
 
 
+def pool_page_bytes(config: ModelConfig, format: CacheFormat, page_size: int) -> list[list[int]]:
+    """Bytes of a page in the pools of every layer: of latent rows and, in a layer with an indexer, of index keys."""
+    latent = page_size * format.latent.row_bytes
+    keys = [page_size * format.index_key.row_bytes] if format.index_key else []
+    return [[latent, *(keys if kind == "full" else [])] for kind in config.indexer_types]
+
+
 class KVCache:
     """The pools of one rank, those of MTP modules included if the configuration has them (``ModelConfig.with_mtp``).
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
-    ``block_tables`` has the pages of requests that steps have run.
+    ``block_tables`` has the pages of requests that steps have run. ``transfer`` moves pages: a layer waits for its own
+    before it uses its pools.
     """
 
     def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
@@ -69,6 +83,7 @@ class KVCache:
         self.pages = pages
         self.page_size = page_size
         self.block_tables = BlockTables(page_size, device)
+        self.transfer: PageTransfer | None = None
         # Not cleared: no row is read before it is written.
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]
@@ -80,6 +95,19 @@ class KVCache:
     def bytes(self) -> int:
         """Bytes of all pools of this rank."""
         return sum(pool.nbytes for pool in (*self.latent, *self.index_keys) if pool is not None)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers."""
+        return self.bytes // self.pages
+
+    def page_words(self) -> list[list[torch.Tensor]]:
+        """The pools of every layer, of latent rows and then of index keys, as bytes to move: ``[pages, words of a
+        page]``, views of the widest integers that fit into a page of each pool."""
+        pools = [[pool for pool in pair if pool is not None] for pair in zip(self.latent, self.index_keys, strict=True)]
+        step = math.gcd(*(pool[0].nbytes for layer in pools for pool in layer))
+        word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if step % kind.itemsize == 0)
+        return [[pool.flatten(1).view(word) for pool in layer] for layer in pools]
 
     def fill_random(self, pages: list[int], seed: int) -> None:
         """Writes standard normal rows to ``pages``, for measuring: they cost as much as computed rows."""

@@ -33,6 +33,7 @@ from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.outputs import CompletionOutput, RequestOutput
+from dsa_engine.parallel.collective_log import CollectiveLog
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -41,6 +42,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)
+    log = engine.mesh.cp.log = CollectiveLog()
     if case.get("padded"):
         engine.runner.graphs = DecodeGraphs(
             engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
@@ -77,6 +79,10 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["drafts"] = drafts
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
+    ledger = engine.scheduler.ledger
+    result["fetched"], result["in_host"] = ledger.fetched_pages, sum(pool.host.held for pool in ledger.pools)
+    result["page_bytes"] = engine.cache.page_bytes
+    result["fetched_bytes"] = sum(one.bytes_sent for one in log.collectives if one.kind == "all_to_all")
     result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]

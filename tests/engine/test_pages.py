@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from dsa_engine.engine.disk.disk_loads import DiskLoads
+from dsa_engine.engine.disk.page_reader import Load
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
-from dsa_engine.engine.requests.pages import PageLedger, PagePool
+from dsa_engine.engine.requests.page_ledger import PageLedger
+from dsa_engine.engine.requests.pages import PagePool
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
+from dsa_engine.model.cache.page_moves import PageMoves
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -31,17 +37,18 @@ def test_cached_pages_are_found_until_they_are_needed() -> None:
     pool, (a, b, c) = PagePool(3), (b"a", b"b", b"c")
     pool.name(pool.take(2), [a, b])
     pool.release([0, 1])
-    assert pool.free == 3 and pool.cached == 2 and pool.count_known([a, b, c]) == 2 and pool.count_held([a, b]) == 0
-    assert pool.reuse([a]) == [0] and pool.reuse([a]) == [0] and pool.count_held([a, b, c]) == 1 and pool.free == 2
-    assert pool.take(2) == [2, 1], "a free page before a cached one"
-    assert pool.count_known([a, b]) == 1, "the page of b has other rows now"
+    assert pool.free == 3 and pool.cached == 2 and a in pool and b in pool and c not in pool
+    assert pool.count_held([a, b]) == 0
+    assert pool.begin([a], 1) == pool.begin([a], 1) == ([0], []) and pool.count_held([a, b, c]) == 1 and pool.free == 2
+    assert pool.begin([c], 2) == ([2, 1], [0]), "a free page before a cached one"
+    assert a in pool and b not in pool, "the page of b has other rows now"
     pool.release([0])
     assert pool.free == 0, "another request holds it"
     pool.release([0])
     pool.release([2, 1])
     assert pool.free == 3 and pool.cached == 1
     pool.evict_all()
-    assert pool.free == 3 and pool.cached == 0 and pool.count_known([a]) == 0
+    assert pool.free == 3 and pool.cached == 0 and a not in pool
 
 
 def test_the_least_recently_used_request_is_evicted_first_from_its_last_page_on() -> None:
@@ -50,7 +57,7 @@ def test_the_least_recently_used_request_is_evicted_first_from_its_last_page_on(
     pool.name(first + second, names)
     pool.release(second)
     pool.release(first)
-    pool.release(pool.reuse(names[2:3]))
+    pool.release(pool.begin(names[2:3], 1)[0])
     evicted = [pool.take(1)[0] for _ in range(4)]
     assert evicted == [second[1], first[1], first[0], second[0]]
 
@@ -110,6 +117,9 @@ class World:
     fraction: float
     caching: bool
     lookahead: int
+    slots: int
+    fetched: int
+    disk: bool
 
     def schedulers(self) -> list[Scheduler]:
         made = [
@@ -120,6 +130,8 @@ class World:
                 max_num_batched_tokens=self.tokens,
                 max_prefill_share=self.fraction,
                 enable_prefix_caching=self.caching,
+                host_pages=self.slots,
+                max_fetched_pages=self.fetched,
             )
             for rank in range(self.world)
         ]
@@ -141,7 +153,7 @@ class Wish:
     leaves: int | None  # steps after which it ends, as by a closed stream
 
 
-def crowd(rng: random.Random, caching: bool) -> tuple[World, list[Wish]]:
+def crowd(rng: random.Random, tiers: int) -> tuple[World, list[Wish]]:
     """Requests that need more than the cache together, so that runs preempt as a rule."""
     cp, page_size, pages = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
     world = World(
@@ -152,8 +164,11 @@ def crowd(rng: random.Random, caching: bool) -> tuple[World, list[Wish]]:
         seqs=rng.randint(1, 8),
         tokens=rng.randint(1, 12),
         fraction=rng.choice([1.0, 0.9, 0.5, 0.3, 0.05]),
-        caching=caching,
+        caching=tiers > 0,
         lookahead=rng.randint(0, 1),
+        slots=0 if tiers < 2 else rng.choice([1, 3, 20]),
+        fetched=rng.choice([1, 2, 100]),
+        disk=tiers == 3,
     )
     room = pages * page_size
     wishes = [
@@ -171,6 +186,57 @@ def crowd(rng: random.Random, caching: bool) -> tuple[World, list[Wish]]:
     return world, wishes
 
 
+class SlowReader:
+    """Reads pages of a folder in memory, a few at a time; sometimes a page is damaged."""
+
+    def __init__(self, folder: FolderInMemory):
+        self.folder, self.loads = folder, []
+
+    def load(self, pages: list[Any], after: Any) -> Load:
+        after()
+        load = Load()
+        self.loads.append((load, pages, []))
+        return load
+
+    def read_some(self, rng: random.Random, host: dict[int, list[int]]) -> None:
+        for load, pages, done in [one for one in self.loads if one[0].pages is None]:
+            for digest, _, slot in pages[len(done) : len(done) + rng.randint(0, 3)]:
+                host[slot] = [-1]
+                if digest not in self.folder.pages or rng.random() < 0.1:
+                    load.pages = len(done)
+                    break
+                host[slot] = self.folder.pages[digest]
+                done.append(slot)
+            if len(done) == len(pages):
+                load.pages = len(done)
+
+
+@dataclass
+class FolderInMemory:
+    pages: dict[bytes, list[int]] = field(default_factory=dict)
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self.pages
+
+
+@dataclass
+class AgreedAtOnce:
+    """Stands for the group of all ranks, which all run in this thread."""
+
+    index: int
+    ranks: tuple[int, ...]
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def all_gather(self, mine: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(mine[0], self.values[self.index])
+        return self.values
+
+
+class Slots:
+    def parts(self, slot: int) -> int:
+        return slot
+
+
 @dataclass
 class Simulation:
     """All ranks' schedulers in lock-step, with a model that "samples" the position of the token."""
@@ -183,6 +249,8 @@ class Simulation:
     prefill_steps: int = 0  # … that prefilled
     rewound: int = 0  # number of rewinds
     num_found: int = 0  # tokens that were not computed
+    num_fetched: int = 0  # pages that one rank sent to another
+    num_copied: int = 0  # pages copied to host memory or back
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
@@ -190,7 +258,17 @@ class Simulation:
         self.rows: list[dict[int, int]] = [
             {} for _ in self.ranks
         ]  # by slot: hash of the tokens that the row depends on
+        self.host: list[dict[int, list[int]]] = [{} for _ in self.ranks]  # by slot of host memory: rows of a page
         self.copies: list[dict[int, Request]] = [{} for _ in self.ranks]  # each process has other objects
+        self.folder, self.disks, self.random = FolderInMemory(), [], random.Random(len(self.wishes))
+        for rank, scheduler in enumerate(self.ranks if self.world.disk else []):
+            group = AgreedAtOnce(rank, tuple(range(self.world.world)))
+            none = [[] for _ in self.ranks]
+            flush = partial(self.move, none, only=rank)
+            disk = DiskLoads(self.folder, scheduler.ledger, Slots(), group, lambda *_: [], lambda f=flush: (f(), f)[1])
+            disk._reader = SlowReader(self.folder)
+            scheduler.page_source = disk
+            self.disks.append(disk)
         self.to_come = sorted(range(len(self.wishes)), key=lambda n: self.wishes[n].arrives)
         self.arrived: dict[int, int] = {}  # request: step
 
@@ -236,11 +314,15 @@ class Simulation:
     def step(self) -> None:
         oldest = min(self.live(), key=lambda s: s.id)
         lost, decoded = oldest.preemptions, any(s.prefilled for s in self.live())
+        self.poll()
         if self.now % 3 == 0:  # a step is scheduled, and not launched before another one has been read
             self.on_all(lambda scheduler, _: scheduler.schedule())
             lost = oldest.preemptions
         steps = [scheduler.schedule() for scheduler in self.ranks]
         chunks = steps[0]
+        if not chunks and any(disk.pending for disk in self.disks):
+            self.now += 1
+            return
         assert chunks, "there is work, and nothing is done"
         assert all([key(c) for c in of_rank] == [key(c) for c in chunks] for of_rank in steps), "ranks disagree"
         prefills = [c for c in chunks if not c.request.prefilled]
@@ -257,6 +339,7 @@ class Simulation:
             if prefills and chunk.request.id not in self.admitted:
                 self.admitted.append(chunk.request.id)
                 self.num_found += chunk.start
+        self.move(steps)
         for rank, of_rank in enumerate(steps):
             self.check_pages(rank, of_rank)
             if self.world.caching:
@@ -270,7 +353,59 @@ class Simulation:
             for chunk, pages in written:
                 for position in range(chunk.start, chunk.end):
                     self.rows[rank][self.slot(pages, position)] = self.row(chunk.request, position)
+        if self.disks:
+            for chunk in chunks:
+                self.store(chunk.request)
         self.now += 1
+
+    def poll(self) -> None:
+        for rank, disk in enumerate(self.disks):
+            disk._reader.read_some(self.random, self.host[rank])
+        if self.disks and self.disks[0].pending:
+            values = torch.tensor([[disk._progress(one) for one in disk._searches[:8]] for disk in self.disks])
+            for disk in self.disks:
+                disk.group.values = values
+                disk.poll()
+            assert len({len(disk._searches) for disk in self.disks}) == 1
+
+    def store(self, request: Request) -> None:
+        """Puts the complete pages of a prompt in the folder, and now and then deletes one."""
+        size, pages, owner = self.world.page_size, request.pages, request.owner
+        if not request.prefilled or not pages or owner:
+            return
+        for number, digest in enumerate(request.digests.values[: len(request.prompt) // size]):
+            self.folder.pages[digest] = [self.rows[0][pages[number] * size + offset] for offset in range(size)]
+            if self.random.random() < 0.05:
+                del self.folder.pages[digest]
+
+    def move(self, steps: list[list[Chunk]], only: int | None = None) -> None:
+        """Does what the ranks' schedulers want to have copied and sent before the step computes."""
+        size = self.world.page_size
+        moves = [
+            scheduler.ledger.moves(chunks) if only in (None, rank) else PageMoves([], [], [], False)
+            for rank, (scheduler, chunks) in enumerate(zip(self.ranks, steps, strict=True))
+        ]
+        for rank, of_rank in enumerate(moves):
+            rows, host = self.rows[rank], self.host[rank]
+            for to_host, page, slot in of_rank.copies:
+                if to_host:
+                    host[slot] = [rows[page * size + offset] for offset in range(size)]
+                else:
+                    rows |= {page * size + offset: row for offset, row in enumerate(host[slot])}
+            self.num_copied += len(of_rank.copies)
+        for rank, of_rank in enumerate(moves):
+            first = rank - rank % self.world.cp
+            assert len(of_rank.sends) == (self.world.cp if of_rank.exchanges else 0)
+            assert of_rank.exchanges == moves[first].exchanges, "the ranks of a group disagree"
+            for pages in (of_rank.sends, of_rank.receives):
+                assert sum(map(len, pages)) <= self.world.fetched
+            for other, pages in enumerate(of_rank.receives):
+                sent = moves[first + other].sends[rank - first]
+                assert len(sent) == len(pages) and (first + other != rank or not pages)
+                self.num_fetched += len(pages)
+                for source, page in zip(sent, pages, strict=True):
+                    for offset in range(size):
+                        self.rows[rank][page * size + offset] = self.rows[first + other][source * size + offset]
 
     def slot(self, pages: list[int], position: int) -> int:
         return pages[position // self.world.page_size] * self.world.page_size + position % self.world.page_size
@@ -285,7 +420,7 @@ class Simulation:
 
     def check_rows(self, rank: int, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            for position in range(chunk.start if rank in chunk.ranks else 0):
+            for position in range(chunk.start if rank in chunk.ranks and chunk.length else 0):
                 slot = self.slot(chunk.request.pages, position)
                 assert self.rows[rank][slot] == self.row(chunk.request, position), "a row of other tokens"
 
@@ -293,11 +428,16 @@ class Simulation:
         """Pages with one digest have equal rows on all ranks, and all ranks know of each other's."""
         size, rows_of = self.world.page_size, {}
         for rank, rows in enumerate(self.rows):
-            named = [scheduler.ledger._pools[rank]._page_of for scheduler in self.ranks]
+            named = [scheduler.ledger.pools[rank]._page_of for scheduler in self.ranks]
             assert all(one == named[0] for one in named)
             for digest, page in named[0].items():
                 content = [rows[page * size + offset] for offset in range(size)]
                 assert rows_of.setdefault(digest, content) == content
+            copies = [list(scheduler.ledger.pools[rank].host) for scheduler in self.ranks]
+            assert all(one == copies[0] for one in copies)
+            self.move([[] for _ in self.ranks])
+            for digest, slot in copies[0]:
+                assert rows_of.setdefault(digest, self.host[rank][slot]) == self.host[rank][slot]
 
     def sampled(self, scheduler: Scheduler, request: Request) -> None:
         request.output.append(len(request))
@@ -323,7 +463,7 @@ class Simulation:
 
     def check_budgets(self, chunks: list[Chunk], prefill: bool) -> None:
         assert len(chunks) <= self.world.seqs
-        assert all(c.length >= 1 for c in chunks)
+        assert all(c.length >= 1 or c.fetches for c in chunks)
         for ranks in {c.ranks for c in chunks}:
             length = sum(c.length for c in chunks if c.ranks == ranks)
             assert len(ranks) == (self.world.cp if prefill else 1)
@@ -345,18 +485,21 @@ def key(chunk: Chunk) -> tuple[int, int, int, range]:
     return chunk.request.id, chunk.start, chunk.length, chunk.ranks
 
 
-@pytest.mark.parametrize(("rewinds", "caching"), [(False, False), (True, False), (False, True), (True, True)])
-@settings(max_examples=200)
-@given(seed=st.integers(0, 2**32))
-def test_every_request_ends_and_no_page_is_lost(rewinds: bool, caching: bool, seed: int) -> None:
+@pytest.mark.parametrize("tiers", [0, 1, 2, 3])  # none: no page is found; 2: host memory; 3: the disk
+@settings(max_examples=100)
+@given(rewinds=st.booleans(), seed=st.integers(0, 2**32))
+def test_every_request_ends_and_no_page_is_lost(tiers: int, rewinds: bool, seed: int) -> None:
     rng = random.Random(seed)
-    world, wishes = crowd(rng, caching)
+    world, wishes = crowd(rng, tiers)
+    caching = tiers > 0
     run = Simulation(world, wishes)
     while run.to_come or run.ranks[0].has_work:
         run.arrivals()
         run.departures()
         if rewinds and run.rewound < 40 and rng.random() < 0.5:
             run.rewind(rng)
+        if tiers == 3 and rng.random() < 0.2:  # as if another process had filled the folder
+            run.on_all(lambda scheduler, _: scheduler.prefix_cache.reset())
         if run.ranks[0].has_work:
             run.step()
         else:
@@ -365,9 +508,15 @@ def test_every_request_ends_and_no_page_is_lost(rewinds: bool, caching: bool, se
     event(f"preempted: {min(run.ranks[0].preemptions, 3)}")
     event(f"rewound: {min(run.rewound, 3)}")
     event(f"tokens found: {min(run.num_found, 20) // 5 * 5}")
+    event(f"pages read: {min(sum(disk.pages_read for disk in run.disks), 3)}")
+    event(f"pages fetched: {min(run.num_fetched, 3)}, copied: {min(run.num_copied, 3)}")
     assert caching or run.admitted == sorted(run.admitted), "not in order of arrival"
     run.check_digests()
+    while run.disks and run.disks[0].pending:
+        run.poll()
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
+        for pool in scheduler.ledger.pools:
+            assert pool.host.held + len(pool.host._free) == world.slots, "host memory is lost"
         assert scheduler.preemptions == run.ranks[0].preemptions
         assert scheduler.free_pages == [world.pages] * world.world
         for number, request in mine.items():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dsa_engine.engine.requests.capacity import Capacity
-from dsa_engine.engine.requests.pages import PageLedger
+from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 
 
@@ -29,11 +29,23 @@ class Load(NamedTuple):
         return load
 
 
-def choose_owner(request: Request, ranks: Iterable[int], load: Load, free: Sequence[int], capacity: Capacity) -> int:
+def choose_owner(
+    request: Request,
+    ranks: Iterable[int],
+    load: Load,
+    free: Sequence[int],
+    capacity: Capacity,
+    absent: Mapping[int, int] | None = None,
+) -> int:
     """Chooses the owner among ``ranks``; ``free`` lists the free pages of every rank.
 
     Ranks with enough pages for everything that their requests and this one may still ask for come first. Among these,
-    the rank whose requests attend to the fewest tokens is chosen.
+    the rank is chosen whose requests attend to the fewest tokens; tokens of this request that it had to fetch count
+    like those, so that a request goes back to its last owner unless that one has the longer contexts.
+
+    Args:
+        absent: by rank, the number of this request's pages that the rank had to fetch; default: none.
     """
     need = capacity.max_pages(len(request.prompt), request.max_tokens)
-    return min(ranks, key=lambda rank: (free[rank] - load.future_pages[rank] < need, load.tokens[rank], -free[rank]))
+    tokens = [of_rank + capacity.page_size * (absent or {}).get(r, 0) for r, of_rank in enumerate(load.tokens)]
+    return min(ranks, key=lambda rank: (free[rank] - load.future_pages[rank] < need, tokens[rank], -free[rank]))

@@ -2,7 +2,7 @@
 
 Pages are named when their rows are complete, during the prefill and afterwards. While a prompt is prefilled, all ranks
 of its context-parallel group hold its pages, later its owner does; the pages of the other ranks stay cached. A request
-uses the pages that all ranks of its group have.
+uses the pages that any rank of its group has (``page_ledger.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dsa_engine.engine.requests.page_digests import PageDigests
-from dsa_engine.engine.requests.pages import PageLedger
+from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.request import Request
 
 
@@ -50,10 +50,11 @@ class PrefixCache:
         tokens = request.num_prefill_tokens - self.least_computed
         if request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
             tokens = min(tokens, len(request.prompt_logprobs) - 1)
-        return self._digests(request)[: max(0, tokens) // self._page_size]
+        return self.digests(request)[: max(0, tokens) // self._page_size]
 
     def waits(self, request: Request, usable: list[bytes], running: Iterable[Request]) -> bool:
-        """Whether an older request's prefill will compute at least half of what this request still has to compute.
+        """Whether an older request's prefill will compute at least half of what this request still has to compute, or
+        an older request fetches pages that this one would fetch too.
 
         Only older requests are waited for, so the oldest never waits.
         """
@@ -61,6 +62,8 @@ class PrefixCache:
             if other.prefilled or other.digests is None or other.id >= request.id:
                 continue
             common = _count_equal(other.digests.values, usable)
+            if any(fetch.number < common for fetch in self._ledger.fetching(other)):
+                return True
             gained = (common - other.num_named_pages) * self._page_size
             if gained > 0 and 2 * gained >= request.num_prefill_tokens - other.num_named_pages * self._page_size:
                 return True
@@ -80,7 +83,7 @@ class PrefixCache:
         computed = request.num_computed_tokens // self._page_size
         if request.digests is None or computed <= request.num_named_pages:
             return
-        new = self._digests(request)[request.num_named_pages : computed]
+        new = self.digests(request)[request.num_named_pages : computed]
         self._ledger.name(request, new, request.num_named_pages)
         request.num_named_pages += len(new)
 
@@ -95,7 +98,8 @@ class PrefixCache:
         """Forgets all pages."""
         self._ledger.evict_all()
 
-    def _digests(self, request: Request) -> list[bytes]:
+    def digests(self, request: Request) -> list[bytes]:
+        """Digests of a request's pages, as far as its tokens are known."""
         assert request.digests is not None
         return request.digests.extend(request.num_known_tokens, request.tokens)
 

@@ -34,6 +34,15 @@ class Ending(NamedTuple):
     stop_reason: int | str | None = None  # the stop token or stop string, with "stop"
 
 
+class Fetch(NamedTuple):
+    """A page of a request whose rows one rank sends to another of the same context-parallel group."""
+
+    number: int  # the page's, in the request, from 0
+    digest: bytes
+    source: int  # the rank that has it
+    rank: int  # the rank that lacks it
+
+
 class LastRows(NamedTuple):
     """A request's last computed positions, one fewer than there are MTP modules; tensors on the device."""
 
@@ -67,6 +76,7 @@ class Request:
     digests: PageDigests | None = None  # of its full pages; None: its pages are neither found nor kept
     num_named_pages: int = 0  # its first pages, which other requests can find
     num_found_pages: int = 0  # its first pages, which other requests have computed
+    searched_disk: bool = False  # whether its pages have been looked for on the disk
     num_cached_tokens: int | None = None  # tokens found in the prefix cache when it was first admitted
     cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it
@@ -175,7 +185,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``start … start+length-1`` of a request, computed in one step by ``ranks`` together."""
+    """Tokens ``start … start+length-1`` of a request, computed in one step by ``ranks`` together.
+
+    A request whose rows are still travelling between the ranks has a chunk of length 0.
+    """
 
     request: Request
     start: int
@@ -184,6 +197,7 @@ class Chunk:
     num_logits: int = -1  # number of last tokens with logits; -1: 1 if the chunk reaches the last token, else 0
     # A step in flight decides on the device where the chunk starts: at ``start`` if all drafts are accepted, or before.
     starts_on_device: bool = False
+    fetches: tuple[Fetch, ...] = ()  # pages that the ranks send to each other before they compute
 
     def __post_init__(self) -> None:
         if self.num_logits < 0:

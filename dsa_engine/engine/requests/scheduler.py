@@ -7,7 +7,8 @@ The ranks of one context-parallel group prefill a request, and all of them hold 
 keeps the pages and decodes it alone. A request enters with the pages for its whole prefill, so no prefill waits for
 memory half-way, and takes each further page when it decodes into it. If its owner has no free page, the youngest
 request with pages there is preempted: it loses all pages, returns to the queue in order of arrival, and is later
-prefilled again, prompt and output so far. Tokens whose pages are found in the prefix cache are not computed again.
+prefilled again, prompt and output so far. Tokens whose pages are found in the prefix cache are not computed again:
+their rows are on the device, in host memory behind it, or on another rank of the group.
 
 Every request ends. The oldest is never preempted: the youngest is preempted first, and a request alone on its owner has
 all the pages it can ever need (``Capacity.check``). While the oldest waits it is first in the queue, and no request
@@ -22,13 +23,26 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import deque
+from typing import Protocol
 
 from dsa_engine.engine.requests.capacity import Capacity, pages_for
 from dsa_engine.engine.requests.owners import Load, choose_owner
-from dsa_engine.engine.requests.pages import PageLedger
+from dsa_engine.engine.requests.page_ledger import PageLedger
 from dsa_engine.engine.requests.prefix_cache import PrefixCache
-from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.request import Chunk, Fetch, Request
 from dsa_engine.errors import CapacityError
+
+
+class PageSource(Protocol):
+    """Brings pages of waiting requests to host memory."""
+
+    def awaits(self, request: Request, usable: list[bytes], ranks: range) -> bool:
+        """Whether a request waits for such pages; the first call for a request begins the search.
+
+        Args:
+            usable: digests of the pages that it need not compute.
+            ranks: the context-parallel group that it is likely to run on.
+        """
 
 
 class Scheduler:
@@ -42,12 +56,15 @@ class Scheduler:
         max_prefill_share: maximum fraction of prefill steps among the steps taken while some request decodes, in
             (0, 1]; 1 puts prefill first.
         enable_prefix_caching: whether requests use pages that others have computed.
+        host_pages: pages that fit in each rank's host memory.
+        max_fetched_pages: maximum number of pages that a rank sends, or receives, in a step.
 
     Attributes:
         num_drafts: maximum number of drafts of a request in a step.
         capacity: says whether a request can run at all.
         ledger: which pages each request holds, on every rank.
         prefix_cache: finds the pages of tokens that have been computed.
+        page_source: where waiting requests' pages may come from, if anywhere.
         preemptions: number of times that a running request has lost its pages to an older one.
     """
 
@@ -60,6 +77,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_prefill_share: float,
         enable_prefix_caching: bool = True,
+        host_pages: int = 0,
+        max_fetched_pages: int = 1,
     ):
         cp_size = capacity.cp_size
         self._groups = [range(first, first + cp_size) for first in range(0, capacity.world_size, cp_size)]
@@ -71,8 +90,9 @@ class Scheduler:
         self._credit = 0.0  # prefill steps that may be taken while some request decodes
         self._credit_after = 0.0  # the same after the step scheduled last
         self.capacity = capacity
-        self.ledger = PageLedger(rank, capacity.world_size, capacity.pages)
+        self.ledger = PageLedger(rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages)
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching)
+        self.page_source: PageSource | None = None
         self._waiting: deque[Request] = deque()  # both in order of arrival
         self._running: list[Request] = []
         self.preemptions = 0
@@ -151,6 +171,7 @@ class Scheduler:
         for chunk in chunks:
             request = chunk.request
             request.num_computed_tokens = chunk.end
+            self.ledger.fetched(request, chunk.fetches)
             self.prefix_cache.name(request)
             if request.prefilled:
                 for rank in chunk.ranks:
@@ -195,32 +216,46 @@ class Scheduler:
 
     def _prefill(self) -> list[Chunk]:
         """Chunks of the requests in prefill, then of those that can enter. A request that waits for an older one's
-        pages lets others enter."""
-        prefilling = [request for request in self._running if not request.prefilled]
-        chunks = [chunk for request in prefilling if (chunk := self._prefill_chunk(request))]
+        pages, or for the disk, lets others enter."""
+        chunks: list[Chunk] = []
+        for request in self._running:
+            if not request.prefilled:
+                chunks += self._prefill_chunk(request, chunks)
         for request in self.waiting:
             if len(self._running) >= self._max_num_seqs:
                 break
             usable = self.prefix_cache.usable(request)
             if self.prefix_cache.waits(request, usable, self._running):
                 continue
+            if self.page_source is not None and self.page_source.awaits(request, usable, self._best_group(usable)):
+                continue
             if not self._admit(request, usable):
                 break
             self._waiting.remove(request)
             insort(self._running, request, key=_arrival)
-            if chunk := self._prefill_chunk(request):
-                chunks.append(chunk)
+            chunks += self._prefill_chunk(request, chunks)
         return chunks
 
-    def _prefill_chunk(self, request: Request) -> Chunk | None:
+    def _best_group(self, usable: list[bytes]) -> range:
+        """The context-parallel group that has most of these pages."""
+        return max(self._groups, key=lambda ranks: self.ledger.known(usable, ranks))
+
+    def _prefill_chunk(self, request: Request, others: list[Chunk]) -> list[Chunk]:
+        """A request's chunk in a step that has these other ones; none if no tokens and no fetches are left for it."""
+        start, ranks = request.num_computed_tokens, self._groups[request.cp_group]
+        fetches: tuple[Fetch, ...] = ()
+        if waiting := list(self.ledger.fetching(request)):
+            fetches = self.ledger.next_fetches(request, [fetch for chunk in others for fetch in chunk.fetches])
+            if len(fetches) < len(waiting):
+                return [Chunk(request, start, 0, ranks, fetches=fetches)] if fetches else []
         remaining = request.num_prefill_tokens - request.num_computed_tokens
         length = min(remaining, self._budget[request.cp_group])
         if 0 < remaining - length < self.prefix_cache.least_computed:
             length = max(0, remaining - self.prefix_cache.least_computed)
-        if length == 0:
-            return None
+        if length == 0 and not fetches:
+            return []
         self._budget[request.cp_group] -= length
-        return Chunk(request, request.num_computed_tokens, length, self._groups[request.cp_group])
+        return [Chunk(request, start, length, ranks, fetches=fetches)]
 
     def _decode(self) -> list[Chunk]:
         """Chunks of all requests that decode, once these have pages; some may be preempted for the others."""
@@ -260,11 +295,12 @@ class Scheduler:
     def _admit(self, request: Request, usable: list[bytes]) -> bool:
         """Gives a request its group, its owner and its first pages; returns False if no group has room.
 
-        It goes to the group that has most of its ``usable`` pages. Among those, as the cost of decoding grows with the
-        tokens that a rank's requests attend to, it goes to the group with the fewest; for the owner, see
-        :func:`.owners.choose_owner`.
+        It goes to the group that is likely to finish its prefill first: the one with the fewest tokens to prefill, its
+        own included and those of its ``usable`` pages that the group has left out. Among equal groups, as the cost of
+        decoding grows with the tokens that a rank's requests attend to, it goes to the one with the fewest; for the
+        owner, see :func:`.owners.choose_owner`.
         """
-        ledger = self.ledger
+        ledger, size = self.ledger, self.capacity.page_size
         free, load = ledger.free, Load.of(self._running, ledger, self.capacity)
         pages = self.capacity.with_drafts(request, self.num_drafts)
         hits = [usable[: ledger.known(usable, ranks)] for ranks in self._groups]
@@ -272,15 +308,17 @@ class Scheduler:
             number
             for number, ranks in enumerate(self._groups)
             if self._budget[number] > 0
-            and all(free[r] - load.reserved_pages[r] >= ledger.needed(hits[number], r, pages) for r in ranks)
+            and all(ledger.fits(hits[number], r, pages, free[r] - load.reserved_pages[r]) for r in ranks)
         ]
         if not fits:
             return False
-        group = min(fits, key=lambda number: (-len(hits[number]), sum(load.tokens[r] for r in self._groups[number])))
-        request.cp_group, request.owner = group, choose_owner(request, self._groups[group], load, free, self.capacity)
-        for rank in self._groups[group]:
-            ledger.reuse(request, rank, hits[group])
-            ledger.take(request, rank, pages - len(hits[group]))
+        to_prefill = [-size * len(digests) for digests in hits]
+        for other in self._running:
+            to_prefill[other.cp_group] += max(0, other.num_prefill_tokens - other.num_computed_tokens)
+        group = min(fits, key=lambda number: (to_prefill[number], sum(load.tokens[r] for r in self._groups[number])))
+        request.cp_group, ranks = group, self._groups[group]
+        absent = ledger.begin(request, ranks, hits[group], pages)
+        request.owner = choose_owner(request, ranks, load, free, self.capacity, absent)
         self.prefix_cache.admitted(request, len(hits[group]))
         return True
 

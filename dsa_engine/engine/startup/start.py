@@ -28,6 +28,7 @@ from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.startup.same_weights import compare_weights
 from dsa_engine.engine.startup.step_memory import step_bytes
+from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, make_transfer
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -95,16 +96,21 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         static = captures and mesh.static_decode
         for_steps = step_bytes(model, stored, options, max_model_len, relaxed, static)
     cached = config.with_mtp(modules)
-    pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), for_steps or 0)
+    sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
+    beside = (for_steps or 0) + sizes.device_bytes(mesh, cached, stored, options.page_size)
+    pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), beside)
     with enough_memory("the caches", "lower cache_memory"):
         cache = KVCache(cached, stored, pages, options.page_size, mesh.device)
+    cache.transfer = make_transfer(cache, mesh, sizes)
     scheduler = Scheduler(
         Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_share=options.max_prefill_share,
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=options.enable_prefix_caching and mesh.communicates,
+        host_pages=sizes.host,
+        max_fetched_pages=sizes.exchanged,
     )
     contexts = ContextBuckets(max_model_len, options.page_size)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None
@@ -121,6 +127,8 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         load_seconds=load_seconds,
         step_bytes=for_steps,
     )
+    if options.cache_folder is not None:
+        attach_disk(engine, folder, sizes)
     if graphs is not None and mesh.static_decode:
         capture_likely(runner, mesh, options, max_model_len, engine.progress)
     return engine

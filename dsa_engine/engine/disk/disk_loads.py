@@ -1,0 +1,164 @@
+"""Pages of waiting requests that come from the disk to host memory.
+
+What a folder holds is known to a rank only when it has looked, and other processes change the folder meanwhile. So the
+ranks of a group agree twice on each request, in the order in which they began: how many pages the folder has, and how
+many of these have been read. Between that, nothing waits for the disk. A page is read by one rank of the group, in turn
+by the page's number; the others fetch its rows from that rank when the request begins (``page_ledger.py``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dsa_engine.engine.disk.page_folder import PageFolder
+from dsa_engine.engine.disk.page_reader import Load, PageReader, WantedPage
+from dsa_engine.engine.requests.page_ledger import PageLedger
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.model.cache.host_pages import HostPages
+from dsa_engine.parallel.group import Group
+
+_AGREED = 8  # requests that the ranks agree on at a time
+_RUNNING = -1
+
+
+@dataclass
+class _Search:
+    """A request's pages that its group lacks: first looked for, then read."""
+
+    request: Request
+    ranks: range
+    digests: list[bytes]
+    first: int  # number of the first of these pages in the request
+    present: int  # number of first pages that the folder may have, as this rank knows
+    slots: list[list[int]] | None = None  # of every rank of the group, for the pages that it reads
+    load: Load | None = None  # what this rank reads, if any
+
+    def part(self, rank: int, count: int) -> range:
+        """The pages among the first ``count`` that a rank reads."""
+        return range((rank - self.ranks[0] - self.first) % len(self.ranks), count, len(self.ranks))
+
+
+@dataclass
+class DiskLoads:
+    """Finds and reads the pages of waiting requests; the same calls come on all ranks.
+
+    Args:
+        folder: the folder, as this rank sees it.
+        ledger: receives the pages that have been read.
+        host: this rank's host memory.
+        group: all ranks, on the CPU.
+            tokens_of: the tokens that the rows of a request's page depend on, of those after the pages before it.
+        flush: makes the copies that the ledger has planned, and returns a function that waits until they are done.
+    """
+
+    folder: PageFolder
+    ledger: PageLedger
+    host: HostPages
+    group: Group
+    tokens_of: Callable[[Request, int], Sequence[int]]
+    flush: Callable[[], Callable[[], None]]
+    pages_read: int = 0  # by this rank
+    _searches: list[_Search] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rank = self.group.ranks[self.group.index]
+        self._reader = PageReader(self.folder)
+
+    @property
+    def pending(self) -> bool:
+        """Whether requests wait for the disk; the same on all ranks."""
+        return bool(self._searches)
+
+    def awaits(self, request: Request, usable: Sequence[bytes], ranks: range) -> bool:
+        """Whether a request waits for pages from the disk. The first call for a request begins the search.
+
+        Args:
+            usable: digests of the pages that it need not compute.
+            ranks: the group that the request is likely to run on.
+        """
+        if request.searched_disk:
+            return any(search.request is request for search in self._searches)
+        request.searched_disk = True
+        first = self.ledger.known(usable, ranks)
+        if first == len(usable):
+            return False
+        search = _Search(request, ranks, list(usable[first:]), first, len(usable) - first)
+        if self._rank in ranks:
+            search.present = self._present(search)
+        self._searches.append(search)
+        return True
+
+    def poll(self) -> None:
+        """Lets the ranks agree on what has come; called once a step on every rank while any request is pending."""
+        searches = self._searches[:_AGREED]
+        mine = torch.tensor([[self._progress(search) for search in searches]], dtype=torch.int64)
+        counts = self.group.all_gather(mine).amin(dim=0).tolist()
+        for search, count in zip(searches, counts, strict=True):
+            if count == _RUNNING:
+                continue
+            if search.slots is not None:
+                self._end_reading(search, search.slots, count)
+            elif self._begin_reading(search, count):
+                continue
+            self._searches.remove(search)
+
+    def close(self) -> None:
+        """Ends the thread that reads."""
+        self._reader.close()
+
+    def _present(self, search: _Search) -> int:
+        """The first of a search's pages that this rank would read and the folder lacks; found by bisection, as a page
+        is of no use without those before it. A page that is missing before it ends the reading later."""
+        part = search.part(self._rank, len(search.digests))
+        missing = bisect_left(part, True, key=lambda index: not self.folder.has(search.digests[index]))
+        return part[missing] if missing < len(part) else len(search.digests)
+
+    def _progress(self, search: _Search) -> int:
+        """How many of a search's first pages this rank knows nothing against, or that it has not ended its part."""
+        if search.slots is None or search.load is None:
+            return search.present
+        if search.load.pages is None:
+            return _RUNNING
+        part = search.part(self._rank, search.present)
+        return part[search.load.pages] if search.load.pages < len(part) else search.present
+
+    def _begin_reading(self, search: _Search, count: int) -> bool:
+        """Reserves host memory on all ranks of the group, as far as there is any, and starts reading; returns whether
+        there is anything to read."""
+        locked, slots = frozenset(search.digests), []
+        for rank in search.ranks:
+            part = search.part(rank, count)
+            slots.append(self.ledger.pools[rank].host.reserve(len(part), locked))
+            if len(slots[-1]) < len(part):
+                count = part[len(slots[-1])]
+        for rank, of_rank in zip(search.ranks, slots, strict=True):
+            surplus = len(of_rank) - len(search.part(rank, count))
+            self.ledger.pools[rank].host.give_back(of_rank[len(of_rank) - surplus :])
+            del of_rank[len(of_rank) - surplus :]
+        search.present = count
+        if count == 0:
+            return False
+        search.slots = slots
+        if self._rank in search.ranks and slots[self._rank - search.ranks[0]]:
+            pages = []
+            for index, slot in zip(search.part(self._rank, count), slots[self._rank - search.ranks[0]], strict=True):
+                tokens = self.tokens_of(search.request, search.first + index)
+                pages.append(WantedPage(search.digests[index], tokens, self.host.parts(slot)))
+            search.load = self._reader.load(pages, self.flush())  # copies from and to these slots may be under way
+        return True
+
+    def _end_reading(self, search: _Search, slots: list[list[int]], count: int) -> None:
+        """Records the first ``count`` pages in host memory, and frees the slots of the others."""
+        for rank, of_rank in zip(search.ranks, slots, strict=True):
+            host, part = self.ledger.pools[rank].host, search.part(rank, search.present)
+            for index, slot in zip(part, of_rank, strict=True):
+                if index < count:
+                    host.name(slot, search.digests[index])
+                else:
+                    host.give_back([slot])
+            if rank == self._rank:
+                self.pages_read += sum(index < count for index in part)

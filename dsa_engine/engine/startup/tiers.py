@@ -1,0 +1,139 @@
+"""What stands behind the caches: rows of other ranks, host memory, a folder on the disk."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.disk.disk_loads import DiskLoads
+from dsa_engine.engine.disk.disk_stores import DiskStores
+from dsa_engine.engine.disk.disk_tier import DiskTier
+from dsa_engine.engine.disk.folder_key import FolderKey
+from dsa_engine.engine.disk.page_folder import PageFolder
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.model.cache.host_pages import HostPages
+from dsa_engine.model.cache.page_transfer import PageTransfer
+from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+from dsa_engine.system.sizes import parse_bytes
+
+_EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step
+_TRANSIT = 2 << 30  # most bytes of host memory for pages on their way to the disk, or from it without other host memory
+
+
+class TierSizes(NamedTuple):
+    """Sizes in pages, the same on every rank.
+
+    Attributes:
+        host: pages in host memory that have left the device, or that the disk has brought.
+        to_disk: further pages in host memory, on their way to the disk.
+        exchanged: maximum number of pages that a rank sends, or receives, in a step; 0: ranks exchange none.
+    """
+
+    host: int
+    to_disk: int
+    exchanged: int
+
+    @classmethod
+    def of(
+        cls, options: EngineOptions, mesh: Mesh, config: ModelConfig, format: CacheFormat, max_model_len: int
+    ) -> TierSizes:
+        """The sizes by the options.
+
+        Args:
+            options, mesh: the engine's.
+            config, format: the cache's; ``config`` with its MTP modules.
+            max_model_len: maximum number of tokens of a request.
+        """
+        if not options.enable_prefix_caching:
+            return cls(0, 0, 0)
+        page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
+        exchanges = mesh.communicates and not mesh.cp.alone
+        exchanged = max(1, _EXCHANGED * layers // page_bytes) if exchanges else 0
+        memory = _host_memory(options, mesh)
+        if options.cache_folder is None:
+            return cls(memory // page_bytes, 0, exchanged)
+        # A rank reads and writes its part of a request's pages.
+        own = math.ceil(pages_for(max_model_len, options.page_size) / mesh.cp_size)
+        transit = max(1, min(own, _TRANSIT // page_bytes))
+        return cls(memory // page_bytes or transit, transit, exchanged)
+
+    def device_bytes(self, mesh: Mesh, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
+        """Device memory that copies and exchanges take."""
+        return PageTransfer.device_bytes(
+            config,
+            format,
+            page_size,
+            device=mesh.device,
+            ranks=mesh.cp.size if self.exchanged else 1,
+            max_exchanged=self.exchanged,
+            host=self.slots > 0,
+        )
+
+    @property
+    def slots(self) -> int:
+        """Pages in host memory."""
+        return self.host + self.to_disk
+
+
+def _page_folder(engine: Engine, model: Path) -> PageFolder:
+    options, runtime = engine.options, engine.model.runtime
+    lookahead, weights = engine.scheduler.prefix_cache.lookahead, type(runtime.weights).__name__
+    key = FolderKey.of(model, options, engine.config, engine.cache.format, engine.dtype, weights, lookahead)
+    limit = None if options.cache_folder_size is None else parse_bytes(options.cache_folder_size, "cache_folder_size")
+    assert options.cache_folder is not None
+    try:
+        return PageFolder(Path(options.cache_folder).expanduser(), limit, *key)
+    except OSError as error:
+        raise ValueError(
+            f"cache_folder {str(options.cache_folder)!r} cannot be made: {error}; give a folder that this user may "
+            "write, or leave it out"
+        ) from error
+
+
+def _host_memory(options: EngineOptions, mesh: Mesh) -> int:
+    """Bytes of host memory on each rank."""
+    if options.kv_offloading_size is not None:
+        return int(options.kv_offloading_size * (1 << 30)) // mesh.world_size
+    return 0 if options.host_cache_memory is None else parse_bytes(options.host_cache_memory, "host_cache_memory")
+
+
+def make_transfer(cache: KVCache, mesh: Mesh, sizes: TierSizes) -> PageTransfer | None:
+    """Makes host memory, and what copies pages to it and to other ranks; None if there is neither.
+
+    Raises:
+        CapacityError: the host memory is not there.
+    """
+    if not sizes.slots and not sizes.exchanged:
+        return None
+    host = HostPages(cache, sizes.slots) if sizes.slots else None
+    return PageTransfer(cache, mesh.cp, host, sizes.exchanged)
+
+
+def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
+    """Lets an engine read and write pages in the folder of its options.
+
+    Args:
+        model: the checkpoint's folder.
+
+    Raises:
+        ValueError: the folder is not there and cannot be made.
+    """
+    folder = _page_folder(engine, model)
+    cache, scheduler, mesh, transfer = engine.cache, engine.scheduler, engine.mesh, engine.cache.transfer
+    assert transfer is not None and transfer.host is not None, "attach_disk comes after make_transfer"
+    size, prefix_cache = cache.page_size, scheduler.prefix_cache
+
+    def tokens_of(request: Request, page: int) -> list[int]:
+        return request.tokens(page * size, size + prefix_cache.lookahead)
+
+    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, tokens_of, engine.flush_copies)
+    slots = range(sizes.host, sizes.slots)
+    stores = DiskStores(folder, prefix_cache, transfer, transfer.host, slots, mesh.rank, size, tokens_of)
+    scheduler.page_source, engine.disk = loads, DiskTier(loads, stores)

@@ -1,0 +1,161 @@
+"""Runs the application under uvicorn, until a signal or the end of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dsa_engine.llm import LLM
+from dsa_engine.server.app import Server, make_app
+from dsa_engine.server.errors import ApiError
+from dsa_engine.server.events import to_json
+from dsa_engine.server.options import ServerOptions
+
+logger = logging.getLogger(__name__)
+_LOOK_S = 0.2  # how often the engine and the running requests are looked at
+_END_S = 3.0  # time for requests that were stopped to send their errors
+_KEEP_ALIVE_S = 5  # an idle connection is closed after this
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if no header comes within ``header_timeout`` seconds."""
+
+    header_timeout = 30.0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_header()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._header_came()
+        elif self.cycle is None or self.cycle.response_complete:
+            self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._header_came()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, in OpenAI's form."""
+        body = to_json(ApiError(400, f"this is no HTTP/1.1 request: {msg}").body)
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        self.transport.close()
+
+    def _await_header(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_timeout, self._too_slow)
+
+    def _header_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until SIGTERM or Ctrl-C, and then until the running requests have ended, within ``shutdown_timeout``.
+
+    A second signal ends them at once. If the engine ends, so does the server.
+
+    Attributes:
+        app_server: what the routes share.
+        failed: whether the engine has ended by an error.
+    """
+
+    def __init__(self, server: Server):
+        options = server.options
+        protocol = type("_TimedProtocol", (_Protocol,), {"header_timeout": options.body_timeout})
+        super().__init__(
+            uvicorn.Config(
+                make_app(server),
+                host=options.host,
+                port=options.port,
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(_END_S),
+            )
+        )
+        self.app_server = server
+        self._signals = 0
+        self.failed = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called on a signal, in place of uvicorn's handler, which would close the listening socket at once."""
+        self._signals += 1
+
+    async def startup(self, sockets: Any = None) -> None:
+        # All other ranks must follow before the first request comes.
+        await self.app_server.llm.agenerate([])
+        await super().startup(sockets)
+        self._supervisor = asyncio.ensure_future(self._supervise())
+
+    def _log_started_message(self, listeners: Any) -> None:
+        host, port = listeners[0].getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        logger.info("%s is served at http://%s:%d", ", ".join(self.app_server.names), host, port)
+        self.port = port
+
+    async def _supervise(self) -> None:
+        """Waits for a signal or the end of the engine; then lets requests end, and the server too."""
+        admission = self.app_server.admission
+        while not self._signals and self.app_server.alive() is None:
+            await asyncio.sleep(_LOOK_S)
+        admission.draining = True
+        if self._signals:
+            await self._drain()
+        if (ended := self.app_server.alive()) is not None:
+            self.failed = True
+            logger.error("%s", ended)
+        admission.stop_all(ended or ApiError(503, "the server is shutting down", code="shutting_down"))
+        self.should_exit = True
+
+    async def _drain(self) -> None:
+        admission, timeout = self.app_server.admission, self.app_server.options.shutdown_timeout
+        logger.info("shutting down: running requests have %g seconds to end", timeout)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        while not admission.empty and loop.time() < until and self._signals < 2 and self.app_server.alive() is None:
+            await asyncio.sleep(_LOOK_S)
+
+
+def serve(llm: LLM, options: ServerOptions) -> bool:
+    """Serves on this rank until a signal; returns False if the engine has ended by an error.
+
+    Raises:
+        OSError: the address is in use, or not this machine's.
+        ValueError: an option is not possible.
+    """
+    http = HttpServer(Server(llm, options))
+    try:
+        http.run()
+    except SystemExit as error:  # uvicorn's way to say that it cannot listen; its log has the reason
+        raise OSError(f"cannot listen at {options.host}:{options.port}; is another server there?") from error
+    return not http.failed
+
+
+def ignore_signals() -> None:
+    """For ranks that follow: the launcher sends them the signal too, and rank 0 tells them when to end."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)

@@ -6,10 +6,11 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
 
-from dsa_engine import LLM, SamplingParams
+from dsa_engine import LLM, SamplingParams, cli
 from dsa_engine.engine import stats_log
 from dsa_engine.engine.stats_log import StatsLog
 
@@ -70,3 +71,17 @@ def test_lines_come_while_requests_run_and_end_with_the_log(llm: LLM, caplog: py
     assert lines and all(re.match(r"prefill [\d,.]+ tokens/s, decode [\d,.]+ tokens/s; ", line) for line in lines)
     assert not [thread for thread in threading.enumerate() if "stats log" in thread.name]
     StatsLog(llm.engine).close()  # never started
+
+
+@pytest.mark.parametrize(("options", "lines"), [([], True), (["--disable-log-stats"], False)])
+def test_the_server_has_the_lines_unless_told_not_to(
+    llm: LLM, options: list[str], lines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serving(*_: object) -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if "stats log" in thread.name]
+
+    seen: list[bool] = []
+    monkeypatch.setattr("dsa_engine.commands.serve.llm_from", lambda _: MagicMock(engine=llm.engine))
+    monkeypatch.setattr("dsa_engine.server.run.serve", lambda *_: seen.append(bool(serving())) or True)
+    cli.main(["serve", "demo", *options])
+    assert seen == [lines] and not serving()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -28,6 +29,7 @@ def run_serve(args: argparse.Namespace) -> None:
     if options.api_key is None and os.environ.get(KEY_VARIABLE):
         options = replace(options, api_key=os.environ[KEY_VARIABLE])
     args.model = args.model_tag or args.model
+    from dsa_engine.engine.stats_log import StatsLog
     from dsa_engine.server.run import ignore_signals, serve
 
     llm = llm_from(args)
@@ -35,7 +37,7 @@ def run_serve(args: argparse.Namespace) -> None:
         ignore_signals()
         llm.follow()
         return
-    with llm:
+    with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
         served = serve(llm, options)
     if not served:
         sys.exit(1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsa_engine.config.checks import integer, list_of, number, shown
-from dsa_engine.config.fields import STR, Kind, Options, documented, instance_of, option
+from dsa_engine.config.fields import BOOL, STR, Kind, Options, documented, instance_of, option
 from dsa_engine.system.sizes import parse_bytes
 
 
@@ -48,6 +48,9 @@ class ServerOptions(Options):
         Kind(number(0), float, metavar="SECONDS"),
         20.0,
         "after SIGTERM or Ctrl-C, seconds for running requests to end; new ones get status 503.",
+    )
+    disable_log_stats: bool = option(
+        BOOL, False, "no line in the log every ten seconds while requests run: throughput, requests, prefix hits."
     )
     chat_template: str | None = option(
         STR, None, "a file with the chat template to use instead of the model's, or the template itself."

@@ -198,8 +198,11 @@ class Engine:
             transfer.finish()
         try:
             yield
-        finally:
-            transfer.finish()  # even if the step has failed: other requests use these pages
+        except BaseException:
+            if not moves.exchanges:  # an exchange has broken off, and the error ends the run
+                transfer.finish()  # other requests may use these pages
+            raise
+        transfer.finish()
 
     def flush_copies(self) -> Callable[[], None]:
         """Makes the copies that the next step would begin with; returns a function that waits until they are done."""

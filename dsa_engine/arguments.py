@@ -110,7 +110,7 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
     return LLM(**(engine_options(args) | changes))
 
 
-def add_options(group: argparse._ArgumentGroup, options: type) -> None:
+def add_options(group: argparse._ActionsContainer, options: type) -> None:
     """Adds the options of a dataclass; :func:`options_from` reads them."""
     for f, option in options_of(options):
         kind, flag = option.kind, _flag(f)

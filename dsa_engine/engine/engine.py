@@ -78,6 +78,7 @@ class Engine:
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
         self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
         self.ids = count()
+        self._copied: Callable[[], None] = lambda: None  # waits for the last copies between pages and host memory
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.draft(self._max_drafts)
 
@@ -189,7 +190,10 @@ class Engine:
         if transfer is None:
             yield
             return
-        transfer.begin(self.scheduler.ledger.moves(chunks))
+        moves = self.scheduler.ledger.moves(chunks)
+        copied = transfer.begin(moves)
+        if moves.copies:
+            self._copied = copied
         if plan is None or plan.bucket is not None:
             transfer.finish()
         try:
@@ -200,9 +204,7 @@ class Engine:
     def flush_copies(self) -> Callable[[], None]:
         """Makes the copies that the next step would begin with; returns a function that waits until they are done."""
         with self._moving([]):
-            pass
-        assert self.cache.transfer is not None
-        return self.cache.transfer.copy_out([])
+            return self._copied
 
     def close(self) -> None:
         """Ends the threads of the disk, once they have written what they have."""

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
 
+from dsa_engine.engine.mailbox import Mailbox
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
 from dsa_engine.text.stream import TextStream
 from dsa_engine.text.tokenizer import Tokenizer
-
-
-class Mailbox(Protocol):
-    """Receives a caller's results; any thread may put one in.
-
-    The reply of a stream puts pieces, the reply of another call puts None when it has ended, and a job puts its tensor.
-    The caller raises an exception that it receives.
-    """
-
-    def put(self, item: Any, /) -> None: ...
 
 
 class Reply:

@@ -29,6 +29,7 @@ from dsa_engine.text.conversations import conversation_format
 from dsa_engine.version import __version__
 
 PAGE = Path(__file__).parent / "page"
+_REVALIDATED = {"Cache-Control": "no-cache"}  # a browser asks whether its copy is that of this version
 
 
 class Server:
@@ -169,15 +170,22 @@ def _model_card(server: Server, name: str) -> dict[str, Any]:
     }
 
 
+class _PageFiles(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_REVALIDATED)
+        return response
+
+
 def _add_page(app: FastAPI) -> None:
     """Serves the page, if it is installed: index.html at "/", the files beside it under "/page/"."""
     if (PAGE / "index.html").is_file():
 
         @app.get("/", include_in_schema=False)
         async def page() -> FileResponse:
-            return FileResponse(PAGE / "index.html")
+            return FileResponse(PAGE / "index.html", headers=_REVALIDATED)
 
-        app.mount("/page", StaticFiles(directory=PAGE))
+        app.mount("/page", _PageFiles(directory=PAGE))
 
 
 def _template(given: str | None) -> str | None:

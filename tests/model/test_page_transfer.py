@@ -96,7 +96,7 @@ def test_copies_have_the_effect_of_one_after_another(
     assert copies.bytes_from_host == (sum(map(len, steps)) - to_host) * host.page_bytes
 
 
-def test_pages_that_change_places_are_two_runs() -> None:
+def test_pages_that_take_turns_in_slots_are_two_runs() -> None:
     copies = [PageCopy(to_host, page, page if to_host else 9 - page) for page in range(4) for to_host in (True, False)]
     runs = independent_runs(copies)
     assert [(run.to_host, len(run.pairs)) for run in runs] == [(True, 4), (False, 4)]
@@ -292,13 +292,13 @@ class TestOnCuda:
                 done = transfer.begin(PageMoves([PageCopy(True, 0, 0), PageCopy(False, 0, 1), PageCopy(False, 3, 2)]))
                 (stream,) = device.streams_used - {0}
                 assert device.reached[stream][0] == before, "copies wait for the work before them"
-                ends = []
+                reached = []
                 for layer in range(LAYERS):
                     transfer.arrive(layer)
-                    ends.append(device.reached[0][stream])
+                    reached.append(device.reached[0][stream])
                 # The page numbers once; then a gather, a copy to the device and a scatter for each pool.
                 pools = [1 if layer == 1 else 2 for layer in range(LAYERS)]
-                assert ends == [1 + 3 * sum(pools[: layer + 1]) for layer in range(LAYERS)]
+                assert reached == [1 + 3 * sum(pools[: layer + 1]) for layer in range(LAYERS)]
                 assert device.waits == []
                 done()
                 assert device.waits == ["event in copy_stream.py:block"]

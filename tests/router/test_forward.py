@@ -218,6 +218,15 @@ def test_bodies_that_make_no_sense(with_fleet: Run) -> None:
     with_fleet(test, 1, max_body_size=150_000)
 
 
+def test_a_path_that_is_too_long(with_fleet: Run) -> None:
+    async def test(fleet: Any) -> None:
+        fleet.router.replicas.all[0].url += "/" + "a" * 65_000
+        answer = await fleet.client.get("/v1/models/" + "b" * 1000)
+        assert answer.status_code == 400 and "cannot be passed on" in answer.json()["error"]["message"]
+
+    with_fleet(test, 1)
+
+
 def test_a_slow_body_and_too_many_requests(with_fleet: Run) -> None:
     async def test(fleet: Any) -> None:
         async def slow() -> Any:

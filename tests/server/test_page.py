@@ -148,7 +148,9 @@ def drop(page: Any, name: str, content: bytes) -> None:
 def test_a_conversation_about_a_document(visit: Callable[..., Any], serve: Callable[..., Any]) -> None:
     """With the trained demo model, behind an API key."""
     llm = LLM("demo", device="cpu", max_model_len=2048, cache_memory="32MiB", progress=False)
-    page = visit(f"http://127.0.0.1:{serve(llm, api_key='secret', served_model_name=['demo']).port}/")
+    server = serve(llm, api_key="secret", served_model_name=["demo"])
+    assert server.get("/page/page.js").headers["cache-control"] == "no-cache"
+    page = visit(f"http://127.0.0.1:{server.port}/")
     bodies: list[Any] = []
     page.on("request", lambda r: r.url.endswith("/completions") and bodies.append(r.post_data_json))
     page.get_by_text("needs an API key").wait_for()
@@ -224,6 +226,47 @@ def test_thoughts_text_and_errors_as_they_come(visit: Callable[..., Any], script
     assert "Half" in turn.inner_text()
 
 
+# A text that is cut anywhere shows as the whole text does.
+CUT = """async (text) => {
+    const { Prose } = await import("./page/prose.js");
+    const shown = (...parts) => {
+        const element = document.createElement("div");
+        const prose = new Prose(element);
+        for (const part of parts) prose.push(part);
+        return element.innerHTML;
+    };
+    const whole = shown(text);
+    const differ = [...text].flatMap((_, i) => shown(text.slice(0, i), text.slice(i)) === whole ? [] : [i]);
+    return [whole, shown(...text) === whole, differ];
+}"""
+MARKDOWN = """# A *title*
+Text with `a <code>` and **strong**
+- one
+  goes on
+    1. inner
+
+```py
+# no title
+```
+> quoted
+***
+| a | b |
+|---|---|
+| 1 | <2> |
+"""
+SHOWN = (
+    "<h4>A <em>title</em></h4><p>Text with <code>a &lt;code&gt;</code> and <strong>strong</strong></p>"
+    '<ul><li>one\ngoes on<ol start="1"><li>inner</li></ol></li></ul><pre><code># no title</code></pre>'
+    "<blockquote><p>quoted</p></blockquote><hr>"
+    '<div class="table"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
+    "<tbody><tr><td>1</td><td>&lt;2&gt;</td></tr></tbody></table></div>"
+)
+
+
+def test_markdown_cut_anywhere(visit: Callable[..., Any], scripted: Scripted) -> None:
+    assert visit(scripted.url).evaluate(CUT, MARKDOWN) == [SHOWN, True, []]
+
+
 def test_stop_ends_the_request(visit: Callable[..., Any], scripted: Scripted) -> None:
     page = visit(scripted.url)
 
@@ -251,17 +294,14 @@ NO_DOCUMENTS = {
 }
 
 
-def test_what_is_no_document(visit: Callable[..., Any], scripted: Scripted) -> None:
+def test_documents(visit: Callable[..., Any], scripted: Scripted) -> None:
+    """What is no text is refused. The whole of a million characters is on the page, in pieces of which the browser lays
+    out those in view."""
     page = visit(scripted.url)
     for name, (content, words) in NO_DOCUMENTS.items():
         page.locator("#file").set_input_files({"name": name, "mimeType": "", "buffer": content})
         page.get_by_role("alert").get_by_text(words).wait_for()
         assert page.get_by_role("button", name="Choose a file").is_visible()
-
-
-def test_a_million_characters(visit: Callable[..., Any], scripted: Scripted) -> None:
-    """The whole text is on the page, in pieces of which the browser lays out those in view."""
-    page = visit(scripted.url)
     drop_text = """(text) => {
         const dataTransfer = new DataTransfer();
         dataTransfer.items.add(new File([text], "long.txt"));

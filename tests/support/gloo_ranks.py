@@ -23,7 +23,7 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
     def run(rank: int) -> Result:
         handle = dist.ProcessGroup(store, rank, size)
         handle._register_backend(
-            torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+            torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
         )
         handle._set_default_backend(gloo)
         return work(Group(tuple(range(size)), rank, handle, log=CollectiveLog()))

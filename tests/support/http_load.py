@@ -116,7 +116,7 @@ class Clients:
         status = head.split(b" ")[1].decode() if head else "closed"
         self.seen[f"{sort} {status}"] += 1
         if sort == "malformed":
-            if status not in ("200", "400", "405") or (status != "200" and b'"error"' not in body):
+            if status not in ("200", "400", "404", "405") or (status != "200" and b'"error"' not in body):
                 self.wrong.append(f"{sort}: {answer[:300]!r}")
             return
         tokens = None

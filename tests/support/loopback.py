@@ -94,9 +94,9 @@ class FakeReplica:
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode()) * bool(scope["query_string"])
         self.requests.append((target, headers, bytes(body)))
         answer = asyncio.ensure_future(self._answer(send))
-        left = asyncio.ensure_future(self._left(receive))
-        await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
-        for task in (answer, left):
+        departure = asyncio.ensure_future(self._left(receive))
+        await asyncio.wait([answer, departure], return_when=asyncio.FIRST_COMPLETED)
+        for task in (answer, departure):
             task.cancel()
 
     async def _left(self, receive: Receive) -> None:

@@ -233,7 +233,7 @@ TOOLS_TEXT = 'TOOLS_SYSTEM_TEMPLATE = "{tool_schemas}"'
 @pytest.mark.parametrize(
     "content, message",
     [
-        (None, "cannot be read .* get the file with the model, or leave tools and response_format out"),
+        (None, "there is no .* get the file with the model, or leave tools and response_format out"),
         ("x" * (LARGEST + 1), "has 262,145 bytes; at most 262,144 are read"),
         ("def f(:", "is not as released: invalid syntax"),
         (b"\xff\x00", "is not as released: "),

@@ -11,7 +11,7 @@ import torch
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.kv_cache import KVCache
 
-_ADVICE = "lower host_cache_memory, which is taken by each rank"
+_ADVICE = "lower host_cache_memory, which each rank takes"
 
 
 class HostPages:
@@ -78,7 +78,7 @@ class HostPages:
         if failure:
             raise CapacityError(
                 f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be pinned (CUDA error "
-                f"{failure}); {_ADVICE}, or raise the limit of locked memory (ulimit -l)"
+                f"{failure}); {_ADVICE}: pinned memory cannot be swapped, and ranks of a machine share it"
             )
         # Not at the exit of the process, when the runtime may be gone.
         weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False

@@ -2,11 +2,11 @@
  * never HTML from the text, and links stay text. What is no Markdown is shown as it is. */
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`\n]*)$/;
-const HEADING = /^(#{1,6})\s+(.+?)\s*#*$/;
+const HEADING = /^(#{1,6})\s+(\S.*)$/;
 const ITEM = /^(\s*)([-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ROW = /^\s*\|.*\|\s*$/;
-const UNDER_HEADER = /^\s*\|?[\s:|-]*-[\s:|-]*$/;
+const UNDER_HEADER = /^[\s:|]*-[\s:|-]*$/;
 const INLINE =
   /(?<!`)(?<ticks>`{1,2})(?!`)(?<code>[^\n]+?)(?<!`)\k<ticks>(?!`)|\*\*(?=[^\s*])(?<strong>[^\n]+?)(?<=[^\s*])\*\*|(?<![\w*])\*(?=[^\s*])(?<em>[^*\n]+?)(?<=[^\s*])\*(?![\w*])/g;
 

@@ -1,0 +1,1 @@
+"""Pages of prompts on a disk, for later runs and other processes."""

@@ -212,5 +212,8 @@ def test_a_replica_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["route"])
     assert "--replica" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["route", "--worker-urls", "http://a", "b"])  # its name in other routers
+    assert "--replica 'b' does not begin" in capsys.readouterr().err
     with pytest.raises(ValueError, match="at least one server"):
         RouterOptions(replica=[])

@@ -30,6 +30,7 @@ FOLDERS_OF_PAGES = {
     "measure.md": "dsa_engine/measure/emulation",
     "model.md": "dsa_engine/model",
     "parallel.md": "parallel",
+    "router.md": "dsa_engine/router",
     "server.md": "dsa_engine/server",
     "weights.md": "dsa_engine/quantization",
 }

@@ -62,7 +62,7 @@ class Forwarder:
         """Passes a request on, and its response back. The caller's cancellation ends the request at the replica.
 
         Raises:
-            ApiError: no replica can answer, or the replica has ended the response before its end.
+            ApiError: no replica can answer, or the replica has broken off its response.
         """
         answer = await self._answer(scope, prompt, body)
         try:
@@ -82,6 +82,8 @@ class Forwarder:
                 tried.add(replica)
                 try:
                     answer = await self._send(scope, prompt, body, replica)
+                except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
+                    raise ApiError(400, f"the request cannot be passed on: {error}") from None
                 except httpx.HTTPError as error:
                     broken += not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                     self._failed(replica, error)
@@ -142,9 +144,7 @@ class Forwarder:
             except httpx.HTTPError as error:
                 self._metrics.broken(replica)
                 self._lost(replica, error)
-                raise ApiError(
-                    502, "the replica ended before the end of its answer; ask again", code="broken"
-                ) from None
+                raise ApiError(502, "the replica broke off its answer; ask again", code="broken") from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _failed(self, replica: int, error: httpx.HTTPError) -> None:

@@ -78,7 +78,7 @@ class RouterOptions(Options):
         Kind(integer(1), int), 8192, "requests at once, of all replicas; further ones get status 429."
     )
     request_timeout: float | None = option(_SECONDS, None, "seconds after which a request is ended with an error.")
-    body_timeout: float = option(_SECONDS, 30.0, "seconds in which the body of a request comes.")
+    body_timeout: float = option(_SECONDS, 30.0, "seconds in which the header of a request, and then its body, come.")
     connect_timeout: float = option(_SECONDS, 5.0, "seconds in which a replica accepts a connection.")
     health_check_interval: float = option(_SECONDS, 2.0, "seconds between two checks of a replica.")
     health_check_timeout: float = option(

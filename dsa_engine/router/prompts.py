@@ -17,7 +17,7 @@ from typing import Any
 from dsa_engine.router.rule import Prompt
 
 BLOCK_TOKENS = 64
-_TEXT_BYTES = 4  # of UTF-8 in a token: 4 to 5 in English, 3 to 5 in Chinese, about 3 in code
+_TEXT_BYTES = 4  # a token's bytes of UTF-8: 4 to 5 in English, 3 to 5 in Chinese, about 3 in code
 _ID_BYTES = 8
 _DIGEST_BYTES = 16
 _MAX_OUTPUTS = 128  # sequences of one request that are counted

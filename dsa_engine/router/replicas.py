@@ -79,7 +79,7 @@ class Replicas:
             replica._failures += 1
             if replica._failures >= _FAILURES or replica.state == "unknown":
                 self.died(replica, f"{replica._failures} checks had no answer in time")
-        except (httpx.HTTPError, OSError, ValueError) as error:
+        except Exception as error:
             self.died(replica, _words(error))
         else:
             replica._failures = 0

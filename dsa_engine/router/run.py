@@ -13,6 +13,7 @@ import uvicorn
 
 from dsa_engine.router.app import Router, make_app
 from dsa_engine.router.options import RouterOptions
+from dsa_engine.server.connection import timed_protocol
 from dsa_engine.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class HttpServer(uvicorn.Server):
                 make_app(self._router),
                 host=options.host,
                 port=options.port,
-                http="h11",
+                http=timed_protocol(options.body_timeout),
                 ws="none",
                 lifespan="off",
                 access_log=False,

@@ -10,62 +10,17 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server, make_app
+from dsa_engine.server.connection import timed_protocol
 from dsa_engine.server.errors import ApiError
-from dsa_engine.server.events import to_json
 from dsa_engine.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.2  # how often the engine and the running requests are looked at
 _END_S = 3.0  # time for requests that were stopped to send their errors
 _KEEP_ALIVE_S = 5  # an idle connection is closed after this
-
-
-class _Protocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed if no header comes within ``header_timeout`` seconds."""
-
-    header_timeout = 30.0
-    _header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._await_header()
-
-    def data_received(self, data: bytes) -> None:
-        before = self.cycle
-        super().data_received(data)
-        if self.cycle is not before:
-            self._header_came()
-        elif self.cycle is None or self.cycle.response_complete:
-            self._await_header()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._header_came()
-        super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, in OpenAI's form."""
-        body = to_json(ApiError(400, f"this is no HTTP/1.1 request: {msg}").body)
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        self.transport.close()
-
-    def _await_header(self) -> None:
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.header_timeout, self._too_slow)
-
-    def _header_came(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _too_slow(self) -> None:
-        self._header_timer = None
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
 
 
 class HttpServer(uvicorn.Server):
@@ -80,13 +35,12 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, server: Server):
         options = server.options
-        protocol = type("_TimedProtocol", (_Protocol,), {"header_timeout": options.body_timeout})
         super().__init__(
             uvicorn.Config(
                 make_app(server),
                 host=options.host,
                 port=options.port,
-                http=protocol,
+                http=timed_protocol(options.body_timeout),
                 ws="none",
                 lifespan="off",
                 access_log=False,

@@ -34,7 +34,7 @@ class Request:
     turn: Turn
     arrived_s: float
     uncached_tokens: int = 0
-    remaining_tokens: int = 0  # of the prefill, then of the output
+    remaining_tokens: int = 0  # in the prefill, then in the output
     hit_tokens: int = 0
     first_token_s: float = 0.0
 

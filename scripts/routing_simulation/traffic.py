@@ -22,7 +22,7 @@ class Turn:
     prompt_tokens: int
     output_tokens: int
     think_s: float
-    blocks: tuple[bytes, ...]  # of the prompt
+    blocks: tuple[bytes, ...]  # the prompt's
     blocks_after: tuple[bytes, ...]  # of prompt and output
 
 

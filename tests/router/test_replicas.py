@@ -156,10 +156,12 @@ def test_metrics(with_fleet: Run) -> None:
 
 
 def test_sigterm_lets_requests_end(with_fleet: Run) -> None:
-    """New ones get 503, and so does /ready; a request that does not end in time gets an error."""
+    """New ones get 503, and so does /ready; a request that does not end in time gets an error. A connection without a
+    header is closed all the while."""
 
     async def test(fleet: Any) -> None:
-        server = HttpServer(RouterOptions(replica=[one.url for one in fleet.servers], port=0, shutdown_timeout=0.7))
+        urls = [one.url for one in fleet.servers]
+        server = HttpServer(RouterOptions(replica=urls, port=0, shutdown_timeout=0.5, body_timeout=0.3))
         serving = asyncio.ensure_future(server._serve())
         await fleet.until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
@@ -168,6 +170,10 @@ def test_sigterm_lets_requests_end(with_fleet: Run) -> None:
             fleet.replicas[1].gate = asyncio.Event()
             asked = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": [n]})) for n in (1, 2)]
             await fleet.until(lambda: all(replica.requests for replica in fleet.replicas))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ")
+            assert await reader.read() == b""  # closed, as no header came in time
+            writer.close()
             server.handle_exit(15, None)
             await fleet.until(lambda: server._router.admission.draining)
             assert (await client.get("/ready")).status_code == 503

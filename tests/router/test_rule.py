@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsa_engine.router.prefix_map import PrefixMap
@@ -102,6 +102,7 @@ def test_what_a_replica_refused_or_lost_is_forgotten() -> None:
 ACTIONS = st.lists(st.tuples(st.sampled_from("sbex"), st.integers(0, 4), st.integers(0, 2000), st.booleans()))
 
 
+@settings(max_examples=50)
 @given(ACTIONS, st.integers(1, 40))
 def test_loads_are_those_of_the_requests_that_are_there(actions: list, cached_blocks: int) -> None:
     """In whatever order requests begin, answer and end, with a map of any size."""
@@ -126,6 +127,7 @@ def test_loads_are_those_of_the_requests_that_are_there(actions: list, cached_bl
             assert ours.waiting_tokens(replica) == expected
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), st.integers(1, 12))), st.integers(1, 10))
 def test_the_map_is_bounded_and_has_whole_beginnings(uses: list[tuple[int, int, int]], capacity: int) -> None:
     """Against a plain list of the latest blocks. Prompts are branches: a common beginning, then their own blocks."""

@@ -23,9 +23,7 @@ class Listening:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        config = uvicorn.Config(
-            self._app, port=self.port, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=0
-        )
+        config = uvicorn.Config(self._app, port=self.port, lifespan="off", log_config=None, ws="none")
         config.load()
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
@@ -37,7 +35,9 @@ class Listening:
         if self._server is not None:
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
-            await self._server.shutdown()
+            for server in self._server.servers:  # uvicorn's own shutdown sleeps a while
+                server.close()
+                await server.wait_closed()
             self._server = None
 
 
@@ -94,9 +94,9 @@ class FakeReplica:
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode()) * bool(scope["query_string"])
         self.requests.append((target, headers, bytes(body)))
         answer = asyncio.ensure_future(self._answer(send))
-        left = asyncio.ensure_future(self._left(receive))
-        await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
-        for task in (answer, left):
+        departure = asyncio.ensure_future(self._left(receive))
+        await asyncio.wait([answer, departure], return_when=asyncio.FIRST_COMPLETED)
+        for task in (answer, departure):
             task.cancel()
 
     async def _left(self, receive: Receive) -> None:

@@ -9,7 +9,8 @@ from dsa_engine.router.options import RouterOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    group = parser.add_argument_group("router")
+    group.add_argument(
         "--replica",
         nargs="+",
         action="extend",
@@ -18,4 +19,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="servers to send requests to, such as http://10.0.0.1:8000; may be repeated",
     )
-    add_options(parser, RouterOptions)
+    add_options(group, RouterOptions)

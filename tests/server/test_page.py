@@ -145,10 +145,15 @@ def drop(page: Any, name: str, content: bytes) -> None:
         page.dispatch_event("#conversation", event, {"dataTransfer": transfer})
 
 
-def test_a_conversation_about_a_document(visit: Callable[..., Any], serve: Callable[..., Any]) -> None:
+@pytest.fixture
+def demo() -> Iterator[LLM]:
+    with LLM("demo", device="cpu", max_model_len=2048, cache_memory="32MiB", progress=False) as llm:
+        yield llm
+
+
+def test_a_conversation_about_a_document(demo: LLM, visit: Callable[..., Any], serve: Callable[..., Any]) -> None:
     """With the trained demo model, behind an API key."""
-    llm = LLM("demo", device="cpu", max_model_len=2048, cache_memory="32MiB", progress=False)
-    server = serve(llm, api_key="secret", served_model_name=["demo"])
+    server = serve(demo, api_key="secret", served_model_name=["demo"])
     assert server.get("/page/page.js").headers["cache-control"] == "no-cache"
     page = visit(f"http://127.0.0.1:{server.port}/")
     bodies: list[Any] = []
@@ -181,7 +186,6 @@ def test_a_conversation_about_a_document(visit: Callable[..., Any], serve: Calla
     assert second[: len(first)] == first and first[0]["content"].count(DOCUMENT) == 1
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
     assert bodies[0]["temperature"] == 0 and bodies[0]["max_tokens"] == 6
-    llm.close()
 
 
 def test_thoughts_text_and_errors_as_they_come(visit: Callable[..., Any], scripted: Scripted) -> None:

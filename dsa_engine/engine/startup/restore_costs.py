@@ -15,7 +15,7 @@ from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 
-_TOKENS = 512  # of a rank, in each of the two measurements
+_TOKENS = 512  # for each rank, in each of the two measurements
 _NANO = 1e-9
 
 

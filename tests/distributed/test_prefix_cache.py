@@ -66,7 +66,7 @@ CASES = {
         case(
             "plain", "contiguous, chunked", {"cp_size": 4, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=5
         ),
-        case("plain", "groups, host memory", {"cp_size": 2}, **SMALL, **HOST),
+        case("plain", "groups, host memory", {"cp_size": 2}, **HOST, cache_memory="56KiB"),
         case("one module", "host memory", {"cp_size": 4}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "groups", {"cp_size": 2}, **LARGE, **DRAFTS),
         case("fp8", "host memory", {"cp_size": 4}, **SMALL, **HOST, kv_cache_dtype="fp8"),

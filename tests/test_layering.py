@@ -29,6 +29,7 @@ LAYERS = (
     ("engine",),
     ("engine.startup",),
     ("engine.engine", "engine.runner", "engine.agreement"),
+    ("engine.tiers",),
     ("engine.speculation",),
     ("engine.sampling",),
     ("engine.steps",),

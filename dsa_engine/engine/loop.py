@@ -310,7 +310,7 @@ class EngineLoop:
                 self._job.close()
             for request in self._requests.values():
                 self.engine.finish(request, "abort")
-            self.engine.close()
+            self.engine.tiers.close()
         self._ended.set()
         atexit.unregister(self._leave)
         waiting = [reply.mailbox for reply in self._replies.values()] + list(self._jobs.values())

@@ -157,7 +157,7 @@ def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
     def tokens_of(request: Request, page: int) -> list[int]:
         return request.tokens(page * size, size + prefix_cache.lookahead)
 
-    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, tokens_of, engine.flush_copies)
+    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, tokens_of, engine.tiers.flush)
     slots = range(sizes.host, sizes.slots)
     stores = DiskStores(folder, prefix_cache, transfer, transfer.host, slots, mesh.rank, size, tokens_of)
-    scheduler.page_source, engine.disk = loads, DiskTier(loads, stores)
+    scheduler.page_source, engine.tiers.disk = loads, DiskTier(loads, stores)

@@ -99,7 +99,7 @@ class _Parts:
         self.texts: list[str] = []
         self.generation_prompt = ""  # the end of the text so far, if it begins an answer
         self._folder, self._thinking, self._last_question = folder, thinking, last_question
-        self._calls = self._results = 0  # of the assistant's message whose results may follow
+        self._calls = self._results = 0  # those of the assistant's message whose results may follow
 
     def add(self, number: int, message: Mapping[str, Any]) -> None:
         role = message["role"]

@@ -25,7 +25,7 @@ from dsa_engine.text.conversations.tool_calls import CallForm
 from dsa_engine.text.templates.chat_template import render, tool_schema
 from dsa_engine.text.tokenizer import Tokenizer
 
-_BEGINNINGS = ("<｜Assistant｜>", "<|assistant|>")  # of an answer, in the templates of the families with thoughts
+_BEGINNINGS = ("<｜Assistant｜>", "<|assistant|>")  # how templates begin an answer
 _ENDS = ("<|user|>", "<|observation|>")  # with which GLM ends an answer, besides its end token
 
 
@@ -78,8 +78,8 @@ def _template_text(tokenizer: Tokenizer) -> str:
 def _has_v32_form(tokenizer: Tokenizer) -> bool:
     """Whether a folder without a template is DeepSeek-V3.2's: it has the released file, or a tokenizer with the
     form's special tokens."""
-    words = tokenizer.hf.get_vocab()
-    return (tokenizer.folder / FILE).is_file() or all(token in words for token in deepseek_v32.TOKENS)
+    ids = tokenizer.hf.convert_tokens_to_ids(list(deepseek_v32.TOKENS))
+    return (tokenizer.folder / FILE).is_file() or not {None, tokenizer.hf.unk_token_id} & set(ids)
 
 
 @dataclass(frozen=True)

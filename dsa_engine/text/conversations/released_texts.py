@@ -31,13 +31,12 @@ def released_text(folder: Path, constant: str, **fields: str) -> str:
         ValueError: there is no such file, or it is too large, no Python, or without this text.
     """
     path = folder / FILE
-    try:
-        status = path.stat()
-    except OSError as error:
+    if not path.is_file():
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}), and the words with which DeepSeek-V3.2 is told of tools and "
-            "response formats stand there; get the file with the model, or leave tools and response_format out"
-        ) from None
+            f"there is no {path}, in which the words stand that tell DeepSeek-V3.2 of tools and response formats; get "
+            "the file with the model, or leave tools and response_format out"
+        )
+    status = path.stat()
     if status.st_size > LARGEST:
         raise ValueError(f"{path} has {status.st_size:,} bytes; at most {LARGEST:,} are read. Get the file again")
     pieces = _pieces(path, constant, status.st_mtime_ns)
@@ -49,7 +48,7 @@ def _pieces(path: Path, constant: str, changed: int) -> list[tuple[str, str | No
     """The pieces of a text, each with the field after it."""
     try:
         pieces = [(text, field) for text, field, *_ in _plain_fields(_constant(path, constant))]
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} is not as released: {reason}; get the file again") from None
     fields = {field for _, field in pieces} - {None}
@@ -65,14 +64,13 @@ def _pieces(path: Path, constant: str, changed: int) -> list[tuple[str, str | No
 def _constant(path: Path, name: str) -> str:
     """The text that a module assigns to a name at its top level."""
     for node in ast.parse(path.read_bytes()).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            value = (
-                ast.literal_eval(node.value) if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value else None
-            )
+            value = ast.literal_eval(node.value)
             if isinstance(value, str):
                 return value
-            break
     raise ValueError(f"it has no text {name}")
 
 

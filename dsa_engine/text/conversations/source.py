@@ -33,11 +33,11 @@ class Tags:
         longest_first = sorted(texts, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) if texts else "(?!)")
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
-        self._longest = max(map(len, texts), default=1) - 1
+        self.longest = max(map(len, texts), default=1)
 
     def begun(self, text: str, start: int = 0) -> int:
         """How many characters at the end of ``text`` may be the beginning of a tag."""
-        longest = min(self._longest, len(text) - start)
+        longest = min(self.longest - 1, len(text) - start)
         return next((n for n in range(longest, 0, -1) if text[-n:] in self._beginnings), 0)
 
 
@@ -135,14 +135,14 @@ class Source:
             raise LostForm
         return option
 
-    def name(self, *end_tags: str) -> Steps[tuple[str, str]]:
-        """A short text before the first of ``end_tags``, and that tag.
+    def name(self, tags: Tags) -> Steps[tuple[str, str]]:
+        """A short text before the first of the tags, and that tag.
 
         Raises:
             LostForm: the text is empty or too long.
             TextEnded: the text ended before.
         """
-        tags, longest = Tags(*end_tags), LONGEST_NAME + max(map(len, end_tags))
+        longest = LONGEST_NAME + tags.longest
         while True:
             if match := tags.pattern.search(self._text, self._at, self._at + longest):
                 text = self._text[self._at : match.start()]

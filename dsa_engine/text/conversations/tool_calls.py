@@ -51,18 +51,21 @@ class TaggedCalls(CallForm):
     _CALL, _CALL_END = f'<{_TAG}invoke name="', f"</{_TAG}invoke>"
     _PARAMETER, _PARAMETER_END = f'<{_TAG}parameter name="', Tags(f"</{_TAG}parameter>")
     _END = f"</{_TAG}function_calls>"
+    _NAME_END, _TEXT_KEY_END = Tags('">'), '" string="true">'
+    _KEY_END = Tags(_TEXT_KEY_END, '" string="false">')
     tags = (f"<{_TAG}function_calls>",)
 
     def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.expect(self._CALL)
         tag = self._CALL
         while tag == self._CALL:
-            name, _ = yield from source.name('">')
+            name, _ = yield from source.name(self._NAME_END)
             tag = yield from source.expect(self._PARAMETER, self._CALL_END)
             call = _Call(source, calls, name)
             while tag == self._PARAMETER:
-                key, kind = yield from source.name('" string="true">', '" string="false">')
-                yield from call.read_parameter(key, {"string"} if "true" in kind else set(), self._PARAMETER_END)
+                key, key_end = yield from source.name(self._KEY_END)
+                types = {"string"} if key_end == self._TEXT_KEY_END else set()
+                yield from call.read_parameter(key, types, self._PARAMETER_END)
                 tag = yield from source.expect(self._PARAMETER, self._CALL_END)
             call.end_parameters()
             tag = yield from source.expect(self._CALL, self._END)
@@ -72,18 +75,18 @@ class PairedCalls(CallForm):
     """GLM-4.5 to GLM-5: pairs of a key and a value, which is a text or JSON by the schema of the tool."""
 
     _KEY, _VALUE, _END = "<arg_key>", "<arg_value>", "</tool_call>"
-    _VALUE_END = Tags("</arg_value>")
+    _NAME_END, _KEY_END, _VALUE_END = Tags("\n", _KEY, _END), Tags("</arg_key>"), Tags("</arg_value>")
     tags = ("<tool_call>",)
 
     def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         yield from source.space()
-        name, tag = yield from source.name("\n", self._KEY, self._END)
+        name, tag = yield from source.name(self._NAME_END)
         if tag == "\n":
             tag = yield from source.expect(self._KEY, self._END)
         name = name.strip()
         call = _Call(source, calls, name)
         while tag == self._KEY:
-            key, _ = yield from source.name("</arg_key>")
+            key, _ = yield from source.name(self._KEY_END)
             yield from source.expect(self._VALUE)
             key = key.strip()
             yield from call.read_parameter(key, _parameter_types(tools, name, key), self._VALUE_END)
@@ -96,6 +99,7 @@ class JsonCalls(CallForm):
 
     _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     _END = "<｜tool▁calls▁end｜>"
+    _NAME_END, _LINE_END = Tags(_SEPARATOR), Tags("\n")
     tags = ("<｜tool▁calls▁begin｜>",)
 
     def __init__(self, fenced: bool = False):
@@ -104,9 +108,9 @@ class JsonCalls(CallForm):
     def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
         tag = yield from source.expect(self._CALL)
         while tag == self._CALL:
-            name, _ = yield from source.name(self._SEPARATOR)
+            name, _ = yield from source.name(self._NAME_END)
             if self._fenced:  # before the separator is the type of the call, "function"
-                name, _ = yield from source.name("\n")
+                name, _ = yield from source.name(self._LINE_END)
                 yield from source.expect("```json")
             yield from source.space()
             scanner, call = JsonScanner(of_object=True), _Call(source, calls, name.strip())
@@ -186,8 +190,9 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     given = schema.get("type")
-    types = {given} if isinstance(given, str) else {one for one in given or () if isinstance(one, str)}
-    for one in schema.get("anyOf") or schema.get("oneOf") or ():
+    types = {one for one in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(one, str)}
+    options = schema.get("anyOf") or schema.get("oneOf")
+    for one in options if isinstance(options, (list, tuple)) else ():
         types |= _types(one)
     return types | {"number"} if "integer" in types else types
 

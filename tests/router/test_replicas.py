@@ -12,6 +12,7 @@ import pytest
 from dsa_engine.cli import main
 from dsa_engine.router.options import RouterOptions
 from dsa_engine.router.run import HttpServer
+from dsa_engine.server.listen import bind
 
 TEXT = "All work and no play makes Jack a dull boy. " * 50
 Run = Callable[..., None]
@@ -161,11 +162,12 @@ def test_sigterm_lets_requests_end(with_fleet: Run) -> None:
 
     async def test(fleet: Any) -> None:
         urls = [one.url for one in fleet.servers]
-        server = HttpServer(RouterOptions(replica=urls, port=0, shutdown_timeout=30, body_timeout=0.3))
-        serving = asyncio.ensure_future(server._serve())
+        bound = bind("127.0.0.1", 0)
+        server = HttpServer(RouterOptions(replica=urls, shutdown_timeout=30, body_timeout=0.3), bound)
+        serving = asyncio.ensure_future(server._serve([bound]))
         await fleet.until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
+        port = bound.getsockname()[1]
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
             gate = fleet.replicas[0].gate = asyncio.Event()
             fleet.replicas[1].gate = asyncio.Event()
             asked = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": [n]})) for n in (1, 2)]
@@ -208,6 +210,13 @@ def test_bad_urls(urls: list[str], complaint: str, capsys: pytest.CaptureFixture
         main(["route", "--replica", *urls])
     error = capsys.readouterr().err
     assert error.startswith("error: --replica ") and complaint in error
+
+
+def test_an_address_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as bound, pytest.raises(SystemExit, match="2"):
+        bound.listen()
+        main(["route", "--replica", "http://127.0.0.1:1", "--port", str(bound.getsockname()[1])])
+    assert "cannot listen at 127.0.0.1" in capsys.readouterr().err
 
 
 def test_a_replica_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 
 from dsa_engine.arguments import llm_from, options_from
-from dsa_engine.server.options import ServerOptions
+from dsa_engine.commands.early import Early, leads
+from dsa_engine.server.listen import bind
+from dsa_engine.server.options import ServerOptions, read_template
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 KEY_VARIABLE = "DSA_ENGINE_API_KEY"
@@ -28,14 +32,32 @@ def run_serve(args: argparse.Namespace) -> None:
     if options.api_key is None and os.environ.get(KEY_VARIABLE):
         options = replace(options, api_key=os.environ[KEY_VARIABLE])
     args.model = args.model_tag or args.model
+    with _checked(args, options) if leads() else nullcontext() as bound:
+        _serve(args, options, bound)
+
+
+def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
+    """Serves at a socket on rank 0, follows on another rank."""
     from dsa_engine.server.run import ignore_signals, serve
 
     llm = llm_from(args)
-    if llm.engine.mesh.rank > 0:
+    if bound is None:
         ignore_signals()
         llm.follow()
         return
     with llm:
-        served = serve(llm, options)
+        served = serve(llm, options, bound)
     if not served:
         sys.exit(1)
+
+
+def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:
+    """Checks what can be wrong before the weights are loaded, which takes minutes; returns the socket, bound."""
+    early = Early(args)
+    read_template(options.chat_template)
+    parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
+    if early.has_tokenizer:
+        early.conversation_format(**parsers)
+    elif any(parsers.values()):
+        raise ValueError(f"reasoning_parser and tool_call_parser need a tokenizer, and {early.folder} has none")
+    return bind(options.host, options.port)

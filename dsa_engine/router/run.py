@@ -15,6 +15,7 @@ from dsa_engine.router.app import Router, make_app
 from dsa_engine.router.options import RouterOptions
 from dsa_engine.server.connection import timed_protocol
 from dsa_engine.server.errors import ApiError
+from dsa_engine.server.listen import bind, url_of
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.2  # how often signals and the running requests are looked at
@@ -43,25 +44,29 @@ class HttpServer(uvicorn.Server):
     """Routes until SIGTERM or Ctrl-C, and then until the running requests have ended, within ``shutdown_timeout``.
 
     A second signal ends them at once.
+
+    Attributes:
+        url: where it listens.
     """
 
-    def __init__(self, options: RouterOptions):
+    def __init__(self, options: RouterOptions, bound: socket.socket):
         self._client = make_client(options)
         self._router = Router(options, self._client)
         super().__init__(
             uvicorn.Config(
                 make_app(self._router),
-                host=options.host,
-                port=options.port,
                 http=timed_protocol(options.body_timeout),
                 ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                log_level="error",  # no line for each client that sends something else than HTTP
                 server_header=False,
                 timeout_graceful_shutdown=_END_S,
             )
         )
+        self.url = url_of(bound)
+        self._bound = bound
         self._signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -72,20 +77,16 @@ class HttpServer(uvicorn.Server):
         await self._router.replicas.start()
         await super().startup(sockets)
         self._supervisor = asyncio.ensure_future(self._supervise())
+        replicas = self._router.replicas
+        logger.info("%d of %d replicas are ready; routing at %s", len(replicas.usable()), len(replicas.all), self.url)
+
+    def run(self, sockets: Any = None) -> None:
+        super().run([self._bound])
 
     async def shutdown(self, sockets: Any = None) -> None:
         await super().shutdown(sockets)
         await self._router.replicas.stop()
         await self._client.aclose()
-
-    def _log_started_message(self, listeners: Any) -> None:
-        host, port = listeners[0].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        router = self._router
-        usable = len(router.replicas.usable())
-        logger.info(
-            "%d of %d replicas are ready; routing at http://%s:%d", usable, len(router.replicas.all), host, port
-        )
 
     async def _supervise(self) -> None:
         """Waits for a signal, lets requests end, and then the server."""
@@ -108,7 +109,5 @@ def route(options: RouterOptions) -> None:
     Raises:
         OSError: the address is in use, or not this machine's.
     """
-    try:
-        HttpServer(options).run()
-    except SystemExit as error:  # uvicorn's way to say that it cannot listen; its log has the reason
-        raise OSError(f"cannot listen at {options.host}:{options.port}; is another server there?") from error
+    with bind(options.host, options.port) as bound:
+        HttpServer(options, bound).run()

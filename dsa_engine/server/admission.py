@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from starlette.types import Receive
@@ -111,9 +111,15 @@ class Admitted:
         self._watch.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        if self._error is not None and kind is not None and issubclass(kind, asyncio.CancelledError):
-            if hasattr(self._task, "uncancel"):  # since Python 3.11
-                self._task.uncancel()
+        if self._error is None:
+            return
+        cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        if not cancelled:  # the work had just ended; the cancellation comes at the next wait
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        if hasattr(self._task, "uncancel"):  # since Python 3.11
+            self._task.uncancel()
+        if cancelled or kind is None:
             raise self._error
 
     async def _until_client_leaves(self) -> None:

@@ -16,14 +16,14 @@ from dsa_engine.config.checks import shown
 from dsa_engine.llm import LLM
 from dsa_engine.server.admission import Admission
 from dsa_engine.server.body import BodyReader
-from dsa_engine.server.chat import ChatForm
-from dsa_engine.server.completions import CompletionForm
 from dsa_engine.server.errors import ApiError, add_handlers, bad_request
+from dsa_engine.server.forms.chat import ChatForm
+from dsa_engine.server.forms.completions import CompletionForm
+from dsa_engine.server.forms.tokens import detokenize, tokenize
 from dsa_engine.server.generation import Form, Generation
 from dsa_engine.server.key import KeyCheck
 from dsa_engine.server.metrics import Metrics
-from dsa_engine.server.options import ServerOptions
-from dsa_engine.server.tokens import detokenize, tokenize
+from dsa_engine.server.options import ServerOptions, read_template
 from dsa_engine.system.sizes import parse_bytes
 from dsa_engine.text.conversations import conversation_format
 from dsa_engine.version import __version__
@@ -55,7 +55,7 @@ class Server:
         self.conversation = None
         if llm.has_tokenizer:
             self.conversation = conversation_format(llm.folder, engine.config, **parsers, tokenizer=llm.tokenizer)
-        self.chat_template = _template(options.chat_template)
+        self.chat_template = read_template(options.chat_template)
 
     def alive(self) -> ApiError | None:
         """None while the engine runs; otherwise the error that ended it."""
@@ -186,13 +186,3 @@ def _add_page(app: FastAPI) -> None:
             return FileResponse(PAGE / "index.html", headers=_REVALIDATED)
 
         app.mount("/page", _PageFiles(directory=PAGE))
-
-
-def _template(given: str | None) -> str | None:
-    """The text of the option ``chat_template``, a file or the template itself."""
-    if given is None or "{%" in given or "{{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template is no template, and no file that can be read: {given!r} ({error})") from error

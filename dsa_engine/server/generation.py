@@ -17,8 +17,8 @@ from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.server.admission import Admission, ClientLeft
 from dsa_engine.server.errors import ApiError, bad_request, failed
 from dsa_engine.server.events import EventStream, to_json
+from dsa_engine.server.forms.usage import StreamUsage, failure_of, usage_of
 from dsa_engine.server.metrics import Metrics
-from dsa_engine.server.usage import StreamUsage, failure_of, usage_of
 
 logger = logging.getLogger(__name__)
 

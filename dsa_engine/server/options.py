@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dsa_engine.config.checks import integer, list_of, number, shown
@@ -58,3 +59,13 @@ class ServerOptions(Options):
     tool_call_parser: str | None = option(
         STR, None, "form of the model's tool calls, by vLLM's names, or none; default: by model type."
     )
+
+
+def read_template(given: str | None) -> str | None:
+    """The text of the option ``chat_template``; raises ``ValueError`` if it is no template and no file."""
+    if given is None or "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template is no template, and no file that can be read: {given!r} ({error})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import threading
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.server.app import Server, make_app
 from dsa_engine.server.connection import timed_protocol
 from dsa_engine.server.errors import ApiError
+from dsa_engine.server.listen import url_of
 from dsa_engine.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -30,16 +32,15 @@ class HttpServer(uvicorn.Server):
 
     Attributes:
         app_server: what the routes share.
+        url: where it listens.
         failed: whether the engine has ended by an error.
     """
 
-    def __init__(self, server: Server):
+    def __init__(self, server: Server, bound: socket.socket):
         options = server.options
         super().__init__(
             uvicorn.Config(
                 make_app(server),
-                host=options.host,
-                port=options.port,
                 http=timed_protocol(options.body_timeout),
                 ws="none",
                 lifespan="off",
@@ -52,6 +53,8 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.app_server = server
+        self.url = url_of(bound)
+        self._bound = bound
         self._signals = 0
         self.failed = False
 
@@ -64,12 +67,10 @@ class HttpServer(uvicorn.Server):
         await self.app_server.llm.agenerate([])
         await super().startup(sockets)
         self._supervisor = asyncio.ensure_future(self._supervise())
+        logger.info("%s is served at %s", ", ".join(self.app_server.names), self.url)
 
-    def _log_started_message(self, listeners: Any) -> None:
-        host, port = listeners[0].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        logger.info("%s is served at http://%s:%d", ", ".join(self.app_server.names), host, port)
-        self.port = port
+    def run(self, sockets: Any = None) -> None:
+        super().run([self._bound])
 
     async def _supervise(self) -> None:
         """Waits for a signal or the end of the engine; then lets requests end, and the server too."""
@@ -94,18 +95,15 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(_LOOK_S)
 
 
-def serve(llm: LLM, options: ServerOptions) -> bool:
-    """Serves on this rank until a signal; returns False if the engine has ended by an error.
+def serve(llm: LLM, options: ServerOptions, bound: socket.socket) -> bool:
+    """Serves on this rank, at a socket of :func:`.listen.bind`, until a signal; returns False if the engine has ended
+    by an error.
 
     Raises:
-        OSError: the address is in use, or not this machine's.
         ValueError: an option is not possible.
     """
-    http = HttpServer(Server(llm, options))
-    try:
-        http.run()
-    except SystemExit as error:  # uvicorn's way to say that it cannot listen; its log has the reason
-        raise OSError(f"cannot listen at {options.host}:{options.port}; is another server there?") from error
+    http = HttpServer(Server(llm, options), bound)
+    http.run()
     return not http.failed
 
 

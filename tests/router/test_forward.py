@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from dsa_engine.router.rule import Prompt
+from dsa_engine.server.errors import ApiError
 
 TEXT = "All work and no play makes Jack a dull boy. " * 50
 Run = Callable[..., None]
@@ -183,12 +184,26 @@ def test_a_request_that_takes_too_long_is_ended(with_fleet: Run) -> None:
         answer = await fleet.complete()
         assert answer.status_code == 504 and "0.2 seconds" in answer.json()["error"]["message"]
         await asyncio.wait_for(replica.gone.wait(), 10)
-        replica.gate = None
-        replica.streams(*EVENTS)
-        replica.gate_later = asyncio.Event()
-        assert (await fleet.complete(stream=True)).content.startswith(EVENTS[0] + b'data: {"error":{"message":"the')
 
     with_fleet(test, 1, request_timeout=0.2)
+
+
+def test_a_stream_that_is_stopped_ends_with_an_error(with_fleet: Run) -> None:
+    """By the limit of time, or the end of the router."""
+
+    async def test(fleet: Any) -> None:
+        (replica,) = fleet.replicas
+        replica.streams(*EVENTS)
+        replica.gate_later = asyncio.Event()
+        async with fleet.client.stream("POST", "/v1/completions", json={"prompt": TEXT, "stream": True}) as response:
+            parts = response.aiter_raw()
+            assert await anext(parts) == EVENTS[0]
+            fleet.router.admission.stop_all(ApiError(503, "no more"))
+            last = b"".join([part async for part in parts])
+        assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "no more"
+        await asyncio.wait_for(replica.gone.wait(), 10)
+
+    with_fleet(test, 1)
 
 
 NO_SENSE = [

@@ -12,6 +12,7 @@ import pytest
 from dsa_engine.cli import main
 from dsa_engine.router.options import RouterOptions
 from dsa_engine.router.run import HttpServer
+from dsa_engine.server.listen import bind
 
 TEXT = "All work and no play makes Jack a dull boy. " * 50
 Run = Callable[..., None]
@@ -83,14 +84,14 @@ def test_a_replica_that_is_not_ready_gets_nothing(with_fleet: Run, has_ready: bo
 def test_a_replica_that_hangs_counts_as_dead_after_three_checks(with_fleet: Run) -> None:
     async def test(fleet: Any) -> None:
         async def hangs(*_: Any) -> None:
-            await asyncio.sleep(30)
+            raise asyncio.TimeoutError
 
         fleet.router.replicas._status = hangs
         for expected in ("ready", "ready", "dead"):
             await fleet.check()
             assert states(fleet) == [expected]
 
-    with_fleet(test, 1, health_check_timeout=0.02)
+    with_fleet(test, 1)
 
 
 def test_draining_by_a_call(with_fleet: Run) -> None:
@@ -156,16 +157,17 @@ def test_metrics(with_fleet: Run) -> None:
 
 
 def test_sigterm_lets_requests_end(with_fleet: Run) -> None:
-    """New ones get 503, and so does /ready; a request that does not end in time gets an error. A connection without a
+    """New ones get 503, and so does /ready; a second signal ends what runs, with an error. A connection without a
     header is closed all the while."""
 
     async def test(fleet: Any) -> None:
         urls = [one.url for one in fleet.servers]
-        server = HttpServer(RouterOptions(replica=urls, port=0, shutdown_timeout=0.5, body_timeout=0.3))
-        serving = asyncio.ensure_future(server._serve())
+        bound = bind("127.0.0.1", 0)
+        server = HttpServer(RouterOptions(replica=urls, shutdown_timeout=30, body_timeout=0.3), bound)
+        serving = asyncio.ensure_future(server._serve([bound]))
         await fleet.until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        port = bound.getsockname()[1]
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
             gate = fleet.replicas[0].gate = asyncio.Event()
             fleet.replicas[1].gate = asyncio.Event()
             asked = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": [n]})) for n in (1, 2)]
@@ -179,8 +181,10 @@ def test_sigterm_lets_requests_end(with_fleet: Run) -> None:
             assert (await client.get("/ready")).status_code == 503
             assert (await client.post("/v1/completions", json={})).status_code == 503
             gate.set()
-            statuses = sorted([(await answer).status_code for answer in asked])
-            assert statuses == [200, 503]
+            done, (last,) = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            assert [answer.result().status_code for answer in done] == [200]
+            server.handle_exit(15, None)  # a second signal
+            assert (await last).status_code == 503
         await asyncio.wait_for(serving, 10)
 
     with_fleet(test)
@@ -208,9 +212,19 @@ def test_bad_urls(urls: list[str], complaint: str, capsys: pytest.CaptureFixture
     assert error.startswith("error: --replica ") and complaint in error
 
 
+def test_an_address_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as bound, pytest.raises(SystemExit, match="2"):
+        bound.listen()
+        main(["route", "--replica", "http://127.0.0.1:1", "--port", str(bound.getsockname()[1])])
+    assert "cannot listen at 127.0.0.1" in capsys.readouterr().err
+
+
 def test_a_replica_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["route"])
     assert "--replica" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["route", "--worker-urls", "http://a", "b"])  # its name in other routers
+    assert "--replica 'b' does not begin" in capsys.readouterr().err
     with pytest.raises(ValueError, match="at least one server"):
         RouterOptions(replica=[])

@@ -14,6 +14,7 @@ import pytest
 
 from dsa_engine import LLM
 from dsa_engine.server.app import Server
+from dsa_engine.server.listen import bind
 from dsa_engine.server.options import ServerOptions
 from dsa_engine.server.run import HttpServer
 
@@ -27,8 +28,8 @@ class Running(httpx.Client):
     """
 
     def __init__(self, http: HttpServer):
-        super().__init__(base_url=f"http://127.0.0.1:{http.port}", timeout=60)
-        self.http, self.port = http, http.port
+        super().__init__(base_url=http.url, timeout=60)
+        self.http, self.port = http, int(http.url.rpartition(":")[2])
 
     def complete(self, prompt: Any, **parameters: Any) -> dict[str, Any]:
         """The answer of /v1/completions."""
@@ -53,7 +54,7 @@ class Running(httpx.Client):
 
 @contextmanager
 def running(llm: LLM, **options: Any) -> Iterator[Running]:
-    http = HttpServer(Server(llm, ServerOptions(port=0, **options)))
+    http = HttpServer(Server(llm, ServerOptions(port=0, **options)), bind("127.0.0.1", 0))
     thread = threading.Thread(target=http.run)
     thread.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -15,6 +16,8 @@ import httpx
 import pytest
 
 from dsa_engine import LLM
+from dsa_engine.server.admission import Admission
+from dsa_engine.server.errors import ApiError
 
 LONG = {"prompt": [5, 6], "max_tokens": 190, "ignore_eos": True}
 
@@ -173,3 +176,25 @@ def test_what_is_no_http(serve: Any, tiny: LLM) -> None:
     assert server.put("/v1/models").json()["error"]["message"] == "/v1/models does not take PUT"
     for path in ("/v1/embeddings", "/v1/audio/speech", "/%ff%fe", "/v1/../../etc/passwd"):
         assert server.post(path, json={}).json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_request_that_is_stopped_raises_the_error(waits: bool) -> None:
+    """While it waits, and at the very moment when its work has ended: its task can wait again afterwards."""
+
+    async def never() -> Any:
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        admission = Admission(limit=1, timeout_s=None)
+        with pytest.raises(ApiError, match="enough"):
+            async with admission.admit(1, never) as admitted:
+                loop = asyncio.get_running_loop()
+                if waits:
+                    loop.call_soon(admitted.stop, ApiError(503, "enough"))
+                    await asyncio.sleep(60)
+                admitted.stop(ApiError(503, "enough"))
+        await asyncio.sleep(0)
+        assert admission.empty and admission.outputs == 0
+
+    asyncio.run(main())

@@ -12,6 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("router")
     group.add_argument(
         "--replica",
+        "--worker-urls",  # the name in SGLang's and vLLM's routers
+        dest="replica",
         nargs="+",
         action="extend",
         required=True,

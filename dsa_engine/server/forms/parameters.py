@@ -19,7 +19,7 @@ from dsa_engine.config.fields import (
     options_of,
 )
 from dsa_engine.sampling_params import SamplingParams
-from dsa_engine.server.not_supported import advice
+from dsa_engine.server.forms.not_supported import advice
 
 P = TypeVar("P", bound="RequestParameters")
 _SAMPLING = {f.name for f, _ in options_of(SamplingParams)}

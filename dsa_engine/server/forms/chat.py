@@ -10,14 +10,14 @@ from typing import Any
 from dsa_engine.config.checks import shown
 from dsa_engine.llm import LLM
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
-from dsa_engine.server.logprobs import chat_logprobs, prompt_logprobs
-from dsa_engine.server.parameters import ChatParameters, sampling_params, stream_options
+from dsa_engine.server.forms.logprobs import chat_logprobs, prompt_logprobs
+from dsa_engine.server.forms.parameters import ChatParameters, sampling_params, stream_options
 from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
 from dsa_engine.text.conversations.deltas import message_of
 
 
 class ChatForm:
-    """One request to ``/v1/chat/completions``; see :class:`.generation.Form`.
+    """One request to ``/v1/chat/completions``; see :class:`dsa_engine.server.generation.Form`.
 
     Args:
         llm: the engine.

@@ -10,14 +10,14 @@ from typing import Any
 from dsa_engine.config.checks import is_integer, shown
 from dsa_engine.llm import LLM
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
-from dsa_engine.server.logprobs import completion_logprobs, prompt_logprobs
-from dsa_engine.server.parameters import CompletionParameters, sampling_params, stream_options
+from dsa_engine.server.forms.logprobs import completion_logprobs, prompt_logprobs
+from dsa_engine.server.forms.parameters import CompletionParameters, sampling_params, stream_options
 
 MAX_OUTPUTS = 4096  # of one request
 
 
 class CompletionForm:
-    """One request to ``/v1/completions``; see :class:`.generation.Form`.
+    """One request to ``/v1/completions``; see :class:`dsa_engine.server.generation.Form`.
 
     Args:
         llm: the engine.

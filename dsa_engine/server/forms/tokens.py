@@ -8,7 +8,7 @@ from typing import Any
 from dsa_engine.config.checks import integer, list_of
 from dsa_engine.config.fields import BOOL, JSON_OBJECT, STR, Kind, documented, instance_of, option
 from dsa_engine.llm import LLM
-from dsa_engine.server.parameters import RequestParameters
+from dsa_engine.server.forms.parameters import RequestParameters
 from dsa_engine.text.conversations import ConversationFormat
 
 

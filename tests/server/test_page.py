@@ -260,9 +260,10 @@ Text with `a <code>` and **strong**
 """
 SHOWN = (
     "<h4>A <em>title</em></h4><p>Text with <code>a &lt;code&gt;</code> and <strong>strong</strong></p>"
-    '<ul><li>one\ngoes on<ol start="1"><li>inner</li></ol></li></ul><pre><code># no title</code></pre>'
+    '<ul><li>one\ngoes on<ol start="1"><li>inner</li></ol></li></ul>'
+    '<pre class="scroller" tabindex="0"><code># no title</code></pre>'
     "<blockquote><p>quoted</p></blockquote><hr>"
-    '<div class="table"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
+    '<div class="scroller" tabindex="0"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
     "<tbody><tr><td>1</td><td>&lt;2&gt;</td></tr></tbody></table></div>"
 )
 

@@ -62,7 +62,7 @@ function block(source) {
   if (fence) {
     const last = lines.at(-1).trim();
     const closed = lines.length > 1 && last.length >= fence[1].length && !last.replaceAll(fence[1][0], "");
-    return [make("pre", make("code", lines.slice(1, closed ? -1 : undefined).join("\n")))];
+    return [scroller("pre", make("code", lines.slice(1, closed ? -1 : undefined).join("\n")))];
   }
   const nodes = [];
   for (let i = 0; i < lines.length; ) {
@@ -73,7 +73,7 @@ function block(source) {
     };
     const heading = HEADING.exec(lines[i]);
     if (heading) {
-      nodes.push(make(`h${Math.min(6, heading[1].length + 3)}`, ...inline(heading[2])));
+      nodes.push(make("h4", ...inline(heading[2]))); // under "Answer", an h3; models skip levels
       i++;
     } else if (RULE.test(lines[i])) {
       nodes.push(make("hr"));
@@ -127,9 +127,15 @@ function table([header, , ...rows]) {
     return make("tr", ...cells.map((cell) => make(kind, ...inline(cell.trim()))));
   };
   const grid = make("table", make("thead", row(header, "th")), make("tbody", ...rows.map((line) => row(line, "td"))));
-  const frame = make("div", grid); // scrolls sideways on a narrow page
-  frame.className = "table";
-  return frame;
+  return scroller("div", grid);
+}
+
+/** An element that scrolls sideways on a narrow page, by the keyboard too. */
+function scroller(name, child) {
+  const element = make(name, child);
+  element.className = "scroller";
+  element.tabIndex = 0;
+  return element;
 }
 
 function inline(text) {

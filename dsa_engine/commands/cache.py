@@ -93,7 +93,8 @@ def _about(key: Path) -> tuple[list[str], int | None]:
         return [f"about.json cannot be read: {error}"], None
     facts = [(title, about.get(name, "unknown")) for name, title in _FACTS.items()]
     size = about.get("page_size")
-    return [f"{title}: {_plain(fact)}" for title, fact in facts], size if is_integer(size) else None
+    known = size if isinstance(size, int) and is_integer(size) else None
+    return [f"{title}: {_plain(fact)}" for title, fact in facts], known
 
 
 def _plain(fact: object) -> str:

@@ -13,7 +13,18 @@ from dsa_engine.system.interrupts import ending_at_once
 with ending_at_once():
     from dsa_engine.arguments import Parser, argument_parser, run
     from dsa_engine.commands import chat, generate
-    from dsa_engine.commands.options import bench, convert, doctor, env, info, make_checkpoint, plan, route, serve
+    from dsa_engine.commands.options import (
+        bench,
+        cache,
+        convert,
+        doctor,
+        env,
+        info,
+        make_checkpoint,
+        plan,
+        route,
+        serve,
+    )
     from dsa_engine.version import __version__
 
 
@@ -61,6 +72,16 @@ COMMANDS = {
         convert.add_arguments,
         "convert:run_convert",
     ),
+    "cache list": Command(
+        "what a cache_folder holds: for each key model, formats, pages, bytes and last use",
+        cache.add_list_arguments,
+        "cache:run_list",
+    ),
+    "cache clear": Command(
+        "delete the pages of a cache_folder, of all models or of one key",
+        cache.add_clear_arguments,
+        "cache:run_clear",
+    ),
     "env": Command("versions, devices and paths, for a bug report", env.add_arguments, "env:run_env"),
     "doctor": Command(
         "check whether the engine runs correctly on this machine", doctor.add_arguments, "doctor.command:run_doctor"
@@ -86,7 +107,10 @@ COMMANDS = {
         "bench.serving.command:run_serving",
     ),
 }
-_GROUPS = {"bench": "measure prefill, time to first token, time per output token"}
+_GROUPS = {
+    "bench": "measure prefill, time to first token, time per output token",
+    "cache": "look at a cache_folder, the pages of prompts on the disk, or clear it",
+}
 
 
 def main(argv: list[str] | None = None) -> None:

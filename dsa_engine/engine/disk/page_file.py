@@ -29,19 +29,16 @@ _BUFFERS = 512  # buffers of one call; Linux allows 1,024
 
 
 class RefusedFile(Exception):
-    """A file is not the page that is asked for.
-
-    Attributes:
-        damaged: whether this version of the program has written the file.
-    """
-
-    def __init__(self, reason: str, damaged: bool = True):
-        super().__init__(reason)
-        self.damaged = damaged
+    """A file is not the page that is asked for."""
 
 
-def write_page(path: Path, name: bytes, tokens: Sequence[int], parts: Sequence[memoryview]) -> int:
-    """Writes a new file, readable by its user only; returns its bytes.
+def file_bytes(tokens: Sequence[int], parts: Sequence[memoryview]) -> int:
+    """Bytes of the file of a page."""
+    return _header_bytes(tokens) + sum(map(len, parts))
+
+
+def write_page(path: Path, name: bytes, tokens: Sequence[int], parts: Sequence[memoryview]) -> None:
+    """Writes a new file, readable by its user only.
 
     Args:
         name: the page's digest, 16 bytes.
@@ -58,7 +55,6 @@ def write_page(path: Path, name: bytes, tokens: Sequence[int], parts: Sequence[m
         _transfer([header, *parts], lambda buffers, _: os.writev(number, buffers), 0)
     finally:
         os.close(number)
-    return len(header) + size
 
 
 def read_page(path: Path, name: bytes, tokens: Sequence[int], parts: Sequence[memoryview]) -> None:
@@ -69,7 +65,7 @@ def read_page(path: Path, name: bytes, tokens: Sequence[int], parts: Sequence[me
         RefusedFile: it holds something else, or is damaged.
     """
     size = sum(map(len, parts))
-    header = bytearray(_HEAD.size + 8 * len(tokens) + _SUM)
+    header = bytearray(_header_bytes(tokens))
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without a wait, if it is a pipe
 
     def read(buffers: Sequence[memoryview], position: int) -> int:
@@ -79,9 +75,9 @@ def read_page(path: Path, name: bytes, tokens: Sequence[int], parts: Sequence[me
         _transfer([memoryview(header)], read, 0)
         magic, version, *_, checksum = _HEAD.unpack_from(header)
         if magic != MAGIC:
-            raise RefusedFile("it is no page of this program", damaged=False)
+            raise RefusedFile("it is no page of this program")
         if version != VERSION:
-            raise RefusedFile(f"it has version {version} of the format, not {VERSION}", damaged=False)
+            raise RefusedFile(f"it has version {version} of the format, not {VERSION}")
         if bytes(header) != _header(name, tokens, size, checksum):
             raise RefusedFile("its header is damaged or of another page")
         if os.fstat(number).st_size != len(header) + size:
@@ -95,15 +91,8 @@ def read_page(path: Path, name: bytes, tokens: Sequence[int], parts: Sequence[me
         os.close(number)
 
 
-def tokens_in(path: Path) -> int:
-    """Number of tokens by the header of a page's file, unchecked; 0 if it is no such file.
-
-    Raises:
-        OSError: it could not be read.
-    """
-    with path.open("rb") as file:
-        head = file.read(_HEAD.size)
-    return int(_HEAD.unpack(head)[2]) if len(head) == _HEAD.size and head.startswith(MAGIC) else 0
+def _header_bytes(tokens: Sequence[int]) -> int:
+    return _HEAD.size + 8 * len(tokens) + _SUM
 
 
 def _header(name: bytes, tokens: Sequence[int], size: int, checksum: bytes) -> bytes:
@@ -130,7 +119,7 @@ def _transfer(
     while first < len(waiting):
         done = transfer(waiting[first : first + _BUFFERS], position)
         if done == 0:
-            raise EOFError
+            raise EOFError("no bytes are transferred")
         position += done
         while done and done >= len(waiting[first]):
             done -= len(waiting[first])

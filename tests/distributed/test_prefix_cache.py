@@ -46,7 +46,7 @@ HOST = {"host_cache_memory": "8MiB"}
 def case(model: str, name: str, parallel: dict[str, Any], **options: Any) -> dict[str, Any]:
     described = {"model": model, "name": f"{model} {name}", "parallel": parallel, "options": OPTIONS | options}
     # Then a request's rows take several steps, of which only the last computes tokens.
-    return described | ({"max_fetched": 1} if "page by page" in name else {})
+    return described | ({"max_fetched": 1} if "page by page" in name else {}) | {"padded": "padded" in name}
 
 
 CASES = {
@@ -57,7 +57,7 @@ CASES = {
         ),
         case("plain", "host memory, page by page", {"cp_size": 2}, **SMALL, **HOST),
         case("plain", "groups, host memory", {"cp_size": 1}, **SMALL, **HOST),
-        case("one module", "host memory, page by page", {"cp_size": 2}, **SMALL, **HOST, **DRAFTS),
+        case("one module", "host memory, page by page, padded", {"cp_size": 2}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "head-tail, page by page", {"cp_size": 2}, **LARGE, **DRAFTS),
         case("fp8", "host memory", {"cp_size": 2}, **SMALL, **HOST, kv_cache_dtype="fp8"),
     ],
@@ -67,7 +67,7 @@ CASES = {
             "plain", "contiguous, chunked", {"cp_size": 4, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=5
         ),
         case("plain", "groups, host memory", {"cp_size": 2}, **HOST, cache_memory="56KiB"),
-        case("one module", "host memory", {"cp_size": 4}, **SMALL, **HOST, **DRAFTS),
+        case("one module", "host memory, padded", {"cp_size": 4}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "groups", {"cp_size": 2}, **LARGE, **DRAFTS),
         case("fp8", "host memory", {"cp_size": 4}, **SMALL, **HOST, kv_cache_dtype="fp8"),
     ],

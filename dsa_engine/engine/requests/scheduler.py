@@ -12,10 +12,10 @@ their rows are on the device, in host memory behind it, or on another rank of th
 
 Every request ends. The oldest is never preempted: the youngest is preempted first, and a request alone on its owner has
 all the pages it can ever need (``Capacity.check``). While the oldest waits it is first in the queue, and no request
-enters before it; only a younger request waits for what an older one computes. Those that run either end or return to
-the queue after it, so at worst it waits until the cache is empty. Once it runs it is first in every prefill step and
-part of every decode step, and neither kind of step waits for ever for the other. When it ends, the next one is the
-oldest.
+enters before it, but for the time of one search on the disk; only a younger request waits for what an older one
+computes. Those that run either end or return to the queue after it, so at worst it waits until the cache is empty. Once
+it runs it is first in every prefill step and part of every decode step, and neither kind of step waits for ever for the
+other. When it ends, the next one is the oldest.
 """
 
 from __future__ import annotations

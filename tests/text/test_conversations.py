@@ -83,6 +83,13 @@ def test_templates_give_what_transformers_gives(family: tuple[str, ConversationF
     assert compared >= 18
 
 
+def test_a_missing_content(form: ConversationFormat) -> None:
+    """It is None for a template that asks for that, and empty for one that would print None."""
+    messages = [USER, says("assistant", **calls(("f", {})))]
+    assert form.render(messages, chat_template="{{ messages[1]['content'] is none }}") == "True"
+    assert form.render(messages, chat_template="<{{ messages[1].content }}>") == "<>"
+
+
 def message_of_text(form: ConversationFormat, prompt: str, text: str, tools: Sequence[Any] = ()) -> Message:
     """The message of an output of this text, as LLM.chat makes it; the text of the output has no special tokens."""
     ids = form.tokenizer.encode(text, add_special_tokens=False)

@@ -173,7 +173,7 @@ class _Parts:
         self._results += 1
         if self._results == self._calls:
             self.texts.append("\n</function_results>")
-            self._begin_answer("\n\n", number >= self._last_question)
+            self._begin_answer("\n\n", number > self._last_question)
 
 
 def _thought(message: Mapping[str, Any]) -> str:

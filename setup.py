@@ -51,7 +51,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["dsa_engine", "dsa_engine.*"]),
-    package_data={"dsa_engine": ["py.typed", "demo_model/*"], "dsa_engine.kernels": ["native/*"]},
+    package_data={
+        "dsa_engine": ["py.typed", "demo_model/*"],
+        "dsa_engine.kernels": ["native/*"],
+        "dsa_engine.server": ["page/*"],
+    },
     include_package_data=False,
     zip_safe=False,
     install_requires=[

@@ -84,8 +84,8 @@ def argument_parser(description: str | None) -> Parser:
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of :class:`dsa_engine.LLM`; :func:`llm_from` reads them."""
-    _add(parser.add_argument_group("engine"), EngineOptions)
-    _add(parser.add_argument_group("parallel (under torchrun)"), ParallelConfig)
+    add_options(parser.add_argument_group("engine"), EngineOptions)
+    add_options(parser.add_argument_group("parallel (under torchrun)"), ParallelConfig)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -95,12 +95,12 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def parallel_from(args: argparse.Namespace, **changes: Any) -> ParallelConfig:
     """The :class:`ParallelConfig` that the arguments describe; ``changes`` add to them."""
-    return ParallelConfig(**(_values(args, ParallelConfig) | changes))
+    return ParallelConfig(**(options_from(args, ParallelConfig) | changes))
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of :class:`LLM` that the arguments describe."""
-    return _values(args, EngineOptions) | {"parallel": parallel_from(args)}
+    return options_from(args, EngineOptions) | {"parallel": parallel_from(args)}
 
 
 def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
@@ -110,7 +110,8 @@ def llm_from(args: argparse.Namespace, **changes: Any) -> LLM:
     return LLM(**(engine_options(args) | changes))
 
 
-def _add(group: argparse._ArgumentGroup, options: type) -> None:
+def add_options(group: argparse._ActionsContainer, options: type) -> None:
+    """Adds the options of a dataclass; :func:`options_from` reads them."""
     for f, option in options_of(options):
         kind, flag = option.kind, _flag(f)
         if kind is BOOL:
@@ -129,8 +130,8 @@ def _add(group: argparse._ArgumentGroup, options: type) -> None:
             )
 
 
-def _values(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """The options that :func:`_add` has added, by name."""
+def options_from(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """The options that :func:`add_options` has added, by name."""
     values: dict[str, Any] = {}
     for f, option in options_of(options):
         if option.kind.parse is None:

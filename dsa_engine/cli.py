@@ -13,7 +13,18 @@ from dsa_engine.system.interrupts import ending_at_once
 with ending_at_once():
     from dsa_engine.arguments import Parser, argument_parser, run
     from dsa_engine.commands import chat, generate
-    from dsa_engine.commands.options import bench, cache, convert, doctor, env, info, make_checkpoint, plan
+    from dsa_engine.commands.options import (
+        bench,
+        cache,
+        convert,
+        doctor,
+        env,
+        info,
+        make_checkpoint,
+        plan,
+        route,
+        serve,
+    )
     from dsa_engine.version import __version__
 
 
@@ -37,6 +48,12 @@ COMMANDS = {
         "generate from a prompt and print the text as it comes", generate.add_arguments, "generate:run_generate"
     ),
     "chat": Command("a conversation on the terminal", chat.add_arguments, "chat:run_chat"),
+    "serve": Command("OpenAI's API over HTTP, for any number of clients", serve.add_arguments, "serve:run_serve"),
+    "route": Command(
+        "one address in front of several servers: each request goes where its prefix is cached",
+        route.add_arguments,
+        "route:run_route",
+    ),
     "info": Command(
         "parameters, bytes per dtype, cache bytes per token, and what fits", info.add_arguments, "info:run_info"
     ),
@@ -75,7 +92,7 @@ COMMANDS = {
         "bench.prefill_command:run_prefill",
     ),
     "bench ttft": Command(
-        "time to first token, through the generate API",
+        "time to first token, through the generate API, without prefix hits",
         partial(bench.add_latency_arguments, metric="ttft"),
         "bench.latency_command:run_ttft",
     ),
@@ -85,9 +102,9 @@ COMMANDS = {
         "bench.latency_command:run_tpot",
     ),
     "bench serve": Command(
-        "requests that arrive over time: throughput, latencies and goodput",
+        "requests that arrive over time, here or at a server: throughput, latencies, prefix hits",
         bench.add_serving_arguments,
-        "bench.serving_command:run_serving",
+        "bench.serving.command:run_serving",
     ),
 }
 _GROUPS = {

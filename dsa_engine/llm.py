@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import aclosing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -26,7 +27,8 @@ from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.system.logs import set_up_logging
 from dsa_engine.system.sizes import format_bytes
-from dsa_engine.text.chat_template import Message, conversations
+from dsa_engine.text.conversations import ConversationFormat, conversation_format
+from dsa_engine.text.conversations.messages import Message, conversations
 from dsa_engine.text.generation_config import default_sampling
 from dsa_engine.text.prompts import ParsedPrompt, Prompt, of_many, parse_prompts
 from dsa_engine.text.tokenizer import Tokenizer, check_tokenizer
@@ -138,16 +140,19 @@ class LLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Like :meth:`generate`, for one conversation or several, through the checkpoint's chat template.
+        """Like :meth:`generate`, for one conversation or several, in the form that the model was trained with.
+
+        The ``message`` of an output is the assistant's message, to go on with: its ``content``, the thought as
+        ``reasoning_content``, and ``tool_calls``. ``text`` is all of the text.
 
         Args:
             messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists; a content may be a list of
                 parts ``{"type": "text", "text": "…"}``.
-            chat_template, …, tools: see :func:`dsa_engine.text.chat_template.render`.
+            chat_template, …, tools: see :meth:`dsa_engine.text.conversations.ConversationFormat.render`.
         """
-        prompts = []
-        for conversation in conversations(messages):
-            text = self.tokenizer.chat_text(
+        form, several, prompts = self.conversation_format, conversations(messages), []
+        for conversation in several:
+            text = form.render(
                 conversation,
                 chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
@@ -155,10 +160,13 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
             )
-            # The template contains the special tokens.
+            # The text contains the special tokens.
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        for output, conversation in zip(outputs, several, strict=True):
+            form.add_messages(output, conversation, tools)
+        return outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Generates for one prompt and yields pieces of the output; the last piece has a ``finish_reason``.
@@ -193,12 +201,36 @@ class LLM:
 
     async def _async_pieces(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[StreamPiece, None]:
         prepared = await asyncio.to_thread(self._prepare_stream, prompt, params)
+        async with aclosing(self._pieces_of_all([prepared])) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def prepare_streams(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> tuple[list[list[int]], AsyncGenerator[StreamPiece, None]]:
+        """Checks prompts like :meth:`agenerate`, whose errors it raises, for outputs that are streamed together.
+
+        Returns:
+            the token ids of each prompt, and the pieces of all outputs as they come. ``piece.index`` says which output:
+            number ``i * n + j`` is the j-th of prompt i. The requests begin with the first piece that is awaited, and
+            end when the iterator is closed.
+
+        Raises:
+            ValueError: with ``prompt_logprobs``, which no piece has.
+        """
+        await asyncio.to_thread(self._callers.check, True)
+        prepared = await asyncio.to_thread(self._prepare_all, prompts, sampling_params)
+        if any(add.params.prompt_logprobs is not None for one in prepared for add in one.adds):
+            raise ValueError("prompt_logprobs are not streamed; use agenerate() for them, or leave them out")
+        return [one.adds[0].prompt_ids for one in prepared], self._pieces_of_all(prepared)
+
+    async def _pieces_of_all(self, prepared: Seq[_PreparedPrompt]) -> AsyncGenerator[StreamPiece, None]:
         with Call(self._callers, streams=True, asynchronous=True) as call:
-            call.begin("stream", _requests([prepared]))
-            ended = False
-            while not ended:
+            call.begin("stream", _requests(prepared))
+            running = len(call.replies)
+            while running:
                 piece = await call.piece_async()
-                ended = piece.finish_reason is not None
+                running -= piece.finish_reason is not None
                 yield piece
 
     def prompt_logits(self, prompt: Prompt) -> torch.Tensor:
@@ -266,6 +298,11 @@ class LLM:
             with self._loading:
                 self._tokenizer = self._tokenizer or Tokenizer(self.folder, self.engine.options.trust_remote_code)
         return self._tokenizer
+
+    @property
+    def conversation_format(self) -> ConversationFormat:
+        """The form of the model's conversations; raises ``ValueError`` if the folder has no tokenizer."""
+        return conversation_format(self.folder, self.engine.config, tokenizer=self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of calls without any: those of the folder's ``generation_config.json``, unless the option

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class CompletionOutput:
     error: str | None = None  # the error message; text and tokens are those before the error
     logprobs: list[Logprobs] | None = None  # one entry per token; None if not requested
     cumulative_logprob: float | None = None  # sum over the tokens
+    # of chat(): the assistant's message as OpenAI's API has it, with reasoning_content and tool_calls
+    message: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,10 @@ class RequestOutput:
     def cumulative_logprob(self) -> float | None:
         return self.outputs[0].cumulative_logprob
 
+    @property
+    def message(self) -> dict[str, Any] | None:
+        return self.outputs[0].message
+
 
 @dataclass(frozen=True)
 class StreamPiece:
@@ -175,6 +182,8 @@ class StreamPiece:
         error: on the last piece, the error message if ``finish_reason`` is "error".
         logprobs: one entry per new token, as in :class:`CompletionOutput`; None if not requested.
         stop_reason: on the last piece, as in :class:`CompletionOutput`.
+        index: the number of the output in its call, from 0, which only a stream of several outputs needs.
+        metrics: on the last piece, the request's.
     """
 
     text: str
@@ -183,6 +192,8 @@ class StreamPiece:
     error: str | None = None
     logprobs: list[Logprobs] | None = None
     stop_reason: int | str | None = None
+    index: int = 0
+    metrics: RequestMetrics | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -12,6 +12,7 @@ _TORCHRUN = "start the program with torchrun --nproc-per-node N: all ranks serve
 _ONE_MODEL = "there is one way to run a model here; leave it out"
 _NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint"
 _NO_HUB = "nothing is downloaded here; get the folder with `hf download` and give its path or its hub id"
+_MESSAGE = "the form is that of the model folder, leave it out: the outputs of chat() have a message"
 _NO_IMAGES = "models here read text only; leave it out"
 
 # name: (what to use instead, the values that ask for what is done anyway and are accepted)
@@ -49,10 +50,9 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_loras": (_NO_LORA, ()),
     "tokenizer": ("the tokenizer is that of the model folder; put its files there", (None,)),
     "tokenizer_mode": (
-        "the tokenizer is what transformers makes of the model folder; leave it out. DeepSeek-V3.2 comes without a "
-        "chat template: render a conversation with the Python file of its encoding folder and give generate() the "
-        "text, or give chat() a chat_template",
-        ("auto", "hf"),
+        "the tokenizer is what transformers makes of the model folder; leave it out. chat() writes conversations in "
+        "DeepSeek-V3.2's own form where a folder of that model has no chat template",
+        ("auto", "hf", "deepseek_v32"),
     ),
     "skip_tokenizer_init": ("the tokenizer is loaded when text is used; give lists of token ids", (False,)),
     "revision": (_NO_HUB, (None,)),
@@ -61,7 +61,7 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "download_dir": (_NO_HUB, (None,)),
     "hf_token": (_NO_HUB, (None,)),
     "hf_config_path": ("config.json is that of the model folder; hf_overrides replaces keys of it", (None,)),
-    "served_model_name": ("there is no server; leave it out", (None,)),
+    "served_model_name": ("it is an option of dsa-engine serve", (None,)),
     "limit_mm_per_prompt": (_NO_IMAGES, (None,)),
     "mm_processor_kwargs": (_NO_IMAGES, (None,)),
     "allowed_local_media_path": (_NO_IMAGES, ("", None)),
@@ -82,13 +82,10 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rope_theta": ("use hf_overrides={'rope_theta': …}", (None,)),
     "calculate_kv_scales": ("every row of the FP8 cache has scales; leave it out", (False,)),
     "use_tqdm_on_load": ("progress=False shows no bars", (True,)),
-    "reasoning_parser": (
-        "output is one text; what the model thinks ends at the last </think> of it: split it there",
-        ("", None),
-    ),
-    "reasoning_config": ("output is one text; what the model thinks ends at the last </think> of it", (None,)),
-    "tool_call_parser": ("output is one text; read calls from it. chat(tools=…) gives tools to the template", (None,)),
-    "enable_auto_tool_choice": ("output is one text; read tool calls from it", (False,)),
+    "reasoning_parser": (f"{_MESSAGE}, with the thought as reasoning_content", ("", None)),
+    "reasoning_config": (f"{_MESSAGE}, with the thought as reasoning_content", (None,)),
+    "tool_call_parser": (f"{_MESSAGE}, with tool_calls for chat(tools=…)", (None,)),
+    "enable_auto_tool_choice": (f"{_MESSAGE}, with tool_calls for chat(tools=…)", (True, False)),
     "enable_eplb": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (False,)),
     "eplb_config": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (None,)),
     "enable_dbo": (

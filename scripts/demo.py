@@ -27,6 +27,7 @@ from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes
+from dsa_engine.text.conversations import ConversationFormat
 from dsa_engine.text.tokenizer import Tokenizer
 
 
@@ -179,7 +180,7 @@ def question(tokenizer: Tokenizer, args: argparse.Namespace) -> Question:
 
 
 def own_question(tokenizer: Tokenizer, lines: list[str], asked: str, args: argparse.Namespace) -> Question:
-    prompt = tokenizer.chat([{"role": "user", "content": "\n".join(lines).strip()}])
+    prompt = ConversationFormat(tokenizer).token_ids([{"role": "user", "content": "\n".join(lines).strip()}])
     if len(prompt) > args.tokens:
         raise ValueError(
             f"{args.prompt_file} takes {len(prompt):,} tokens with its question; --tokens {args.tokens} allows fewer"
@@ -210,7 +211,7 @@ def added_question(tokenizer: Tokenizer, text_lines: list[str], args: argparse.N
         raise ValueError(f"{args.tokens} tokens hold {len(lines)} lines and no fact; give more --tokens")
     asked = round(args.depth * (len(facts) - 1))
     content = "\n".join([*lines, asked_for(facts[asked])])
-    prompt = tokenizer.chat([{"role": "user", "content": content}])
+    prompt = ConversationFormat(tokenizer).token_ids([{"role": "user", "content": content}])
     where = f"after line {(asked + 1) * every} of the text"
     return Question(prompt, asked_for(facts[asked]), facts[asked], where, f"{len(facts)} facts in it")
 

@@ -63,13 +63,15 @@ def test_the_recipe_of_the_released_model() -> None:
         enable_eplb=False,
         enable_dbo=False,
         reasoning_parser=None,
+        tokenizer_mode="deepseek_v32",
+        enable_auto_tool_choice=True,
         all2all_backend=None,
     )  # type: ignore[call-arg]
     assert options.kv_cache_dtype == "fp8"
     assert options.speculation and options.speculation.num_speculative_tokens == 2
     for name, value, advice in (
-        ("tokenizer_mode", "deepseek_v32", "encoding folder"),
-        ("reasoning_parser", "deepseek_v3", "</think>"),
+        ("tokenizer_mode", "mistral", "DeepSeek-V3.2's own form"),
+        ("reasoning_parser", "deepseek_v3", "outputs of chat() have a message"),
         ("tool_call_parser", "deepseek_v32", "chat(tools=…)"),
         ("enable_eplb", True, "divided evenly"),
         ("enable_dbo", True, "overlap_shared_expert"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from dsa_engine.cli import main
+from dsa_engine.cli import COMMANDS, main
 from dsa_engine.commands.planner.devices import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +30,8 @@ FOLDERS_OF_PAGES = {
     "measure.md": "dsa_engine/measure/emulation",
     "model.md": "dsa_engine/model",
     "parallel.md": "parallel",
+    "router.md": "dsa_engine/router",
+    "server.md": "dsa_engine/server",
     "weights.md": "dsa_engine/quantization",
 }
 ENDINGS = r"(?:py|md|cpp|json|jsonl|png|sh|toml)"
@@ -35,6 +39,7 @@ ENDINGS = r"(?:py|md|cpp|json|jsonl|png|sh|toml)"
 # Files of checkpoints, results of commands on the pages, and files of other projects.
 NOT_OURS = {
     "config.json",
+    "encoding_dsv32.py",
     "generation_config.json",
     "message/",
     "program.py",
@@ -73,6 +78,53 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert sorted({path for path in paths(page) if path not in NOT_OURS and not files(page, path)}) == []
     for path, name in re.findall(r"`([\w/]+\.py): ([\w.]+)`", without_blocks(page)):
         assert any(name in file.read_text(encoding="utf-8") for file in files(page, path)), f"{path}: {name}"
+
+
+def command_lines(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The commands of ``dsa-engine`` that a text quotes, or that stand in its blocks, with their options."""
+    quoted = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S) + re.findall(r"`([^`\n]+)`", text)
+    for code in quoted:
+        for name, rest in re.findall(
+            r"(?:dsa-engine|dsa_engine) ((?:bench )?[a-z-]+)([^\n|#]*)", code.replace("\\\n", "")
+        ):
+            if name in COMMANDS:
+                yield name, re.findall(r"(?<=\s)--[a-z-]+", rest)
+
+
+def options_of(name: str) -> set[str]:
+    parser = argparse.ArgumentParser()
+    COMMANDS[name].add_arguments(parser)
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+SERVING = ROOT / "docs" / "serving"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_options_of_commands_exist(page: Path) -> None:
+    for name, options in command_lines(page.read_text(encoding="utf-8")):
+        assert set(options) <= options_of(name), name
+
+
+def test_serving_names_what_there_is() -> None:
+    """Commands and options of docs/SERVING.md and of the files that it comes with; the addresses that probes ask."""
+    page = (ROOT / "docs" / "SERVING.md").read_text(encoding="utf-8")
+    assert {"serve", "route"} <= {name for name, _ in command_lines(page)}
+    known = options_of("serve") | options_of("route")
+    assert set(re.findall(r"`(--[a-z-]+)`", page)) <= known
+    unit, image = ((SERVING / name).read_text(encoding="utf-8") for name in ("dsa-engine.service", "Dockerfile"))
+    (start,) = re.findall(r"^ExecStart=.* -m dsa_engine serve (.*)$", unit, re.M)
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", image, re.M)
+    deployment, service = yaml.safe_load_all((SERVING / "kubernetes.yaml").read_text(encoding="utf-8"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    for words in (start.split(), [*json.loads(entry)[6:], *container["args"]]):
+        parser = argparse.ArgumentParser()
+        COMMANDS["serve"].add_arguments(parser)
+        assert parser.parse_args(words).model_tag == "/srv/DeepSeek-V3.2"
+    routes = (ROOT / "dsa_engine" / "server" / "app.py").read_text(encoding="utf-8")
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert f'@app.get("{container[probe]["httpGet"]["path"]}")' in routes
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
 
 
 def test_every_room_is_on_a_page() -> None:

@@ -129,10 +129,11 @@ def test_streams_side_by_side_and_a_batch_between(llm: LLM) -> None:
 
 def test_chat(llm: LLM) -> None:
     conversation = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hello"}]
-    ids = llm.tokenizer.chat(conversation)
+    ids = llm.conversation_format.token_ids(conversation)
     assert llm.tokenizer.decode(ids) == "SHello" and ids[-1] == 3
     one = llm.chat(conversation, GREEDY)[0]
     assert one.prompt_token_ids == ids and one.token_ids == llm.generate([ids], GREEDY)[0].token_ids
+    assert one.message == {"role": "assistant", "content": one.text}
     several = llm.chat([conversation, [{"role": "user", "content": "Bye"}]], GREEDY)
     assert len(several) == 2 and several[0].token_ids == one.token_ids
 
@@ -189,11 +190,26 @@ def test_a_folder_without_tokenizer(demo_cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_chat_template(demo_cache: Path, tmp_path: Path) -> None:
+    """With the released Python file beside it, conversations have DeepSeek-V3.2's own form."""
     shutil.copytree(demo_folder(), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "chat_template"}))
+    llm, conversation = load(tmp_path), [{"role": "user", "content": "x"}]
     with pytest.raises(ValueError, match="has no chat template; use generate"):
-        load(tmp_path).chat([{"role": "user", "content": "x"}])
+        llm.chat(conversation)
+    (tmp_path / "encoding").mkdir()
+    (tmp_path / "encoding" / "encoding_dsv32.py").write_text("TOOLS_SYSTEM_TEMPLATE = 'Tools: {tool_schemas}'")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    thinking, chatting = (
+        llm.chat(conversation, GREEDY, chat_template_kwargs={"thinking": thinks}, tools=tools)[0]
+        for thinks in (True, False)
+    )
+    prompt = '<｜begin▁of▁sentence｜>\n\nTools: {"name": "f"}<｜User｜>x<｜Assistant｜>'
+    assert (thinking.prompt, chatting.prompt) == (f"{prompt}<think>", f"{prompt}</think>")
+    text = llm.tokenizer.decode(thinking.token_ids, skip_special_tokens=False)
+    assert thinking.message == {"role": "assistant", "content": "", "reasoning_content": text}
+    text = llm.tokenizer.decode(chatting.token_ids, skip_special_tokens=False)
+    assert chatting.outputs[0].message == {"role": "assistant", "content": text}
 
 
 def test_dummy_weights_need_config_json_only(demo_cache: Path, tmp_path: Path) -> None:

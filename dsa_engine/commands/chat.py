@@ -1,4 +1,4 @@
-"""``dsa-engine chat``: a conversation on a terminal, through the model's chat template."""
+"""``dsa-engine chat``: a conversation on a terminal, in the form that the model was trained with."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from dsa_engine.arguments import add_engine_arguments, llm_from
 from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
+from dsa_engine.commands.options.chat import add_chat_arguments
 from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
 from dsa_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dsa_engine.llm import LLM
+    from dsa_engine.text.conversations import ConversationFormat, MessageDelta
 
 _HELP = "/new begins another conversation, /help says this; Ctrl-C stops an answer; Ctrl-D, /quit or /exit ends"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin every conversation with")
+    add_chat_arguments(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
 
@@ -29,13 +32,13 @@ def run_chat(args: argparse.Namespace) -> None:
     and the others follow.
 
     Raises:
-        ValueError: an option is not possible, or the model has no chat template.
+        ValueError: an option is not possible, or the model has no form of conversations.
     """
     sampling_params(args)  # checks them before anything is loaded
     if leads():
         check_stdout()
         standard_input("chat")
-        Early(args).tokenizer().chat([*_beginning(args), {"role": "user", "content": "Hello"}])  # is there a template?
+        _prompt(Early(args).conversation_format(), [*_beginning(args), {"role": "user", "content": "Hello"}], args)
     llm = llm_from(args)
     if llm.engine.mesh.rank > 0:
         llm.follow()
@@ -46,6 +49,7 @@ def run_chat(args: argparse.Namespace) -> None:
 
 def _converse(llm: LLM, args: argparse.Namespace) -> None:
     params = sampling_params(args, llm.default_sampling)
+    params.skip_special_tokens = not llm.conversation_format.needs_special_tokens
     asks = sys.stdin.isatty()
     if asks:
         with suppress(ImportError):  # some builds of Python lack it
@@ -61,12 +65,16 @@ def _converse(llm: LLM, args: argparse.Namespace) -> None:
             conversation = _beginning(args)
         elif text:
             asked = [*conversation, {"role": "user", "content": text}]
-            answer = _answer(llm, asked, params)
+            answer = _answer(llm, asked, params, args)
             if answer is not None:
-                conversation = [*asked, {"role": "assistant", "content": answer}]
+                conversation = [*asked, answer]
 
 
-def _beginning(args: argparse.Namespace) -> list[dict[str, str]]:
+def _prompt(form: ConversationFormat, messages: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    return form.render(messages, chat_template_kwargs=args.chat_template_kwargs)
+
+
+def _beginning(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"role": "system", "content": args.system}] if args.system else []
 
 
@@ -85,22 +93,45 @@ def _line(asks: bool) -> str | None:
             print(f"\n{_HELP}.", file=sys.stderr)
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
-    """Prints the answer as it comes and returns it; None after an error: the question is dropped too."""
-    parts: list[str] = []
+def _answer(
+    llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, args: argparse.Namespace
+) -> dict[str, Any] | None:
+    """Prints the answer as it comes and returns its message; None after an error: the question is dropped too."""
+    from dsa_engine.text.conversations.deltas import message_of
+
+    form, printer = llm.conversation_format, _Printer()
     try:
-        stream: Any = llm.stream(llm.tokenizer.chat(messages), params)
-        with closing(stream) as pieces:
-            for piece in pieces:
-                print(piece.text, end="", flush=True)
-                parts.append(piece.text)
-                if piece.error:
-                    print(f"\nerror: {piece.error}", file=sys.stderr)
-                    return None
-    except ValueError as error:  # the conversation is too long, or the template refuses it
+        prompt = _prompt(form, messages, args)
+        reader = form.reader(prompt)
+        stream: Any = llm.stream(llm.tokenizer.encode(prompt, add_special_tokens=False), params)
+        try:
+            with closing(stream) as pieces:
+                for piece in pieces:
+                    printer.show(reader.push(piece.text))
+                    if piece.error:
+                        print(f"\nerror: {piece.error}", file=sys.stderr)
+                        return None
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+    except ValueError as error:  # the conversation is too long, or its form refuses it
         print(f"error: {error}; /new begins another conversation", file=sys.stderr)
         return None
-    except KeyboardInterrupt:
-        print(" [stopped]", end="")
+    printer.show(reader.finish())
     print(flush=True)
-    return "".join(parts)
+    return message_of(printer.shown)
+
+
+class _Printer:
+    """Prints an answer, with tags around its thought."""
+
+    def __init__(self) -> None:
+        self.shown: list[MessageDelta] = []
+        self._in_thought = False
+
+    def show(self, deltas: list[MessageDelta]) -> None:
+        for delta in deltas:
+            if (delta.reasoning is not None) != self._in_thought:
+                self._in_thought = not self._in_thought
+                print("<think>" if self._in_thought else "</think>")
+            print(delta.reasoning or delta.content, end="", flush=True)
+        self.shown += deltas

@@ -12,6 +12,7 @@ from dsa_engine.parallel.launch_environment import launched_rank
 from dsa_engine.system.interrupts import ending_at_once
 
 if TYPE_CHECKING:
+    from dsa_engine.text.conversations import ConversationFormat
     from dsa_engine.text.tokenizer import Tokenizer
 
 
@@ -33,9 +34,17 @@ class Early:
             from dsa_engine.options import EngineOptions
 
         self._options = EngineOptions(**engine_options(args))
-        self.folder = resolve_model(self._options.model)
+        self.folder = resolve_model(self._options.model, dummy=self._options.load_format == "dummy")
         config = ModelConfig.from_pretrained(self.folder, self._options.hf_overrides)
+        self._model_type = config.model_type
         self.max_model_len, self._vocab_size = limited_model_len(config, self._options), config.vocab_size
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder has a tokenizer."""
+        from dsa_engine.text.tokenizer import Tokenizer
+
+        return Tokenizer.lies_in(self.folder)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises ``ValueError`` if the folder has none, or a damaged one."""
@@ -43,6 +52,13 @@ class Early:
 
         check_tokenizer(self.folder)
         return Tokenizer(self.folder, self._options.trust_remote_code)
+
+    def conversation_format(self, **parsers: str | None) -> ConversationFormat:
+        """The form of the model's conversations; raises ``ValueError`` if the folder has no tokenizer, or if there is
+        no parser of a given name."""
+        from dsa_engine.text.conversations import conversation_format
+
+        return conversation_format(self.folder, self._model_type, tokenizer=self.tokenizer(), **parsers)
 
     def check(self, prompt: Sequence[int], room: int = 0) -> None:
         """Raises ``ValueError`` if the model cannot run a prompt of these token ids with ``room`` tokens of output."""

@@ -7,6 +7,7 @@ import sys
 
 from dsa_engine.arguments import add_engine_arguments, llm_from, read_text
 from dsa_engine.commands.early import Early, check_stdout, leads, standard_input
+from dsa_engine.commands.options.chat import add_chat_arguments
 from dsa_engine.commands.sampling import add_sampling_arguments, sampling_params
 
 
@@ -20,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IDS",
         help="token ids to continue, such as 0,51,17; without a tokenizer in the folder, ids are printed",
     )
-    parser.add_argument("--chat", action="store_true", help="send the prompt through the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message of a conversation")
+    add_chat_arguments(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
 
@@ -34,6 +36,8 @@ def run_generate(args: argparse.Namespace) -> None:
     """
     if args.chat and args.prompt_ids is not None:
         raise ValueError("--chat takes a text; give --prompt or --prompt-file with it, not --prompt-ids")
+    if args.chat_template_kwargs is not None and not args.chat:
+        raise ValueError("--chat-template-kwargs is for conversations; give --chat with it")
     sampling_params(args)  # checks them before anything is loaded
     prompt = _prompt(args) if leads() else []
     llm = llm_from(args)
@@ -61,8 +65,11 @@ def _prompt(args: argparse.Namespace) -> list[int]:
         ids = args.prompt_ids
     else:
         text = read_text(args.prompt_file) if args.prompt_file else _given_text(args)
-        tokenizer = early.tokenizer()
-        ids = tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)
+        if args.chat:
+            messages = [{"role": "user", "content": text}]
+            ids = early.conversation_format().token_ids(messages, chat_template_kwargs=args.chat_template_kwargs)
+        else:
+            ids = early.tokenizer().encode(text)
     early.check(ids, room=1)
     return ids
 

@@ -6,12 +6,9 @@ collector closes it.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -20,33 +17,13 @@ import torch
 
 from dsa_engine.engine.agreement import CallsDiffer, agree_on_call, declare_following, others_follow
 from dsa_engine.engine.loop import EngineLoop
-from dsa_engine.engine.reply import Mailbox, Reply
+from dsa_engine.engine.mailbox import EventLoopMailbox, Mailbox
+from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Abort, Add, Job, Run
 from dsa_engine.outputs import StreamPiece
 from dsa_engine.text.tokenizer import Tokenizer
 
 _TICK_S = 0.2  # seconds between two updates of a progress bar
-
-
-class EventLoopMailbox:
-    """Receives results for a task of the running event loop from other threads."""
-
-    def __init__(self) -> None:
-        self._event_loop = asyncio.get_running_loop()
-        self._items: deque[Any] = deque()
-        self._filled = asyncio.Event()
-
-    def put(self, item: Any, /) -> None:
-        self._items.append(item)
-        with suppress(RuntimeError):  # the event loop has been closed, and no task waits
-            self._event_loop.call_soon_threadsafe(self._filled.set)
-
-    async def get(self) -> Any:
-        while not self._items:
-            self._filled.clear()
-            if not self._items:
-                await self._filled.wait()
-        return self._items.popleft()
 
 
 class Callers:
@@ -141,7 +118,9 @@ class Call:
         """Sends the requests, each with the tokenizer for its text; raises what :meth:`Callers.send` raises."""
         for add, _ in adds:
             add.id = next(self._callers.loop.engine.ids)
-        self.replies = [Reply(add, tokenizer, self._mailbox, self._streams) for add, tokenizer in adds]
+        self.replies = [
+            Reply(add, tokenizer, self._mailbox, self._streams, index) for index, (add, tokenizer) in enumerate(adds)
+        ]
         self._callers.send(kind, [(reply.add, reply) for reply in self.replies])
 
     def wait(self, tick: Callable[[], object] | None = None) -> None:

@@ -15,7 +15,6 @@ another request at once: the device works in order, so the new request overwrite
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,22 +24,19 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from dsa_engine.engine.disk.disk_tier import DiskTier
 from dsa_engine.engine.requests.messages import Add, Run
 from dsa_engine.engine.requests.new_request import check_prompt, new_requests
-from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.sampling.result import RequestTokens, StepResult, check_finite
-from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.tiers import PageTiers
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.model.profile_stages import observed
 from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
-
-_DISK_POLL_S = 0.001  # seconds between looks at a running read, while there is nothing to compute
 
 
 @dataclass(eq=False)
@@ -51,11 +47,12 @@ class Engine:
         max_model_len: maximum number of tokens of a request, prompt and output.
         progress: ``progress(total, unit, title)`` makes a progress bar on rank 0, see :func:`progress_bar`.
         bytes_read, load_seconds: what loading this rank's weights took.
-        disk: the disk behind the caches, if any.
         step_bytes: bytes set aside on the device for steps and graphs; None if an option set the size of the caches.
         workspace: bytes for what a step computes piece by piece.
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         launched_ahead: number of steps launched that way.
+        num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
+        tiers: pages on other ranks, in host memory and on the disk.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
 
@@ -69,14 +66,14 @@ class Engine:
     bytes_read: int
     load_seconds: float
     step_bytes: int | None
-    disk: DiskTier | None = None
 
     def __post_init__(self) -> None:
         runtime = self.model.runtime
         self.config, self.graphs = self.model.config, self.runner.graphs
         self.mesh, self.dtype, self.workspace = runtime.mesh, runtime.dtype, runtime.workspace
-        self.launched_ahead = 0
+        self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
         self.ids = count()
+        self.tiers = PageTiers(self.cache, self.scheduler.ledger)
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.draft(self._max_drafts)
 
@@ -97,7 +94,7 @@ class Engine:
                 f"{num_drafts} drafts a step are not possible: num_speculative_tokens allows 0 to {self._max_drafts}"
             )
         self._check_idle()
-        if self.disk is not None:
+        if self.tiers.disk is not None:
             raise RuntimeError("a cache_folder is for one number of drafts; leave it out")
         self.scheduler.num_drafts = self.runner.num_drafts = num_drafts
         modules, prefix_cache = min(num_drafts, len(self.model.mtp)), self.scheduler.prefix_cache
@@ -152,8 +149,7 @@ class Engine:
             BaseException: a whole step failed; its requests have ended, with this as ``exception``. An error in the
                 sampling of one request ends only that request.
         """
-        if self.disk is not None and self.disk.loads.pending:
-            self.disk.loads.poll()
+        self.tiers.poll()
         # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not observed()
         read = [] if ahead else self._read_in_flight()
@@ -164,13 +160,14 @@ class Engine:
         if before is not None and not self.runner.runs_ahead(plan, before):
             return self._read_in_flight()  # the next call schedules anew
         if not chunks:
-            if not read and self.disk is not None and self.disk.loads.pending:
-                time.sleep(_DISK_POLL_S)  # nothing else to do until a page has been read
+            if not read:
+                self.tiers.idle()
             return read
-        with record_function("launch"), self._failing(chunk.request for chunk in chunks), self._moving(chunks, plan):
+        requests, moving = [chunk.request for chunk in chunks], self.tiers.moving(chunks, plan.bucket is None)
+        with record_function("launch"), self._failing(requests), moving:
             launched = self.runner.launch(plan, before)
-        if self.disk is not None:
-            self.disk.stores.launched(chunks)
+        self.tiers.launched(chunks)
+        self.num_prefilled_tokens += sum(chunk.length for chunk in chunks if not chunk.request.prefilled)
         self.scheduler.computed(chunks)
         self._record(launched)
         # A step is read at once if the host needs its drafts to plan the next one.
@@ -178,34 +175,6 @@ class Engine:
         self._in_flight = launched if ahead and follows and launched.indices else None
         self.launched_ahead += bool(before and launched.indices)
         return read + self._read(before) + ([] if self._in_flight else self._read(launched))
-
-    @contextmanager
-    def _moving(self, chunks: list[Chunk], plan: StepPlan | None = None) -> Iterator[None]:
-        """Runs a step beside the copies of pages that it begins with: from and to host memory and other ranks. A graph
-        and a job start after all copies."""
-        transfer = self.cache.transfer
-        if transfer is None:
-            yield
-            return
-        transfer.begin(self.scheduler.ledger.moves(chunks))
-        if plan is None or plan.bucket is not None:
-            transfer.finish()
-        try:
-            yield
-        finally:
-            transfer.finish()  # even if the step has failed: other requests use these pages
-
-    def flush_copies(self) -> Callable[[], None]:
-        """Makes the copies that the next step would begin with; returns a function that waits until they are done."""
-        with self._moving([]):
-            pass
-        assert self.cache.transfer is not None
-        return self.cache.transfer.copy_out([])
-
-    def close(self) -> None:
-        """Ends the threads of the disk, once they have written what they have."""
-        if self.disk is not None:
-            self.disk.close()
 
     def _read_in_flight(self) -> list[RequestTokens]:
         step, self._in_flight = self._in_flight, None
@@ -244,9 +213,10 @@ class Engine:
         request, result = sampled.request, sampled.draft_result
         if result is not None and result.offered:
             request.draft_stats.append((result.offered, result.accepted))
-        if self.disk is not None and sampled.tokens[0].error is None:
-            self.disk.stores.succeeded(request)
+        if sampled.tokens[0].error is None:
+            self.tiers.succeeded(request)
         for number, token in enumerate(sampled.tokens):
+            self.num_generated_tokens += token.error is None
             ending = request.append(token, self.config.eos_token_ids)
             if ending is not None:
                 self.finish(request, *ending)
@@ -261,8 +231,7 @@ class Engine:
         """Ends a request in any state and frees its pages; does nothing if it has ended."""
         if request.finish_reason is None:
             request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
-            if self.disk is not None:
-                self.disk.stores.ended(request)
+            self.tiers.ended(request)
             self.scheduler.finish(request)
 
     @contextmanager
@@ -334,7 +303,7 @@ class Engine:
                 self.scheduler.add(request)
                 while not request.prefilled:
                     (chunk,) = self.scheduler.schedule()
-                    with self._moving([chunk]):
+                    with self.tiers.moving([chunk]):
                         if run.job == "prompt_logits":
                             self.runner.all_logits(chunk, logits, block)
                         elif (last := self.runner.last_logits([chunk])) is not None:

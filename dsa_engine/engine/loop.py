@@ -29,7 +29,8 @@ from queue import SimpleQueue
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.reply import Mailbox, Reply
+from dsa_engine.engine.mailbox import Mailbox, waking_together
+from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Abort, Add, Message, Run, Shutdown
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
@@ -262,7 +263,8 @@ class EngineLoop:
             return
         finally:
             self._unread = self.engine.in_flight
-        self._hand_over(sampled)
+        with waking_together():
+            self._hand_over(sampled)
 
     def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
         """Gives callers their new tokens, and ends requests whose text has reached a stop string."""
@@ -308,7 +310,7 @@ class EngineLoop:
                 self._job.close()
             for request in self._requests.values():
                 self.engine.finish(request, "abort")
-            self.engine.close()
+            self.engine.tiers.close()
         self._ended.set()
         atexit.unregister(self._leave)
         waiting = [reply.mailbox for reply in self._replies.values()] + list(self._jobs.values())

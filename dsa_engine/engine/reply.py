@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
 
+from dsa_engine.engine.mailbox import Mailbox
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.requests.request import Ending, Request, SampledToken
 from dsa_engine.outputs import CompletionOutput, Logprobs, RequestMetrics, SpeculationMetrics, StreamPiece
@@ -18,20 +18,11 @@ from dsa_engine.text.stream import TextStream
 from dsa_engine.text.tokenizer import Tokenizer
 
 
-class Mailbox(Protocol):
-    """Receives a caller's results; any thread may put one in.
-
-    The reply of a stream puts pieces, the reply of another call puts None when it has ended, and a job puts its tensor.
-    The caller raises an exception that it receives.
-    """
-
-    def put(self, item: Any, /) -> None: ...
-
-
 class Reply:
     """One request as its caller sees it.
 
     Attributes:
+        index: number of the request in its call.
         add: the message that made the request.
         mailbox: the caller's.
         request: the engine's request; None until the loop has begun it.
@@ -39,7 +30,8 @@ class Reply:
         ending: how the request ended; None while it runs.
     """
 
-    def __init__(self, add: Add, tokenizer: Tokenizer | None, mailbox: Mailbox, streams: bool = False):
+    def __init__(self, add: Add, tokenizer: Tokenizer | None, mailbox: Mailbox, streams: bool = False, index: int = 0):
+        self.index = index
         self.add = add
         self.mailbox = mailbox
         self._streams = streams
@@ -111,27 +103,34 @@ class Reply:
             error=ending and ending.error,
             logprobs=None if self.add.params.logprobs is None else self._logprobs[first:],
             stop_reason=ending and ending.stop_reason,
+            index=self.index,
+            metrics=ending and self.metrics(),
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """The times and counts so far."""
+        request = self.request
+        return RequestMetrics.of(
+            self.add.arrival,
+            self._first_token_time,
+            self._last_token_time,
+            len(self.output),
+            request.preemptions if request else 0,
+            SpeculationMetrics.of(request.draft_stats) if request and request.draft_stats else None,
+            (request.num_cached_tokens or 0) if request else 0,
         )
 
     def completion(self, index: int) -> CompletionOutput:
         """The whole output of a request that has ended, as number ``index`` of its prompt; not for a stream."""
         assert self.ending is not None
-        whole, request = self.piece(), self.request
+        whole = self.piece()
         logprobs = whole.logprobs
         return CompletionOutput(
             index=index,
             text=whole.text,
             token_ids=whole.token_ids,
             finish_reason=self.ending.reason,
-            metrics=RequestMetrics.of(
-                self.add.arrival,
-                self._first_token_time,
-                self._last_token_time,
-                len(self.output),
-                request.preemptions if request else 0,
-                SpeculationMetrics.of(request.draft_stats) if request and request.draft_stats else None,
-                (request.num_cached_tokens or 0) if request else 0,
-            ),
+            metrics=self.metrics(),
             stop_reason=whole.stop_reason,
             error=whole.error,
             logprobs=logprobs,

@@ -10,32 +10,41 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dsa_engine.llm import LLM
 from dsa_engine.system.output_files import write_text
 from dsa_engine.version import __version__
 
+if TYPE_CHECKING:
+    import torch
 
-def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """Circumstances of a measurement: date, commit of the checkout, device, dtype, ranks, threads and versions."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    packages = {"dsa_engine": __version__, "python": platform.python_version()}
-    for package in ("torch", "triton", "transformers"):
+    from dsa_engine.llm import LLM
+
+
+def versions(*packages: str) -> dict[str, Any]:
+    """What a measurement was made with: date, commit of the checkout, and the versions of these packages."""
+    numbers = {"dsa_engine": __version__, "python": platform.python_version()}
+    for package in packages:
         try:
-            packages[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
             continue
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "device": name,
+        "versions": numbers,
+    }
+
+
+def environment(device: torch.device, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+    """Circumstances of a measurement: date, commit of the checkout, device, dtype, ranks, threads and versions."""
+    import torch  # a benchmark of a server does without it
+
+    return versions("torch", "triton", "transformers") | {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "dtype": str(dtype).removeprefix("torch."),
         "world_size": world_size,
         "threads_per_rank": torch.get_num_threads(),
-        "versions": packages,
     }
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from dsa_engine.config.checks import check_text
 from dsa_engine.config.json_text import read_json
 from dsa_engine.errors import CheckpointError
-from dsa_engine.text.chat_template import render
 from dsa_engine.text.growth import Growth
 
 
@@ -26,6 +25,7 @@ class Tokenizer:
         trust_remote_code: let the tokenizer run Python code of the folder.
 
     Attributes:
+        folder: the model's folder.
         hf: the tokenizer object of ``transformers``.
 
     Raises:
@@ -39,7 +39,7 @@ class Tokenizer:
             )
         from transformers import AutoTokenizer
 
-        self._folder = folder
+        self.folder = folder
         self._token_texts: dict[int, str] = {}
         try:
             # Always given: without it transformers asks on stdin, which may be a pipe with a prompt.
@@ -102,7 +102,7 @@ class Tokenizer:
         except BaseException as error:
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             reason = (str(error).strip() or "no reason given").splitlines()[0]
-            raise ValueError(f"the tokenizer in {self._folder} cannot {what}: {kind}{reason}") from error
+            raise ValueError(f"the tokenizer in {self.folder} cannot {what}: {kind}{reason}") from error
 
     def token_text(self, token: int) -> str:
         """The text of a single token, special tokens included."""
@@ -115,15 +115,6 @@ class Tokenizer:
         start, inside = (self.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
         differs = bool(start and inside) and inside[0] != start[0] and len(inside) == len(start)
         return [ids for ids in ([start, inside] if differs else [start]) if ids]
-
-    def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The text of a conversation, special tokens included; ``options`` are those of
-        :func:`.chat_template.render`."""
-        return render(self.hf, messages, str(self._folder), **options)
-
-    def chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation; see :meth:`chat_text`."""
-        return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import dsa_engine
 from dsa_engine import cli
-from dsa_engine.commands.bench.serving_benchmark import ServingLoad, ServingResult
+from dsa_engine.commands.bench.serving.load import ServingLoad
+from dsa_engine.commands.bench.serving.result import ServingResult
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tqdm", "matplotlib", "dsa_engine.llm", "dsa_engine.model")
 
@@ -47,7 +48,7 @@ PLAN = "--weights fp8 --cache fp8 --drafts 0 --chunk 8192 --tp-size 1"
 @pytest.mark.parametrize(
     ("words", "module", "table"),
     [
-        (f"bench serve {LOAD}", "bench.serving_command", "output tokens/s"),
+        (f"bench serve {LOAD}", "bench.serving.command", "output tokens/s"),
         (f"plan --devices 1 {PLAN}", "planner.command", "Together: "),
         (f"plan --devices 2 {PLAN} --what-if tpot", "planner.command", "tpot"),
     ],
@@ -68,12 +69,12 @@ def test_a_result_that_cannot_be_written_is_shown(
     monkeypatch.setattr(f"dsa_engine.commands.{module}.write_json", full)
     engine = SimpleNamespace(mesh=SimpleNamespace(is_leader=True, world_size=1))
     for name, result in (
-        ("llm_from", SimpleNamespace(engine=engine)),
-        ("check_serving", None),
-        ("measure_serving", ServingResult(ServingLoad(), 1.0, 1, [], 1, None)),
-        ("run_report", {}),
+        ("command.llm_from", SimpleNamespace(engine=engine)),
+        ("in_process.check_serving", None),
+        ("in_process.measure_serving", ServingResult(ServingLoad(), 1.0, 1, [], 1, None)),
+        ("command.run_report", {}),
     ):
-        monkeypatch.setattr(f"dsa_engine.commands.bench.serving_command.{name}", lambda *_, result=result: result)
+        monkeypatch.setattr(f"dsa_engine.commands.bench.serving.{name}", lambda *_, result=result, **__: result)
     with pytest.raises(SystemExit, match="2"):
         cli.main([*words.split(), "--json", str(tmp_path / "a.json")])
     captured = capsys.readouterr()

@@ -48,6 +48,26 @@ def test_chat_keeps_the_conversation(
     assert "/new begins another conversation, /help says this; Ctrl-C stops an answer; Ctrl-D, /quit" in captured.err
 
 
+def test_chat_shows_thoughts(
+    demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In DeepSeek-V3.2's own form, for a folder without a chat template."""
+    folder = tmp_path / "model"
+    shutil.copytree(demo_folder(), folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "chat_template"}))
+    (folder / "encoding").mkdir()
+    (folder / "encoding" / "encoding_dsv32.py").touch()
+    options = ["--model", str(folder), "--max-tokens", "4", "--device", "cpu", "--max-model-len", "400"]
+    options += ["--temperature", "0", "--chat-template-kwargs", '{"thinking": true}']
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    main(["chat", *options])
+    thought = capsys.readouterr().out
+    assert thought.startswith("<think>\n")
+    main(["generate", "--prompt", "hello", "--chat", *options])
+    assert len(capsys.readouterr().out.strip()) > 0
+
+
 def test_chat_goes_on_after_what_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +91,9 @@ def test_token_ids_of_a_folder_without_a_tokenizer(
     for words, message in (
         (["--prompt-ids", "5,x"], "error: argument --prompt-ids: give token ids separated by commas"),
         (["--prompt-ids", "5", "--chat"], "error: --chat takes a text"),
+        (["--prompt", "x", "--chat-template-kwargs", "{}"], "error: --chat-template-kwargs is for conversations; give"),
+        (["--prompt", "x", "--chat", "--chat-template-kwargs", "5"], "give a JSON object, not '5'"),
+        (["--prompt", "x", "--chat", "--chat-template-kwargs", "{"], "give a JSON object, not '{'"),
         (["--prompt-ids", "5", "--prompt", "x"], "not allowed with argument"),
         (["--prompt", "x", "--model", str(folder)], "has no tokenizer"),
     ):

@@ -11,6 +11,10 @@ import pytest
 
 from dsa_engine import LLM
 from dsa_engine.commands.bench.plots import plot_latency, plot_prefill
+from dsa_engine.commands.bench.serving.datasets import RandomPrompts
+from dsa_engine.commands.bench.serving.load import ServingLoad
+from dsa_engine.commands.bench.serving.plot import plot_serving
+from dsa_engine.commands.bench.serving.result import ServingResult
 from dsa_engine.measure.plots import load_pyplot
 from dsa_engine.measure.report import caption, run_report
 
@@ -112,3 +116,26 @@ def test_a_report_says_what_a_comparison_needs() -> None:
     above = caption(about, "emulated")
     for part in (about["model"]["name"], about["device"], about["dtype"], about["date"][:10], "1 thread", "emulated"):
         assert part in above
+
+
+def test_times_to_the_first_token_by_hit_and_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def result(*requests: tuple[float, int]) -> ServingResult:
+        load = ServingLoad(RandomPrompts(len(requests)))
+        about = {"turn": 0, "output_len": 1, "error": None, "tpot": None, "itl": [], "e2el": 1.0}
+        records = [
+            about | {"conversation": number, "input_len": 9, "num_cached_tokens": cached, "ttft": ttft}
+            for number, (ttft, cached) in enumerate(requests)
+        ]
+        return ServingResult.of(load, 1.0, 1, records, 1, {})
+
+    figures: list[Any] = []
+    monkeypatch.setattr("dsa_engine.commands.bench.serving.plot.save", lambda figure, *_: figures.append(figure))
+    path = str(tmp_path / "x.png")
+    plot_serving(result((0.4, 0), (0.1, 8), (0.2, 8)), result((0.4, 0), (0.5, 0), (0.6, 0)), path, "a title")
+    plot_serving(result((0.4, 0)), None, path)
+    both, plain = (figure.axes[0] for figure in figures)
+    assert labels(both) == ["all (3)", "hits (2)", "misses (1)", "all, without hits (3)"]
+    assert [list(line.get_xdata()) for line in both.lines[1:3]] == [[100.0, 100.0, 200.0], [400.0, 400.0]]
+    assert list(both.lines[1].get_ydata()) == [0.0, 50.0, 100.0] and labels(plain) == ["all (1)"]
+    for figure in figures:
+        load_pyplot().close(figure)

@@ -83,8 +83,11 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
         results |= {"in_host": [pool.host.held for pool in ledger.pools], "slots": ledger.slots}
         results["from_host"] = engine.cache.transfer.bytes_from_host // engine.cache.page_bytes
-        if engine.disk is not None:
-            results["read"], results["written"] = engine.disk.loads.pages_read, engine.disk.stores.pages_written
+        if engine.tiers.disk is not None:
+            results["read"], results["written"] = (
+                engine.tiers.disk.loads.pages_read,
+                engine.tiers.disk.stores.pages_written,
+            )
         return results
 
 

@@ -68,6 +68,24 @@ def in_the_third_step() -> None:
     llm.generate([[2, 3, 4], [5, 6]], GREEDY)
 
 
+def killed_while_rows_travel() -> None:
+    """In the second turn of a conversation, ranks fetch the rows of the first answer from its owner."""
+    llm = LLM(FOLDER, **OPTIONS, page_size=2)
+    prompt = list(range(2, 40))
+    prompt += llm.generate(prompt, GREEDY)[0].token_ids
+    exchange = llm.engine.cache.transfer._exchange
+    arrive = exchange.arrive
+
+    def killed(layer: int) -> None:
+        if layer == 1 and any(chunk.fetches for chunk in llm.engine.scheduler.schedule()):
+            one_rank_is_killed()
+        arrive(layer)
+
+    if RANK == 1:
+        exchange.arrive = killed
+    llm.generate(prompt, GREEDY)
+
+
 def all_alike() -> None:
     llm = LLM(FOLDER, **OPTIONS)
     prompts = [[2, 3, 4], [5, 6]]

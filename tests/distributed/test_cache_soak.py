@@ -39,8 +39,8 @@ def conversations(folder: Path, count: int, turns: int) -> list[list[dict[str, A
     """Conversations of so many turns about ten documents, with the tokens of an engine without a prefix cache."""
     rng = random.Random(1)
 
-    def words(most: int) -> list[int]:
-        return [rng.randrange(4, 200) for _ in range(rng.randint(1, most))]
+    def words(longest: int) -> list[int]:
+        return [rng.randrange(4, 200) for _ in range(rng.randint(1, longest))]
 
     documents = [words(120) for _ in range(10)]
     prompts = [[*rng.choice(documents), *words(12)] for _ in range(count)]

@@ -44,7 +44,9 @@ HOST = {"host_cache_memory": "8MiB"}
 
 
 def case(model: str, name: str, parallel: dict[str, Any], **options: Any) -> dict[str, Any]:
-    return {"model": model, "name": f"{model} {name}", "parallel": parallel, "options": OPTIONS | options}
+    described = {"model": model, "name": f"{model} {name}", "parallel": parallel, "options": OPTIONS | options}
+    # Then a request's rows take several steps, of which only the last computes tokens.
+    return described | ({"max_fetched": 1} if "page by page" in name else {})
 
 
 CASES = {
@@ -53,10 +55,10 @@ CASES = {
         case(
             "plain", "contiguous, chunked", {"cp_size": 2, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=9
         ),
-        case("plain", "host memory", {"cp_size": 2}, **SMALL, **HOST),
+        case("plain", "host memory, page by page", {"cp_size": 2}, **SMALL, **HOST),
         case("plain", "groups, host memory", {"cp_size": 1}, **SMALL, **HOST),
-        case("one module", "host memory", {"cp_size": 2}, **SMALL, **HOST, **DRAFTS),
-        case("two modules", "head-tail", {"cp_size": 2}, **LARGE, **DRAFTS),
+        case("one module", "host memory, page by page", {"cp_size": 2}, **SMALL, **HOST, **DRAFTS),
+        case("two modules", "head-tail, page by page", {"cp_size": 2}, **LARGE, **DRAFTS),
         case("fp8", "host memory", {"cp_size": 2}, **SMALL, **HOST, kv_cache_dtype="fp8"),
     ],
     4: [
@@ -64,7 +66,7 @@ CASES = {
         case(
             "plain", "contiguous, chunked", {"cp_size": 4, "cp_layout": "contiguous"}, **LARGE, max_num_batched_tokens=5
         ),
-        case("plain", "groups, host memory", {"cp_size": 2}, **SMALL, **HOST),
+        case("plain", "groups, host memory", {"cp_size": 2}, **HOST, cache_memory="56KiB"),
         case("one module", "host memory", {"cp_size": 4}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "groups", {"cp_size": 2}, **LARGE, **DRAFTS),
         case("fp8", "host memory", {"cp_size": 4}, **SMALL, **HOST, kv_cache_dtype="fp8"),

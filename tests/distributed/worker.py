@@ -10,6 +10,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``padded``: decode steps have the shapes of CUDA graphs.
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
 * ``preempts``: requests lose their pages now and then.
+* ``max_fetched``: maximum number of pages that a rank sends, or receives, in a step.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     llm = LLM(case["folder"], parallel=parallel, **case.get("options", {}))
     engine = llm.engine
     engine.async_scheduling = case.get("ahead", False)
+    ledger = engine.scheduler.ledger
+    ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
     log = engine.mesh.cp.log = CollectiveLog()
     if case.get("padded"):
         engine.runner.graphs = DecodeGraphs(
@@ -79,7 +82,6 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["drafts"] = drafts
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
-    ledger = engine.scheduler.ledger
     result["fetched"], result["in_host"] = ledger.fetched_pages, sum(pool.host.held for pool in ledger.pools)
     result["page_bytes"] = engine.cache.page_bytes
     result["fetched_bytes"] = sum(one.bytes_sent for one in log.collectives if one.kind == "all_to_all")

@@ -9,6 +9,7 @@ import pytest
 
 from demo import Question, question
 from dsa_engine.demo import trained_folder
+from dsa_engine.text.conversations import ConversationFormat
 from dsa_engine.text.tokenizer import Tokenizer
 
 
@@ -26,7 +27,7 @@ def test_a_text_with_its_own_question(tokenizer: Tokenizer, tmp_path: Path) -> N
     text = "import os\nkey 4821 is 97\nkey 0003 is 11\nWhat is key 4821?\n\n"
     one = asked(tokenizer, tmp_path, text)
     assert (one.question, one.fact, one.where) == ("What is key 4821?", "key 4821 is 97", "in line 2 of the text")
-    assert one.prompt == tokenizer.chat([{"role": "user", "content": text.strip()}])
+    assert one.prompt == ConversationFormat(tokenizer).token_ids([{"role": "user", "content": text.strip()}])
     assert asked(tokenizer, tmp_path, "Nothing here.\nWhy?").fact is None
     with pytest.raises(ValueError, match="takes [0-9]+ tokens with its question; --tokens 9 allows fewer"):
         asked(tokenizer, tmp_path, text, tokens=9)

@@ -11,16 +11,17 @@ import numpy
 import pytest
 
 from dsa_engine.demo import demo_folder
-from dsa_engine.text import chat_template, template_limits
-from dsa_engine.text.chat_template import conversations
+from dsa_engine.text.conversations import ConversationFormat
+from dsa_engine.text.conversations.messages import conversations
+from dsa_engine.text.templates import chat_template, limits
 from dsa_engine.text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo_cache: Path) -> Tokenizer:
-    return Tokenizer(demo_folder())
+def form(demo_cache: Path) -> ConversationFormat:
+    return ConversationFormat(Tokenizer(demo_folder()))
 
 
 def test_what_a_conversation_may_look_like() -> None:
@@ -57,24 +58,24 @@ def test_what_is_no_conversation(messages: Any, error: type[Exception], message:
         conversations(messages)
 
 
-def test_arguments(tokenizer: Tokenizer) -> None:
-    assert tokenizer.chat_text(HELLO).endswith("Hello<|Assistant|>")
-    assert tokenizer.chat_text(HELLO, add_generation_prompt=False).endswith("Hello")
+def test_arguments(form: ConversationFormat) -> None:
+    assert form.render(HELLO).endswith("Hello<|Assistant|>")
+    assert form.render(HELLO, add_generation_prompt=False).endswith("Hello")
     begun = [*HELLO, {"role": "assistant", "content": "I am"}]
-    open_end = tokenizer.chat_text(begun, add_generation_prompt=False, continue_final_message=True)
+    open_end = form.render(begun, add_generation_prompt=False, continue_final_message=True)
     assert open_end.endswith("<|Assistant|>I am")
     own = "{{ messages[0]['content'] }} {{ mood }}{% if tools %} {{ tools[0]['name'] }}{% endif %}"
-    text = tokenizer.chat_text(HELLO, chat_template=own, chat_template_kwargs={"mood": "glad"}, tools=[{"name": "f"}])
+    text = form.render(HELLO, chat_template=own, chat_template_kwargs={"mood": "glad"}, tools=[{"name": "f"}])
     assert text == "Hello glad f"
     with pytest.raises(ValueError, match="continue_final_message goes on with the last message; give add_generation"):
-        tokenizer.chat_text(HELLO, continue_final_message=True)
+        form.render(HELLO, continue_final_message=True)
     with pytest.raises(ValueError, match="chat_template_kwargs has tokenize, which a template's variable cannot be"):
-        tokenizer.chat_text(HELLO, chat_template_kwargs={"tokenize": True})
+        form.render(HELLO, chat_template_kwargs={"tokenize": True})
 
 
-def test_half_a_surrogate_pair(tokenizer: Tokenizer) -> None:
+def test_half_a_surrogate_pair(form: ConversationFormat) -> None:
     with pytest.raises(ValueError, match=r"^the content of a message has half a surrogate pair, .* \('\\udcff'\); "):
-        tokenizer.chat_text([*HELLO, {"role": "user", "content": "a\udcff"}])
+        form.render([*HELLO, {"role": "user", "content": "a\udcff"}])
 
 
 NESTED = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
@@ -94,9 +95,9 @@ NESTED = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
         ("{{ range(10000000) | list }}", "OverflowError"),
     ],
 )
-def test_a_template_that_fails_is_one_error(tokenizer: Tokenizer, template: str, reason: str) -> None:
+def test_a_template_that_fails_is_one_error(form: ConversationFormat, template: str, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"^the chat template that was given failed: .*{reason}[^\n]*$"):
-        tokenizer.chat_text(HELLO, chat_template=template)
+        form.render(HELLO, chat_template=template)
 
 
 LONG = "{% set v = 'x' * 90000 %}"
@@ -150,20 +151,20 @@ NESTED_LISTS = GROWING.replace("{}", "[ns.v, ns.v]")
     ],
 )
 def test_a_template_that_would_take_all_memory(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
+    form: ConversationFormat, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr(template_limits, "VALUE", 100_000)
+    monkeypatch.setattr(limits, "VALUE", 100_000)
     with pytest.raises(ValueError, match=r"^the chat template that was given failed: TooLong: it (makes|formats) "):
-        tokenizer.chat_text(HELLO, chat_template=template)
+        form.render(HELLO, chat_template=template)
 
 
-def test_values_of_a_template_are_limited_together(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "VALUE", 100_000)
+def test_values_of_a_template_are_limited_together(form: ConversationFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "VALUE", 100_000)
     many = "{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = ns.l + [v ~ i] %}{% endfor %}"
     with pytest.raises(ValueError, match="it makes values of more than 12,800,000 characters in all"):
-        tokenizer.chat_text(HELLO, chat_template=many, chat_template_kwargs={"v": "x" * 5_000})
+        form.render(HELLO, chat_template=many, chat_template_kwargs={"v": "x" * 5_000})
     long = [{"role": "user", "content": "x" * 90_000}]
-    assert len(tokenizer.chat_text(long, chat_template="{{ messages[0].content * 9 }}")) == 810_000
+    assert len(form.render(long, chat_template="{{ messages[0].content * 9 }}")) == 810_000
 
 
 TEMPLATE = """{%- if tools %}{{ '%-8s|' | format('tools') }}{{ tools | tojson(indent=2) }}{% endif %}
@@ -186,7 +187,7 @@ TEMPLATE = """{%- if tools %}{{ '%-8s|' | format('tools') }}{{ tools | tojson(in
 
 @pytest.mark.parametrize("how", [{}, {"tools": [{"name": "f", "description": "ä<"}]}, {"add_generation_prompt": False}])
 @pytest.mark.parametrize("last", ["", " and spaces ", "x"])
-def test_templates_give_what_transformers_gives(tokenizer: Tokenizer, how: dict[str, Any], last: str) -> None:
+def test_templates_give_what_transformers_gives(form: ConversationFormat, how: dict[str, Any], last: str) -> None:
     conversation: list[dict[str, Any]] = [
         {"role": "system", "content": "S"},
         *HELLO,
@@ -195,23 +196,21 @@ def test_templates_give_what_transformers_gives(tokenizer: Tokenizer, how: dict[
         {"role": "user", "content": f"And then?{last}", "time": numpy.int64(5)},
     ]
     how = {"add_generation_prompt": True} | how
-    for template in (TEMPLATE, tokenizer.hf.chat_template):
+    for template in (TEMPLATE, form.tokenizer.hf.chat_template):
         for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
             given = [one for one in conversation if template == TEMPLATE or one.get("content")]
-            text = tokenizer.chat_text(
-                given, chat_template=template, chat_template_kwargs={"mood": "glad"}, **how | more
-            )
-            wanted = tokenizer.hf.apply_chat_template(
+            text = form.render(given, chat_template=template, chat_template_kwargs={"mood": "glad"}, **how | more)
+            wanted = form.tokenizer.hf.apply_chat_template(
                 given, chat_template=template, tokenize=False, mood="glad", **how | more
             )
             assert text == wanted
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_template_without_an_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
+def test_a_template_without_an_end(form: ConversationFormat, monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
     """Ended in whatever thread it runs; a debugger's trace function stays."""
     monkeypatch.setattr(chat_template, "TIME_LIMIT", 0.2)
-    monkeypatch.setattr(tokenizer.hf, "chat_template", NESTED)
+    monkeypatch.setattr(form.tokenizer.hf, "chat_template", NESTED)
     errors: list[BaseException] = []
     unchanged: list[Any] = []
 
@@ -223,7 +222,7 @@ def test_a_template_without_an_end(tokenizer: Tokenizer, monkeypatch: pytest.Mon
         if traced:
             sys.settrace(own)
         try:
-            tokenizer.chat(HELLO)
+            form.render(HELLO)
         except ValueError as error:
             errors.append(error)
         finally:

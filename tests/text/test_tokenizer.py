@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.demo import demo_folder
+from dsa_engine.text.conversations import ConversationFormat
 from dsa_engine.text.stream import TextStream
 from dsa_engine.text.tokenizer import Tokenizer
 
@@ -151,7 +152,7 @@ def test_demo_tokenizer_streams_what_it_decodes(demo_tokenizer: Tokenizer) -> No
 
 
 def test_chat(demo_tokenizer: Tokenizer) -> None:
-    ids = demo_tokenizer.chat([{"role": "user", "content": "Hi"}])
+    ids = ConversationFormat(demo_tokenizer).token_ids([{"role": "user", "content": "Hi"}])
     assert ids[0] == 0 and ids.count(0) == 1, "the template writes the first token, and nothing writes it again"
     assert ids == [0, 2, *demo_tokenizer.encode("Hi")[1:], 3]
 

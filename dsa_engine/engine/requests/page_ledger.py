@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from dsa_engine.engine.requests.host_slots import HostSlots
 from dsa_engine.engine.requests.pages import PagePool
 from dsa_engine.engine.requests.request import Chunk, Fetch, Request
 from dsa_engine.model.cache.page_moves import PageMoves
@@ -28,6 +29,7 @@ class PageLedger:
         max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
 
     Attributes:
+        pages, slots, max_fetched: see above.
         pools: the pages of every rank.
         fetched_pages: number of pages that ranks have sent to others so far.
     """
@@ -35,7 +37,7 @@ class PageLedger:
     def __init__(self, rank: int, world_size: int, pages: int, slots: int = 0, max_fetched: int = 1):
         self.pages, self.slots = pages, slots
         self._rank = rank
-        self._max_fetched = max_fetched
+        self.max_fetched = max_fetched
         self.pools = [PagePool(pages, slots) for _ in range(world_size)]
         self.fetched_pages = 0
         self._held: list[dict[Request, list[int]]] = [{} for _ in range(world_size)]
@@ -118,7 +120,7 @@ class PageLedger:
         for fetch in waiting:
             sent[fetch.source] += 1
             received[fetch.rank] += 1
-            if max(sent[fetch.source], received[fetch.rank]) > self._max_fetched:
+            if max(sent[fetch.source], received[fetch.rank]) > self.max_fetched:
                 break
             count += 1
         return tuple(islice(waiting, count))
@@ -181,6 +183,12 @@ class PageLedger:
         """Frees all cached pages and host memory, and forgets the digests of held pages."""
         for pool in self.pools:
             pool.evict_all()
+
+    def drop_host_memory(self) -> None:
+        """Uses no host memory from now on; called before there are requests."""
+        self.slots = 0
+        for pool in self.pools:
+            pool.host = HostSlots(0)
 
     def _give(self, request: Request, rank: int, pages: list[int]) -> None:
         held = self._held[rank].setdefault(request, [])

@@ -28,7 +28,7 @@ from dsa_engine.engine.startup.kernel_check import check_kernels
 from dsa_engine.engine.startup.memory import affordable_pages, default_workspace, enough_memory
 from dsa_engine.engine.startup.same_weights import compare_weights
 from dsa_engine.engine.startup.step_memory import step_bytes
-from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, make_transfer
+from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, drop_dear_copies, make_transfer, warm_up
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
@@ -91,12 +91,13 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         compare_weights(mesh, folder, digests, load_seconds)
     waits = check_kernels(model, stored, options)
     captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits
+    cached = config.with_mtp(modules)
+    sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
+    warm_up(mesh, sizes)
     for_steps = None
     if mesh.device.type == "cuda" and options.cache_memory is None:
         static = captures and mesh.static_decode
         for_steps = step_bytes(model, stored, options, max_model_len, relaxed, static)
-    cached = config.with_mtp(modules)
-    sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
     beside = (for_steps or 0) + sizes.device_bytes(mesh, cached, stored, options.page_size)
     pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), beside)
     with enough_memory("the caches", "lower cache_memory"):
@@ -127,6 +128,8 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         load_seconds=load_seconds,
         step_bytes=for_steps,
     )
+    if sizes.slots:
+        drop_dear_copies(engine)
     if options.cache_folder is not None:
         attach_disk(engine, folder, sizes)
     if graphs is not None and mesh.static_decode:

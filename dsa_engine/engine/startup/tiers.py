@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.disk.disk_loads import DiskLoads
@@ -15,6 +18,7 @@ from dsa_engine.engine.disk.page_folder import PageFolder
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.startup.restore_costs import seconds_per_token
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.model.cache.host_pages import HostPages
 from dsa_engine.model.cache.page_transfer import PageTransfer
@@ -22,6 +26,8 @@ from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.system.sizes import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 _EXCHANGED = 64 << 20  # bytes of a layer that a rank sends, or receives, in a step
 _TRANSIT = 2 << 30  # most bytes of host memory for pages on their way to the disk, or from it without other host memory
@@ -116,6 +122,24 @@ def make_transfer(cache: KVCache, mesh: Mesh, sizes: TierSizes) -> PageTransfer 
     return PageTransfer(cache, mesh.cp, host, sizes.exchanged)
 
 
+def warm_up(mesh: Mesh, sizes: TierSizes) -> None:
+    """Runs a collective of the kind that fetches pages, for which NCCL allocates buffers when it runs first: before the
+    memory for the caches is counted. Every rank calls it."""
+    if sizes.exchanged:
+        mesh.cp.all_to_all(torch.zeros(mesh.cp.size, 1, device=mesh.device))
+
+
+def drop_dear_copies(engine: Engine) -> None:
+    """Leaves host memory unused if this machine computes a token faster than it copies its rows."""
+    runner, cache, options = engine.runner, engine.cache, engine.options
+    copied, computed = seconds_per_token(engine.mesh, runner, cache, options, engine.max_model_len)
+    text = "%.2f us to copy a token's rows from host memory, %.2f us to compute them%s"
+    dear = copied > computed
+    logger.info(text, 1e6 * copied, 1e6 * computed, ": host memory is not used" if dear else "")
+    if dear:
+        engine.scheduler.ledger.drop_host_memory()
+
+
 def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
     """Lets an engine read and write pages in the folder of its options.
 
@@ -133,7 +157,7 @@ def attach_disk(engine: Engine, model: Path, sizes: TierSizes) -> None:
     def tokens_of(request: Request, page: int) -> list[int]:
         return request.tokens(page * size, size + prefix_cache.lookahead)
 
-    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, tokens_of, engine.flush_copies)
+    loads = DiskLoads(folder, scheduler.ledger, transfer.host, mesh.host, tokens_of, engine.tiers.flush)
     slots = range(sizes.host, sizes.slots)
     stores = DiskStores(folder, prefix_cache, transfer, transfer.host, slots, mesh.rank, size, tokens_of)
-    scheduler.page_source, engine.disk = loads, DiskTier(loads, stores)
+    scheduler.page_source, engine.tiers.disk = loads, DiskTier(loads, stores)

@@ -1,12 +1,14 @@
-"""Copies of pages between the pools and host memory, layer by layer, on a stream of their own.
+"""Copies of pages between the pools and host memory, layer by layer.
 
-On CUDA a copy engine moves neighbouring slots at once, to and from a staging buffer on the device; a kernel brings them
-from and to their pages.
+On CUDA they run on a stream of their own: a copy engine moves neighbouring slots at once, to and from a staging buffer
+on the device, and a kernel brings them from and to their pages. On a CPU they are copies from memory to memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -14,14 +16,14 @@ import torch
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.cache.copy_stream import CopyStream, Mark
 from dsa_engine.model.cache.host_pages import HostPages
-from dsa_engine.model.cache.page_moves import PageCopy, independent_runs
+from dsa_engine.model.cache.page_moves import CopyRun, PageCopy, independent_runs
 
 _STAGING_BYTES = 32 << 20
 _INDICES = 1 << 16  # copies whose page numbers are on the device at a time
 
 
 def staged_pages(largest: int) -> int:
-    """Pages that pass through the staging buffer at once, by the bytes of the largest of a layer's pools."""
+    """Pages that pass through the staging buffer at once, by the bytes of the largest page of a layer's pools."""
     return max(1, min(_STAGING_BYTES // largest, _INDICES))
 
 
@@ -35,41 +37,58 @@ class _Piece(NamedTuple):
 
     to_host: bool
     pages: list[int]
-    spans: list[tuple[int, int, int]]  # first of the pages, first slot, count: neighbouring slots
+    spans: list[tuple[int, int, int]]  # neighbouring slots: first slot, index of its page, count
 
 
 class HostCopies:
-    """Copies run in order on one stream: after all work that the current stream was given before :meth:`start`, and,
-    layer by layer, before the work that it is given after :meth:`join`.
+    """Copies run in order: after all work that the current stream was given before :meth:`start`, and, layer by layer,
+    before the work that it is given after :meth:`join`.
+
+    Args:
+        pools: see ``KVCache.page_words``.
+        staged: whether copies pass through a buffer on the pools' device; without, all memory is the host's.
 
     Attributes:
         bytes_to_host, bytes_from_host: bytes of all copies so far.
     """
 
-    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages):
+    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages, staged: bool):
         first = pools[0][0]
         largest = max(pool[0].nbytes for layer in pools for pool in layer)
         self._pools, self._host = pools, host
+        self._staging: torch.Tensor | None = None
         self._stream = CopyStream(first.device)
         self._marks: list[Mark | None] = [None] * len(pools)  # None: the main stream waits for nothing
         self._staged = staged_pages(largest)
-        self._staging = self._indices = None
-        if first.is_cuda:
+        if staged:
             self._staging = first.new_empty(self._staged * largest // first.element_size())
             self._indices = first.new_empty(_INDICES, dtype=torch.int64)
         self.bytes_to_host = self.bytes_from_host = 0
 
     def start(self, copies: Sequence[PageCopy]) -> Mark:
-        """Starts copies, with the effect of one after another; returns their end."""
-        self._stream.follow_current()
-        with self._stream.active():
-            pieces: list[_Piece] = []
-            for piece in self._pieces(copies):
-                if sum(len(one.pages) for one in pieces) + len(piece.pages) > _INDICES:
-                    self._run(pieces)
-                    pieces = []
-                pieces.append(piece)
-            self._run(pieces)
+        """Starts copies, with the effect of one after another; returns their end.
+
+        Raises:
+            ValueError: there is no such page or slot.
+        """
+        for _, page, slot in copies:  # checked, as memory is written
+            if not (0 <= page < len(self._pools[0][0]) and 0 <= slot < self._host.slots):
+                raise ValueError(
+                    f"no copy between page {page} and slot {slot}: there are {len(self._pools[0][0])} pages and "
+                    f"{self._host.slots} slots"
+                )
+        to_host = sum(copy.to_host for copy in copies)
+        self.bytes_to_host += to_host * self._host.page_bytes
+        self.bytes_from_host += (len(copies) - to_host) * self._host.page_bytes
+        runs = independent_runs(copies)
+        if self._staging is not None:
+            self._stream.follow_current()
+            with self._stream.active():
+                for pieces in self._rounds(runs):
+                    self._run(pieces, self._staging)
+        else:
+            for run in runs:
+                self._run_in_memory(run)
         return self._stream.mark()
 
     def join(self, layer: int) -> None:
@@ -83,56 +102,68 @@ class HostCopies:
         self.join(layer)
         self._marks[layer] = None
 
-    def _pieces(self, copies: Sequence[PageCopy]) -> Iterator[_Piece]:
-        for run in independent_runs(copies):
+    def _run_in_memory(self, run: CopyRun) -> None:
+        """Neighbouring targets are gathered at the rate of a plain copy, and others moved one by one: a scatter
+        (index_copy_) takes twice the time."""
+        pairs = sorted((slot, page) if run.to_host else (page, slot) for slot, page in run.pairs)  # (target, source)
+        sources = torch.tensor([source for _, source in pairs])
+        spans = neighbours((target, index) for index, (target, _) in enumerate(pairs))
+        single = [pairs[index] for _, index, count in spans if count == 1]
+        for pool, host in zip(chain(*self._pools), chain(*self._host.pools), strict=True):
+            source, target = (pool, host) if run.to_host else (host, pool)
+            for first, index, count in spans:
+                if count > 1:
+                    torch.index_select(source, 0, sources[index : index + count], out=target[first : first + count])
+            size, into, start = pool[0].nbytes, target.data_ptr(), source.data_ptr()
+            for to, number in single:
+                ctypes.memmove(into + to * size, start + number * size, size)
+
+    def _rounds(self, runs: list[CopyRun]) -> Iterator[list[_Piece]]:
+        """Pieces whose page numbers fit on the device together."""
+        pieces: list[_Piece] = []
+        for run in runs:
             for first in range(0, len(run.pairs), self._staged):
                 pairs = run.pairs[first : first + self._staged]
-                yield _Piece(run.to_host, [page for _, page in pairs], neighbours([slot for slot, _ in pairs]))
+                if pieces and sum(len(piece.pages) for piece in pieces) + len(pairs) > _INDICES:
+                    yield pieces
+                    pieces = []
+                spans = neighbours((slot, index) for index, (slot, _) in enumerate(pairs))
+                pieces.append(_Piece(run.to_host, [page for _, page in pairs], spans))
+        if pieces:
+            yield pieces
 
-    def _run(self, pieces: list[_Piece]) -> None:
-        """Copies all layers' parts of at most ``_INDICES`` pages."""
-        numbers = torch.tensor([page for piece in pieces for page in piece.pages], dtype=torch.int64)
-        if self._indices is not None:
-            numbers = upload(numbers, self._indices.device, self._indices[: len(numbers)])
+    def _run(self, pieces: list[_Piece], staging: torch.Tensor) -> None:
+        """All layers' copies of one round."""
+        numbers = torch.tensor([page for piece in pieces for page in piece.pages])
+        numbers = upload(numbers, self._indices.device, self._indices[: len(numbers)])
         pages = numbers.split([len(piece.pages) for piece in pieces])
-        for piece in pieces:
-            moved = len(piece.pages) * self._host.page_bytes
-            self.bytes_to_host += moved if piece.to_host else 0
-            self.bytes_from_host += 0 if piece.to_host else moved
         for layer, (pools, hosts) in enumerate(zip(self._pools, self._host.pools, strict=True)):
             for pool, host in zip(pools, hosts, strict=True):
                 for piece, its_pages in zip(pieces, pages, strict=True):
-                    self._copy(piece, its_pages, pool, host)
+                    staged = staging[: len(its_pages) * pool.shape[1]].view(-1, pool.shape[1])
+                    _copy(piece, its_pages, pool, staged, host)
             self._marks[layer] = self._stream.mark()
 
-    def _copy(self, piece: _Piece, pages: torch.Tensor, pool: torch.Tensor, host: torch.Tensor) -> None:
-        if self._staging is None:
-            for first, slot, count in piece.spans:
-                some, slots = pages[first : first + count], host[slot : slot + count]
-                if piece.to_host:
-                    torch.index_select(pool, 0, some, out=slots)
-                else:
-                    pool.index_copy_(0, some, slots)
-            return
-        width = pool.shape[1]
-        staged = self._staging[: len(pages) * width].view(-1, width)
-        if piece.to_host:
-            torch.index_select(pool, 0, pages, out=staged)
-        for first, slot, count in piece.spans:
-            some, slots = staged[first : first + count], host[slot : slot + count]
-            into, source = (slots, some) if piece.to_host else (some, slots)
-            into.copy_(source, non_blocking=True)
-        if not piece.to_host:
-            pool.index_copy_(0, pages, staged)
+
+def _copy(piece: _Piece, pages: torch.Tensor, pool: torch.Tensor, staged: torch.Tensor, host: torch.Tensor) -> None:
+    """The copies of a piece in one pool, through ``staged [n, words of a page]``."""
+    if piece.to_host:
+        torch.index_select(pool, 0, pages, out=staged)
+    for slot, first, count in piece.spans:
+        some, slots = staged[first : first + count], host[slot : slot + count]
+        into, source = (slots, some) if piece.to_host else (some, slots)
+        into.copy_(source, non_blocking=True)
+    if not piece.to_host:
+        pool.index_copy_(0, pages, staged)
 
 
-def neighbours(slots: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs of consecutive numbers in sorted ``slots``, as (index of the first, first number, count)."""
+def neighbours(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Runs of sorted pairs in which both numbers are consecutive, as (first number of each, count)."""
     spans: list[tuple[int, int, int]] = []
-    for index, slot in enumerate(slots):
-        if spans and slot == spans[-1][1] + spans[-1][2]:
-            first, start, count = spans[-1]
-            spans[-1] = first, start, count + 1
+    for one, other in pairs:
+        first, second, count = spans[-1] if spans else (0, 0, -1)
+        if (one, other) == (first + count, second + count):
+            spans[-1] = first, second, count + 1
         else:
-            spans.append((index, slot, 1))
+            spans.append((one, other, 1))
     return spans

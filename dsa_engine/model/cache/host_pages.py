@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 
 import torch
 
 from dsa_engine.errors import CapacityError
 from dsa_engine.model.kv_cache import KVCache
 
-_ADVICE = "lower host_cache_memory, which is taken by each rank"
+_ADVICE = "lower host_cache_memory, which each rank takes"
 
 
 class HostPages:
@@ -36,7 +37,7 @@ class HostPages:
         if cache.latent[0].is_cuda:
             self._pin(flat)
         self.pools: list[list[torch.Tensor]] = []
-        self._parts: list[tuple[memoryview, int]] = []  # for every pool, its bytes and those of one page
+        self._parts: list[tuple[memoryview, int]] = []  # for every pool: its bytes, and bytes of a page
         first = 0
         for layer in words:
             self.pools.append([])
@@ -60,12 +61,16 @@ class HostPages:
         """Memory of whole pages of the operating system, given when it is touched: pinned as it is, without the
         rounding up of PyTorch's allocator of pinned memory."""
         try:
-            return mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be allocated ({error}); "
                 f"{_ADVICE}"
             ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
     def _pin(self, flat: torch.Tensor) -> None:
         runtime, address = torch.cuda.cudart(), flat.data_ptr()
@@ -73,7 +78,7 @@ class HostPages:
         if failure:
             raise CapacityError(
                 f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be pinned (CUDA error "
-                f"{failure}); {_ADVICE}, or raise the limit of locked memory (ulimit -l)"
+                f"{failure}); {_ADVICE}: pinned memory cannot be swapped, and ranks of a machine share it"
             )
         # Not at the exit of the process, when the runtime may be gone.
         weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False

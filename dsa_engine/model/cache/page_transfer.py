@@ -32,7 +32,7 @@ class PageTransfer:
         pools = cache.page_words()
         self.host = host
         self._layers = len(pools)
-        self._copies = HostCopies(pools, host) if host else None
+        self._copies = HostCopies(pools, host, cache.latent[0].is_cuda) if host else None
         self._exchange = PageExchange(pools, group, max_exchanged) if not group.alone and max_exchanged else None
 
     @staticmethod
@@ -73,16 +73,19 @@ class PageTransfer:
         return self._exchange.bytes_sent if self._exchange else 0
 
     @torch.inference_mode()
-    def begin(self, moves: PageMoves) -> None:
-        """Starts a step's moves, after all work that the current stream has been given."""
-        if moves.copies:
-            if self._copies is None:
-                raise ValueError(f"{len(moves.copies)} copies, but there are no pages in host memory")
-            self._copies.start(moves.copies)
+    def begin(self, moves: PageMoves) -> Callable[[], None]:
+        """Starts a step's moves, after all work that the current stream has been given.
+
+        Returns:
+            a function that blocks until the copies are done, for what reads or writes their slots; any thread may call
+            it.
+        """
+        copied = self._copy(moves.copies)
         if moves.exchanges:
             if self._exchange is None:
                 raise ValueError("pages are exchanged, but there is one rank, or max_exchanged is 0")
             self._exchange.start(moves.sends, moves.receives, self._copies.join if self._copies else _nothing)
+        return copied
 
     def arrive(self, layer: int) -> None:
         """Makes the current stream wait for the moves of a layer; starts the exchange of the next layer before."""
@@ -107,10 +110,15 @@ class PageTransfer:
         Returns:
             a function that blocks until the slots are filled; any thread may call it.
         """
+        return self._copy([PageCopy(True, page, slot) for page, slot in copies])
+
+    def _copy(self, copies: list[PageCopy]) -> Callable[[], None]:
+        if not copies:
+            return _nothing
         if self._copies is None:
-            raise ValueError("there are no pages in host memory")
-        return self._copies.start([PageCopy(True, page, slot) for page, slot in copies]).block
+            raise ValueError(f"{len(copies)} pages to copy, and no host memory for them")
+        return self._copies.start(copies).block
 
 
-def _nothing(layer: int) -> None:
+def _nothing(*_: object) -> None:
     pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -24,17 +25,20 @@ class _Stream:
 
     def __init__(self, device: FakeDevice, number: int):
         self._device = device
-        self._number = number
+        self.number = number
 
     def wait_stream(self, stream: _Stream) -> None:
-        pass
+        self.wait(self._device.reached[stream.number])
 
     def wait_event(self, event: Any) -> None:
-        pass
+        self.wait(event.reached)
+
+    def wait(self, reached: Counter[int]) -> None:
+        self._device.reached[self.number] |= reached
 
     def __enter__(self) -> _Stream:
         self._before = self._device.stream
-        self._device.stream = self._number
+        self._device.stream = self.number
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -47,10 +51,10 @@ def replaced(device: FakeDevice) -> Iterator[None]:
 
     class Event:
         def __init__(self, **_: Any):
-            pass
+            self.reached: Counter[int] = Counter()
 
         def record(self, stream: Any = None) -> None:
-            pass
+            self.reached = device.reached[device.stream if stream is None else stream.number].copy()
 
         def synchronize(self) -> None:
             device.wait("event")
@@ -85,6 +89,7 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: (0, next(pools)),
         "is_current_stream_capturing": lambda: device.capturing,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=device.pin_range, cudaHostUnregister=device.unpin_range),
         "synchronize": lambda *_: device.wait("synchronize"),
         "empty_cache": device.empty_cache,
         "mem_get_info": lambda *_: (device.memory - device.outside - device.reserved, device.memory),

@@ -6,6 +6,7 @@ import atexit
 import math
 import traceback
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -75,7 +76,9 @@ class FakeDevice:
         pools: bytes of each pool of CUDA graphs: the peak of its captures.
         outside: bytes in use outside of this allocator: other programs, NCCL.
         emptied: how often the allocator was emptied.
+        pinnable: bytes of host memory that can be pinned at once.
         connected: collectives that have run, with their number of ranks.
+        reached: for each stream, how many launches of every stream come before its next one.
         stream, streams_used: the current stream, and all streams with a launch; 0 is the default one.
         capturing: whether a CUDA graph is being captured; then no wait is allowed.
         captures: the graphs captured so far.
@@ -90,14 +93,17 @@ class FakeDevice:
         self.waits: list[str] = []
         self.live = self.peak = self.cached = self.outside = self.emptied = 0
         self.pools: dict[tuple[int, int] | None, int] = {}
+        self.pinnable = memory
         self.connected: set[tuple[str, int]] = set()
         self.stream = 0
         self.streams_used: set[int] = set()
+        self.reached: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.capturing = False
         self.captures: list[Capture] = []
         self._fake = _NoDevice(allow_non_fake_inputs=True)
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._pinned: set[int] = set()
+        self.pinned_ranges: dict[int, int] = {}  # address and bytes
         self._stack = ExitStack()
 
     def __enter__(self) -> FakeDevice:
@@ -134,6 +140,7 @@ class FakeDevice:
     def launch(self, launch: Launch) -> None:
         """Records a launch on the current stream."""
         self.launches.append(launch)
+        self.reached[self.stream][self.stream] += 1
         if not self.capturing:
             self.streams_used.add(self.stream)
 
@@ -223,7 +230,7 @@ class FakeDevice:
         from_host = [x for x in tensors if not isinstance(x, FakeTensor)]
         if from_host and name in ("aten::_to_copy", "aten::copy_"):
             free = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            if from_host[0].numel() and not (free and id(from_host[0]) in self._pinned):
+            if from_host[0].numel() and not (free and self._is_pinned(from_host[0])):
                 self.wait("copy from ordinary memory")
             if name == "aten::copy_":
                 result = args[0]
@@ -268,6 +275,22 @@ class FakeDevice:
         self._pinned.add(id(pinned))
         weakref.finalize(pinned, self._pinned.discard, id(pinned))
         return pinned
+
+    def pin_range(self, address: int, size: int, flags: int) -> int:
+        """``cudaHostRegister``; returns 0, or 2 if ``pinnable`` bytes are exceeded."""
+        if size > self.pinnable:
+            return 2
+        self.pinned_ranges[address] = size
+        return 0
+
+    def unpin_range(self, address: int) -> int:
+        """``cudaHostUnregister``."""
+        del self.pinned_ranges[address]
+        return 0
+
+    def _is_pinned(self, values: torch.Tensor) -> bool:
+        address = values.data_ptr()
+        return id(values) in self._pinned or any(0 <= address - at < n for at, n in self.pinned_ranges.items())
 
     def _run_kernel(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         for value in (*args, *kwargs.values()):

@@ -1,7 +1,7 @@
 """The sandbox of chat templates: ``jinja2``'s, in which no value grows beyond a limit.
 
 A template is an untrusted program, and a single operation can take all memory: ``'x' * 10000000000``, or ``v + v`` in a
-loop. So ``template_limits.py`` checks each operation before it runs, and counts each result. Besides the sandbox, a
+loop. So ``limits.py`` checks each operation before it runs, and counts each result. Besides the sandbox, a
 template finds here what templates on the Hub rely on: ``tojson``, ``raise_exception``, ``strftime_now``, ``namespace``,
 ``break``, ``continue`` and ``generation`` blocks.
 """
@@ -24,7 +24,7 @@ from jinja2.runtime import str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from dsa_engine.text.template_limits import (
+from dsa_engine.text.templates.limits import (
     check_all,
     check_call,
     check_join,

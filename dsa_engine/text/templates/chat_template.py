@@ -1,12 +1,14 @@
-"""Conversations, and the checkpoint's chat template, which makes a prompt of one.
+"""The prompt that a chat template makes of a conversation.
 
-A template is an untrusted program in the model folder. It runs in a sandbox (``template_sandbox.py``) that bounds the
-length of its values, here under a time limit, and every failure in it becomes one error that names the template.
+A template is an untrusted program in the model folder. It runs in a sandbox (``sandbox.py``) that bounds the length of
+its values, here under a time limit, and every failure in it becomes one error that names the template.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,72 +16,26 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dsa_engine.config.checks import check_text, shown
+from dsa_engine.config.checks import shown
+from dsa_engine.config.json_text import read_json
 
 TIME_LIMIT = 20.0  # seconds for one conversation; templates take milliseconds
 
-_SANDBOX = ("dsa_engine.text.template_sandbox", "dsa_engine.text.template_limits")
+_SANDBOX = ("dsa_engine.text.templates.sandbox", "dsa_engine.text.templates.limits")
 
-Message = Mapping[str, Any]
 _CONTINUED = "\ue000 "  # marks the end of a message; the space shows whether the template strips messages
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which callers pass a message's reasoning
-_FORM = "a conversation is a list of {'role': …, 'content': …}"
+# How templates read messages: arguments of calls as objects, else as texts; a missing content as None, else as "".
+_READS_OBJECTS = re.compile(r"\.items\(|\|\s*items\b|arguments\W{0,4}\|\s*tojson|function\W{0,4}\|\s*tojson")
+_ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none")
 
 
 class _OutOfTime(BaseException):
     """Not an Exception, so that no handler in between catches it."""
 
 
-def conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation, or several, as a list of conversations in which the content of each message is a text.
-
-    Args:
-        messages: ``[{"role": "user", "content": "…"}, …]`` or a list of such lists. A content may be a list of
-            parts ``{"type": "text", "text": "…"}``, whose texts become lines; beside ``tool_calls`` it may be missing.
-
-    Raises:
-        TypeError, ValueError: not a conversation, or parts that are not text.
-    """
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(f"{_FORM}, not {shown(messages)}")
-    if not messages:
-        raise ValueError("the conversation is empty; give at least one message")
-    several = [messages] if isinstance(messages[0], Mapping) else messages
-    for conversation in several:
-        if not isinstance(conversation, (list, tuple)):
-            raise TypeError(f"{_FORM}, not {shown(conversation)}")
-        if not conversation:
-            raise ValueError("the conversation is empty; give at least one message")
-    return [[_message(message, conversation) for message in conversation] for conversation in several]
-
-
-def _message(message: Any, conversation: Sequence[Any]) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise TypeError(f"{_FORM}, not {shown(conversation)}")
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return dict(message)
-    if isinstance(content, (list, tuple)):
-        content = "\n".join(_part(part) for part in content)
-    if not isinstance(content, str):
-        raise TypeError(f"{_FORM}, not {shown(conversation)}")
-    return {**message, "content": content}
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise ValueError(
-        "a part of a message's content must be {'type': 'text', 'text': …}, as the model reads text only, not "
-        f"{shown(part)}"
-    )
-
-
 def render(
     tokenizer: Any,
-    messages: Sequence[Message],
+    messages: Sequence[Mapping[str, Any]],
     folder: str,
     *,
     chat_template: str | None = None,
@@ -92,7 +48,7 @@ def render(
 
     Args:
         tokenizer: a tokenizer of ``transformers``.
-        messages: one of the results of :func:`conversations`.
+        messages: one of the results of :func:`dsa_engine.text.conversations.messages.conversations`.
         folder: where the tokenizer comes from, for errors.
         chat_template: a template to use instead of the folder's.
         chat_template_kwargs: further variables of the template.
@@ -103,31 +59,24 @@ def render(
     Raises:
         ValueError: the folder has no template, or the template fails.
     """
-    from dsa_engine.text.template_sandbox import render_bounded  # imports jinja2, which only conversations need
+    from dsa_engine.text.templates.sandbox import render_bounded  # imports jinja2, which only conversations need
 
     given, variables = chat_template is not None, dict(chat_template_kwargs or {})
     if not given and not tokenizer.chat_template:
         raise ValueError(f"{folder} has no chat template; use generate() with a prompt of your own making")
-    if add_generation_prompt and continue_final_message:
-        raise ValueError(
-            "continue_final_message goes on with the last message; give add_generation_prompt=False with it"
-        )
     reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
     if wrong := sorted(reserved & variables.keys()):
         raise ValueError(f"chat_template_kwargs has {', '.join(wrong)}, which a template's variable cannot be called")
-    for message in messages:
-        if isinstance(message.get("content"), str):
-            check_text("the content of a message", message["content"])
     with _one_error("the chat template that was given" if given else f"the chat template of {folder}"):
         tools = None if tools is None else list(tools)
         source = tokenizer.get_chat_template(chat_template, tools)
-        plain = [_with_reasoning(_plain({k: v for k, v in one.items() if v is not None})) for one in messages]
+        plain = [_as_read(_plain({k: v for k, v in one.items() if v is not None}), source) for one in messages]
         if continue_final_message:
             plain[-1]["content"] = f"{plain[-1].get('content', '')}{_CONTINUED}"
         variables = {
             **tokenizer.special_tokens_map,
             "messages": plain,
-            "tools": None if tools is None else [_schema(tool) for tool in tools],
+            "tools": None if tools is None else [tool_schema(tool) for tool in tools],
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **_plain(variables),
@@ -154,18 +103,42 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the name that templates read, whichever of the usual names it came under."""
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning} | message | {"reasoning_content": reasoning}
+def _as_read(message: dict[str, Any], source: str) -> dict[str, Any]:
+    """A message as the template reads it: the arguments of calls as an object or as its JSON, and a missing content as
+    None only for a template that asks for that."""
+    if "content" not in message:
+        message["content"] = None if _ASKS_FOR_NONE.search(source) else ""
+    calls = message.get("tool_calls")
+    if isinstance(calls, (list, tuple)):
+        message["tool_calls"] = [_call_as_read(call, bool(_READS_OBJECTS.search(source))) for call in calls]
+    return message
 
 
-def _schema(tool: Any) -> Any:
+def _call_as_read(call: Any, as_object: bool) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if as_object and isinstance(arguments, str):
+        arguments = read_json(arguments)
+    elif not as_object and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}} if function and arguments is not None else call
+
+
+def tool_schema(tool: Any) -> Any:
+    """A tool as plain Python types; that of a Python function is made of its types and docstring.
+
+    Raises:
+        ValueError: the function has no types, or no docstring.
+    """
     if not callable(tool):
         return _plain(tool)
     from transformers.utils import get_json_schema
 
-    return _plain(get_json_schema(tool))
+    try:
+        return _plain(get_json_schema(tool))
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{shown(tool)} cannot be described as a tool: {reason}") from error
 
 
 def _until_mark(text: str) -> str:

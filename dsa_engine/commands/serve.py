@@ -1,0 +1,64 @@
+"""``dsa-engine serve``: OpenAI's API over HTTP. With several ranks, rank 0 serves and the others follow."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
+
+from dsa_engine.arguments import llm_from, options_from
+from dsa_engine.commands.early import Early, leads
+from dsa_engine.server.listen import bind
+from dsa_engine.server.options import ServerOptions, read_template
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+KEY_VARIABLE = "DSA_ENGINE_API_KEY"
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """Serves until SIGTERM or Ctrl-C.
+
+    Raises:
+        ValueError: an option is not possible, or a package is missing.
+        OSError: the address cannot be listened at.
+    """
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ValueError(f'serve needs {", ".join(missing)}: pip install "dsa-engine[serve]"')
+    options = ServerOptions(**options_from(args, ServerOptions), served_model_name=args.served_model_name)
+    if options.api_key is None and os.environ.get(KEY_VARIABLE):
+        options = replace(options, api_key=os.environ[KEY_VARIABLE])
+    args.model = args.model_tag or args.model
+    with _checked(args, options) if leads() else nullcontext() as bound:
+        _serve(args, options, bound)
+
+
+def _serve(args: argparse.Namespace, options: ServerOptions, bound: socket.socket | None) -> None:
+    """Serves at a socket on rank 0, follows on another rank."""
+    from dsa_engine.engine.stats_log import StatsLog
+    from dsa_engine.server.run import ignore_signals, serve
+
+    llm = llm_from(args)
+    if bound is None:
+        ignore_signals()
+        llm.follow()
+        return
+    with llm, nullcontext() if options.disable_log_stats else StatsLog(llm.engine):
+        served = serve(llm, options, bound)
+    if not served:
+        sys.exit(1)
+
+
+def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:
+    """Checks what can be wrong before the weights are loaded, which takes minutes; returns the socket, bound."""
+    early = Early(args)
+    read_template(options.chat_template)
+    parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
+    if early.has_tokenizer:
+        early.conversation_format(**parsers)
+    elif any(parsers.values()):
+        raise ValueError(f"reasoning_parser and tool_call_parser need a tokenizer, and {early.folder} has none")
+    return bind(options.host, options.port)

@@ -1,0 +1,75 @@
+"""A line in the log every few seconds while requests run: throughput, requests, use of the caches, prefix hits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from dsa_engine.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class StatsLog:
+    """Writes the lines from a thread, between :meth:`start` and :meth:`close`, or ``with`` it. Idle engines get none.
+
+    Rates are those since the line before. Pages that only the prefix cache holds count as free. The rate of prefix hits
+    is the fraction of the tokens of admitted requests that were found; without new requests it stays.
+
+    Args:
+        engine: the engine, which another thread runs; its figures are only read.
+        interval_s: seconds between two lines.
+    """
+
+    def __init__(self, engine: Engine, interval_s: float = 10.0):
+        self._engine = engine
+        self._interval_s = interval_s
+        self._at, self._counts = time.monotonic(), self._read()
+        self._hit_rate = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="dsa_engine stats log", daemon=True)
+
+    def start(self) -> StatsLog:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Ends the thread, if it was started."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def __enter__(self) -> StatsLog:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def line(self) -> str | None:
+        """The figures since the call before; None if nothing ran and nothing waits."""
+        scheduler = self._engine.scheduler
+        now, counts = time.monotonic(), self._read()
+        prefill, decode, queries, hits = (new - old for new, old in zip(counts, self._counts, strict=True))
+        seconds = max(now - self._at, 1e-9)
+        self._at, self._counts = now, counts
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        if not (prefill or decode or running or waiting):
+            return None
+        if queries:
+            self._hit_rate = hits / queries
+        used = 1 - sum(scheduler.free_pages) / (scheduler.ledger.pages * len(scheduler.free_pages))
+        preempted = f", {scheduler.preemptions} preemptions so far" if scheduler.preemptions else ""
+        return (
+            f"prefill {prefill / seconds:,.1f} tokens/s, decode {decode / seconds:,.1f} tokens/s; {running} running, "
+            f"{waiting} waiting{preempted}; caches {used:.1%} used, prefix cache hit rate {self._hit_rate:.1%}"
+        )
+
+    def _read(self) -> tuple[int, int, int, int]:
+        engine, cache = self._engine, self._engine.scheduler.prefix_cache
+        return engine.num_prefilled_tokens, engine.num_generated_tokens, cache.queries, cache.hits
+
+    def _main(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            if (line := self.line()) is not None:
+                logger.info("%s", line)

@@ -1,0 +1,178 @@
+"""``/v1/chat/completions``: the form of its requests and answers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from dsa_engine.config.checks import shown
+from dsa_engine.llm import LLM
+from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
+from dsa_engine.server.forms.logprobs import chat_logprobs, prompt_logprobs
+from dsa_engine.server.forms.parameters import ChatParameters, sampling_params, stream_options
+from dsa_engine.text.conversations import ConversationFormat, MessageDelta, MessageReader, ToolCallDelta
+from dsa_engine.text.conversations.deltas import message_of
+
+
+class ChatForm:
+    """One request to ``/v1/chat/completions``; see :class:`dsa_engine.server.generation.Form`.
+
+    Args:
+        llm: the engine.
+        conversation: the form of the model's conversations.
+        body: the request.
+        model: the name that answers give.
+        chat_template: the template of requests without one; None: the model's.
+
+    Raises:
+        ValueError, TypeError: a parameter is not possible, or the template refuses the conversation.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        conversation: ConversationFormat,
+        body: dict[str, Any],
+        model: str,
+        chat_template: str | None = None,
+    ):
+        self._asked, sampling = ChatParameters.parse(body)
+        self.names = tuple(body)
+        asked, how = self._asked, stream_options(self._asked)
+        self.stream, self.continuous_usage = asked.stream, how.continuous_usage_stats
+        self.include_usage = how.include_usage
+        self._tools = _tools(asked)
+        self.params = sampling_params(_sampling(asked, sampling), {"max_tokens": None} | llm.default_sampling)
+        if conversation.needs_special_tokens:
+            self.params.skip_special_tokens = False
+        self._conversation = conversation
+        self._prompt_text = conversation.render(
+            asked.messages,
+            tools=self._tools,
+            tool_choice=asked.tool_choice,
+            chat_template=asked.chat_template or chat_template,
+            chat_template_kwargs=asked.chat_template_kwargs or None,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
+        )
+        prompt = {
+            "prompt": self._prompt_text,
+            "prompt_token_ids": llm.tokenizer.encode(self._prompt_text, add_special_tokens=False),
+        }
+        self.prompts = [prompt if asked.cache_salt is None else prompt | {"cache_salt": asked.cache_salt}]
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._readers: dict[int, MessageReader] = {}
+        self._called: set[int] = set()  # outputs with tool calls
+        self._prompt_ids: list[int] = []
+
+    def _reader(self) -> MessageReader:
+        return self._conversation.reader(self._prompt_text, self._tools)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        (one,) = outputs
+        answer = self._head | {"object": "chat.completion", "choices": [self._choice(out) for out in one.outputs]}
+        answer["prompt_logprobs"] = None if one.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs)
+        return answer | ({"prompt_token_ids": one.prompt_token_ids} if self._asked.return_token_ids else {})
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        reader = self._reader()
+        message = message_of([*reader.push(output.text), *reader.finish()])
+        thought = _reasoning(message.pop("reasoning_content", None)) if self._asked.include_reasoning else {}
+        called = "tool_calls" in message
+        choice = {
+            "index": output.index,
+            "message": message | {"refusal": None} | thought,
+            "logprobs": self._logprobs(output),
+            "finish_reason": "tool_calls" if called else output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        return choice | ({"token_ids": output.token_ids} if self._asked.return_token_ids else {})
+
+    def _logprobs(self, output: CompletionOutput | StreamPiece) -> dict[str, Any] | None:
+        if output.logprobs is None:
+            return None
+        return chat_logprobs(output.token_ids, output.logprobs, self._asked.top_logprobs or 0)
+
+    def begin(self, prompts: Sequence[list[int]]) -> None:
+        (self._prompt_ids,) = prompts
+
+    def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
+        chunks = []
+        first = piece.index not in self._readers
+        reader = self._readers.setdefault(piece.index, self._reader()) if first else self._readers[piece.index]
+        if first:
+            chunks.append(self._chunk(piece.index, {"role": "assistant", "content": ""}))
+            if self._asked.return_token_ids:
+                chunks[0]["prompt_token_ids"] = self._prompt_ids
+        read = reader.push(piece.text)
+        if piece.finish_reason is not None:
+            read += reader.finish()
+        deltas = [form for delta in read if (form := self._delta(piece.index, delta))]
+        logprobs, ids = self._logprobs(piece), self._asked.return_token_ids and piece.token_ids
+        if not deltas and (piece.finish_reason or logprobs or ids):
+            deltas = [{}]
+        chunks += [self._chunk(piece.index, delta) for delta in deltas]
+        if deltas:
+            (last,) = chunks[-1]["choices"]
+            last["logprobs"] = logprobs
+            if ids:
+                last["token_ids"] = piece.token_ids
+            if piece.finish_reason is not None:
+                reason = "tool_calls" if piece.index in self._called else piece.finish_reason
+                last |= {"finish_reason": reason, "stop_reason": piece.stop_reason}
+        return chunks
+
+    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.empty_chunk() | {"choices": [choice]}
+
+    def _delta(self, index: int, delta: MessageDelta) -> dict[str, Any]:
+        form: dict[str, Any] = {"content": delta.content} if delta.content else {}
+        if delta.reasoning and self._asked.include_reasoning:
+            form |= _reasoning(delta.reasoning)
+        if delta.tool_calls:
+            self._called.add(index)
+            form["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
+        return form
+
+    def empty_chunk(self) -> dict[str, Any]:
+        return self._head | {"object": "chat.completion.chunk", "choices": []}
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """The thought, under the two names in use: clients of DeepSeek read the first, newer ones of vLLM the second."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
+    """A piece of a call; the first one has its name."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _tools(asked: ChatParameters) -> list[dict[str, Any]] | None:
+    """The tools that the model may call; None if there are none, or ``tool_choice`` is "none"."""
+    choice = asked.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise ValueError(
+            f"tool_choice must be 'auto' or 'none', not {shown(choice)}: a call cannot be enforced, as output is not "
+            "constrained by a grammar"
+        )
+    if not asked.parallel_tool_calls and asked.tools:
+        raise ValueError("parallel_tool_calls must be true: the model decides how many calls it makes")
+    if choice == "auto" and not asked.tools:
+        raise ValueError("tool_choice needs tools; give some, or leave it out")
+    return asked.tools if asked.tools and choice != "none" else None
+
+
+def _sampling(asked: ChatParameters, given: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a chat request under the names of :class:`SamplingParams`."""
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
+    if asked.max_completion_tokens is not None:
+        given = given | {"max_tokens": asked.max_completion_tokens}
+    return given | ({"logprobs": asked.top_logprobs or 0} if asked.logprobs else {})

@@ -1,0 +1,151 @@
+"""``/v1/completions``: the form of its requests and answers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from dsa_engine.config.checks import is_integer, shown
+from dsa_engine.llm import LLM
+from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
+from dsa_engine.server.forms.logprobs import completion_logprobs, prompt_logprobs
+from dsa_engine.server.forms.parameters import CompletionParameters, sampling_params, stream_options
+
+MAX_OUTPUTS = 4096  # for one request
+
+
+class CompletionForm:
+    """One request to ``/v1/completions``; see :class:`dsa_engine.server.generation.Form`.
+
+    Args:
+        llm: the engine.
+        body: the request.
+        model: the name that answers give.
+
+    Raises:
+        ValueError, TypeError: a parameter is not possible.
+    """
+
+    def __init__(self, llm: LLM, body: dict[str, Any], model: str):
+        self._asked, sampling = CompletionParameters.parse(body)
+        self.names = tuple(body)
+        asked, how = self._asked, stream_options(self._asked)
+        self.stream, self.continuous_usage = asked.stream, how.continuous_usage_stats
+        self.include_usage = how.include_usage
+        self._nothing = asked.echo and sampling.get("max_tokens") == 0 and is_integer(sampling["max_tokens"])
+        if self._nothing:  # only the prompt is wanted; the engine computes one token, which is dropped
+            sampling["max_tokens"] = 1
+        if asked.echo and asked.stream:
+            raise ValueError("echo is possible without stream only; leave one of them out")
+        if asked.echo and "logprobs" in sampling:
+            sampling.setdefault("prompt_logprobs", sampling["logprobs"])
+        self.params = sampling_params(sampling, llm.default_sampling)
+        prompts = _prompts_of(asked.prompt)
+        if len(prompts) * self.params.n > MAX_OUTPUTS:
+            raise ValueError(
+                f"n must be at most {MAX_OUTPUTS} / {len(prompts)} with {len(prompts)} prompts, not {self.params.n}; "
+                "send several requests"
+            )
+        self.prompts = [self._salted(prompt) for prompt in self._encoded(llm, prompts)]
+        self._texts = [prompt.get("prompt") for prompt in self.prompts]
+        if asked.echo:
+            self._texts = [
+                llm.tokenizer.decode(prompt["prompt_token_ids"], skip_special_tokens=False) if text is None else text
+                for text, prompt in zip(self._texts, self.prompts)
+            ]
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._offsets: dict[int, int] = {}
+        self._prompt_ids: Sequence[list[int]] = ()
+
+    def _encoded(self, llm: LLM, prompts: list[str | list[int]]) -> list[dict[str, Any]]:
+        """The prompts as the engine takes them. It encodes texts itself, unless they begin in another way."""
+        encode = not self._asked.add_special_tokens
+        return [
+            {"prompt_token_ids": prompt}
+            if isinstance(prompt, list)
+            else {"prompt": prompt}
+            | ({"prompt_token_ids": llm.tokenizer.encode(prompt, add_special_tokens=False)} if encode else {})
+            for prompt in prompts
+        ]
+
+    def _salted(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        return prompt if self._asked.cache_salt is None else prompt | {"cache_salt": self._asked.cache_salt}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = [
+            self._choice(number * self.params.n + output.index, one, output, self._texts[number])
+            for number, one in enumerate(outputs)
+            for output in one.outputs
+        ]
+        return self._head | {"choices": choices}
+
+    def _choice(self, index: int, one: RequestOutput, output: CompletionOutput, prompt: str | None) -> dict[str, Any]:
+        text, tokens, logprobs = output.text, list(output.token_ids), output.logprobs
+        if self._nothing:
+            text, tokens, logprobs = "", [], None if logprobs is None else []
+        scores: list[Any] | None = logprobs
+        shown_tokens = tokens
+        if self._asked.echo:
+            text = (prompt or "") + text
+            if logprobs is not None:
+                scores, shown_tokens = [*(one.prompt_logprobs or ()), *logprobs], one.prompt_token_ids + tokens
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": None if scores is None else completion_logprobs(shown_tokens, scores)[0],
+            "finish_reason": "length" if self._nothing else output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "prompt_logprobs": None if one.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs),
+        }
+        ids = {"token_ids": tokens, "prompt_token_ids": one.prompt_token_ids}
+        return choice | (ids if self._asked.return_token_ids else {})
+
+    def begin(self, prompts: Sequence[list[int]]) -> None:
+        self._prompt_ids = prompts
+
+    def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:
+        ids = self._asked.return_token_ids
+        if not (piece.text or piece.finish_reason or piece.logprobs or ids):
+            return []
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if piece.logprobs is not None:
+            offset = self._offsets.get(piece.index, 0)
+            choice["logprobs"], self._offsets[piece.index] = completion_logprobs(
+                piece.token_ids, piece.logprobs, offset
+            )
+        if ids:
+            first = piece.index not in self._offsets
+            self._offsets.setdefault(piece.index, 0)
+            prompt = self._prompt_ids[piece.index // self.params.n]
+            choice |= {"token_ids": piece.token_ids, "prompt_token_ids": prompt if first else None}
+        return [self._head | {"choices": [choice]}]
+
+    def empty_chunk(self) -> dict[str, Any]:
+        return self._head | {"choices": []}
+
+
+def _prompts_of(prompt: Any) -> list[str | list[int]]:
+    """The prompts in the parameter ``prompt``."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ValueError("prompt is empty; give a text, token ids, or a list of these")
+    if is_integer(prompt[0]):
+        return [prompt]
+    for one in prompt:
+        if not isinstance(one, (str, list)):
+            raise ValueError(f"prompt must be a text, token ids, or a list of these; {shown(one)} is none")
+    return prompt

@@ -1,0 +1,74 @@
+"""The options of the server, besides the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsa_engine.config.checks import integer, list_of, number, shown
+from dsa_engine.config.fields import BOOL, STR, Kind, Options, documented, instance_of, option
+from dsa_engine.system.sizes import parse_bytes
+
+
+def _check_size(name: str, value: Any) -> None:
+    if parse_bytes(value, name) < 1024:
+        raise ValueError(f"{name} must be 1KiB or more, not {shown(value)}")
+
+
+_SECONDS = Kind(number(above=0), float, metavar="SECONDS")
+
+
+@documented
+@dataclass(frozen=True)
+class ServerOptions(Options):
+    """The options of ``dsa-engine serve``, besides those of the engine.
+
+    Raises:
+        TypeError, ValueError: an option is not possible; the text says what is.
+    """
+
+    host: str = option(STR, "127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's.")
+    port: int = option(Kind(integer(0, 65535), int), 8000, "port to listen at; 0: any free one, which the log names.")
+    served_model_name: list[str] | None = option(
+        Kind(list_of(instance_of(str), "names"), parse=None), None, "names of the model; default: MODEL as it is given."
+    )
+    api_key: str | None = option(
+        STR,
+        None,
+        "key that clients must send (Authorization: Bearer …); default: that of the environment variable "
+        "DSA_ENGINE_API_KEY, which other users of the machine do not see, or none.",
+    )
+    max_body_size: int | str = option(Kind(_check_size, metavar="SIZE"), "16MiB", "maximum size of a request's body.")
+    max_waiting_requests: int = option(
+        Kind(integer(0), int), 1024, "requests beyond --max-num-seqs that may wait; further ones get status 429."
+    )
+    request_timeout: float | None = option(_SECONDS, None, "seconds after which a request is ended with an error.")
+    body_timeout: float = option(_SECONDS, 30.0, "seconds in which the header of a request, and then its body, come.")
+    shutdown_timeout: float = option(
+        Kind(number(0), float, metavar="SECONDS"),
+        20.0,
+        "after SIGTERM or Ctrl-C, seconds for running requests to end; new ones get status 503.",
+    )
+    disable_log_stats: bool = option(
+        BOOL, False, "no line in the log every ten seconds while requests run: throughput, requests, prefix hits."
+    )
+    chat_template: str | None = option(
+        STR, None, "a file with the chat template to use instead of the model's, or the template itself."
+    )
+    reasoning_parser: str | None = option(
+        STR, None, "form of the model's thoughts, by vLLM's names, or none; default: by model type."
+    )
+    tool_call_parser: str | None = option(
+        STR, None, "form of the model's tool calls, by vLLM's names, or none; default: by model type."
+    )
+
+
+def read_template(given: str | None) -> str | None:
+    """The text of the option ``chat_template``; raises ``ValueError`` if it is no template and no file."""
+    if given is None or "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template is no template, and no file that can be read: {given!r} ({error})") from error

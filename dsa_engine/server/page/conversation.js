@@ -1,0 +1,157 @@
+/** Turns of a conversation: what was asked and answered, how it is shown, and the messages that go to the server. */
+
+import { counted } from "./elements.js";
+import { Prose } from "./prose.js";
+
+const UPDATES_EVERY = 1_000; // milliseconds between two states of the progress line
+
+/** The messages of a request for the answer of `turn`: system prompt, document and earlier turns come first and stay
+ * the same from question to question, so that the server finds them in its prefix cache. Turns without an answer are
+ * left out, and so are thoughts, as the models' own formats do. */
+export function messagesOf(turns, turn, document, systemPrompt) {
+  const messages = systemPrompt ? [{ role: "system", content: systemPrompt }] : [];
+  const earlier = turns.slice(0, turns.indexOf(turn)).filter((other) => other.content.trim());
+  for (const [number, each] of [...earlier, turn].entries()) {
+    const first = number === 0 && document;
+    messages.push({ role: "user", content: first ? document.before(each.question) : each.question });
+    if (each !== turn) messages.push({ role: "assistant", content: each.content });
+  }
+  return messages;
+}
+
+export class Turn {
+  content = "";
+  #pending = { thought: "", content: "" }; // came since the page was last painted
+  #frame = 0;
+  #timer = 0;
+  #times = {}; // milliseconds: sent, first piece, first of the content, last piece
+  #usage = null;
+  #finish = null;
+  #prose = null; // the shown thought and content
+
+  constructor(number, question, template) {
+    this.question = question;
+    this.element = template.content.firstElementChild.cloneNode(true);
+    const find = (selector) => this.element.querySelector(selector);
+    find(".question-heading").textContent = `Question ${number}`;
+    find(".answer-heading").textContent = `Answer ${number}`;
+    find(".question").textContent = question;
+    this.parts = {
+      details: find(".thought"),
+      summary: find(".thought summary"),
+      thought: find(".thought .text"),
+      content: find(".answer > .text"),
+      progress: find(".progress"),
+      problem: find(".problem"),
+      again: find(".again"),
+      figures: find(".figures"),
+    };
+  }
+
+  /** Before a request, the first or another one. */
+  begin() {
+    const { details, thought, content, problem, figures } = this.parts;
+    this.content = "";
+    this.#times = { sent: performance.now() };
+    this.#usage = this.#finish = null;
+    this.#prose = { thought: new Prose(thought), content: new Prose(content) };
+    details.hidden = problem.hidden = figures.hidden = true;
+    this.#showProgress();
+    this.#timer = setInterval(() => this.#showProgress(), UPDATES_EVERY);
+  }
+
+  /** Takes a chunk of the stream. Returns whether it is the first with a part of the answer. */
+  take(chunk) {
+    if (chunk.usage) this.#usage = chunk.usage;
+    const { delta = {}, finish_reason } = chunk.choices?.[0] ?? {};
+    if (finish_reason) this.#finish = finish_reason;
+    const thought = delta.reasoning_content ?? delta.reasoning ?? "";
+    const content = delta.content ?? "";
+    if (!thought && !content) return false;
+    const times = this.#times;
+    const first = times.first === undefined;
+    times.last = performance.now();
+    times.first ??= times.last;
+    const begins = content && times.content === undefined;
+    if (begins) times.content = times.last;
+    if (first || begins) this.#showProgress();
+    this.content += content;
+    this.#pending.thought += thought;
+    this.#pending.content += content;
+    this.#frame ||= requestAnimationFrame(() => this.#paint());
+    return first;
+  }
+
+  /** After the last chunk. `problem`: words for a person; `stopped`: by this person. */
+  end({ problem = "", stopped = false } = {}) {
+    clearInterval(this.#timer);
+    cancelAnimationFrame(this.#frame);
+    this.#paint();
+    const { parts } = this;
+    const notes = { length: "Ended at the limit of tokens.", tool_calls: "The model called a tool; this page has none." };
+    parts.progress.textContent = stopped ? "Stopped." : (notes[this.#finish] ?? "");
+    if (!problem && !stopped && !this.content.trim()) parts.progress.textContent ||= "The answer is empty.";
+    parts.problem.hidden = !problem;
+    parts.problem.firstElementChild.textContent = problem;
+    this.#showFigures();
+  }
+
+  /** The measured figures as [label, value] pairs; times are as this page saw them. */
+  figures() {
+    const { sent, first, last } = this.#times;
+    const figures = [];
+    if (first === undefined) return figures;
+    figures.push(["TTFT", duration(first - sent)]);
+    const { completion_tokens: tokens, prompt_tokens: prompt, prompt_tokens_details: details } = this.#usage ?? {};
+    if (tokens > 1 && last > first) {
+      const rate = ((tokens - 1) / (last - first)) * 1_000;
+      figures.push(["Speed", `${rate.toLocaleString("en", { maximumSignificantDigits: 3 })} tokens/s`]);
+    }
+    if (tokens) figures.push(["Answer", counted(tokens, "token")]);
+    if (prompt) {
+      const cached = (details?.cached_tokens ?? 0).toLocaleString("en");
+      figures.push(["Cached", `${cached} of ${counted(prompt, "prompt token")}`]);
+    }
+    return figures;
+  }
+
+  #showProgress() {
+    const { sent, first, content } = this.#times;
+    const seconds = Math.floor((performance.now() - sent) / 1_000);
+    const doing = first === undefined ? "Reading the prompt" : content === undefined ? "Thinking" : "Writing";
+    this.parts.progress.textContent = seconds ? `${doing}… ${seconds} s` : `${doing}…`;
+  }
+
+  #paint() {
+    this.#frame = 0;
+    const { details, summary } = this.parts;
+    const { first, content: began } = this.#times;
+    for (const part of ["thought", "content"]) {
+      if (this.#pending[part]) this.#prose[part].push(this.#pending[part]);
+      this.#pending[part] = "";
+    }
+    details.hidden = this.#prose.thought.empty;
+    summary.textContent = began ? `Thought for ${duration(began - first)}` : "Thoughts";
+    if (this.element.isConnected) this.element.dispatchEvent(new Event("painted", { bubbles: true }));
+  }
+
+  #showFigures() {
+    const figures = this.figures();
+    this.parts.figures.hidden = !figures.length;
+    this.parts.figures.replaceChildren(
+      ...figures.map(([label, value]) => {
+        const pair = document.createElement("div");
+        for (const [name, text] of [["dt", label], ["dd", value]]) {
+          pair.appendChild(document.createElement(name)).textContent = text;
+        }
+        return pair;
+      }),
+    );
+  }
+}
+
+function duration(milliseconds) {
+  if (milliseconds < 1_000) return `${Math.round(milliseconds)} ms`;
+  if (milliseconds < 60_000) return `${(milliseconds / 1_000).toFixed(milliseconds < 10_000 ? 2 : 1)} s`;
+  return `${Math.floor(milliseconds / 60_000)} min ${Math.round((milliseconds % 60_000) / 1_000)} s`;
+}

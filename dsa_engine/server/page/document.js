@@ -1,0 +1,75 @@
+/** The document: its text in pieces that a browser lays out only when they are in view, and its counts. */
+
+export const MAX_CHARACTERS = 1_000_000;
+const PIECE = 4_096; // characters laid out together
+
+/** A text file's content. Throws an Error in words for a person if it is too long or is no text. */
+export async function readText(file) {
+  if (file.size > 4 * MAX_CHARACTERS) throw new Error(tooLong(file.name));
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  const utf16 = (bytes[0] === 0xff && bytes[1] === 0xfe && "utf-16le") || (bytes[0] === 0xfe && bytes[1] === 0xff && "utf-16be");
+  let text;
+  try {
+    text = new TextDecoder(utf16 || "utf-8", { fatal: true }).decode(bytes);
+  } catch {
+    text = "\0";
+  }
+  if (text.includes("\0")) throw new Error(`“${file.name}” is not a text file in UTF-8. Convert it to plain text first.`);
+  return text;
+}
+
+/** Code points, as a person counts characters; `text.length` counts UTF-16 units. */
+export function countCharacters(text) {
+  let count = text.length;
+  for (let i = 0; i < text.length; i++) if ((text.charCodeAt(i) & 0xfc00) === 0xdc00) count--;
+  return count;
+}
+
+export class Document {
+  /** Throws an Error in words for a person if the text is empty or too long. */
+  constructor(name, text) {
+    this.name = name;
+    this.text = text.replace(/\r\n?/g, "\n");
+    this.characters = countCharacters(this.text);
+    if (!this.text.trim()) throw new Error(`“${name}” has no text in it.`);
+    if (this.characters > MAX_CHARACTERS) throw new Error(tooLong(name, this.characters));
+  }
+
+  /** The first message's content. The form is the one that DeepSeek's models have seen for files. */
+  before(question) {
+    return `[file name]: ${this.name}\n[file content begin]\n${this.text}\n[file content end]\n${question}`;
+  }
+
+  /** Shows the text in `element`. */
+  show(element) {
+    element.replaceChildren(
+      ...pieces(this.text).map((text) => {
+        const piece = document.createElement("div");
+        piece.textContent = text;
+        return piece;
+      }),
+    );
+    element.scrollTop = 0;
+  }
+}
+
+/** The text in pieces, cut at ends of lines; within a line only if it is longer than a piece. */
+function pieces(text) {
+  const cuts = [];
+  for (let start = 0; start < text.length; ) {
+    let end = Math.min(start + PIECE, text.length);
+    if (end < text.length) {
+      const line = text.lastIndexOf("\n", end - 1);
+      if (line >= start) end = line + 1;
+      else if ((text.charCodeAt(end) & 0xfc00) === 0xdc00) end--; // not between the halves of a character
+    }
+    cuts.push(text.slice(start, end));
+    start = end;
+  }
+  return cuts;
+}
+
+function tooLong(name, characters) {
+  const has = characters ? ` has ${characters.toLocaleString("en")} characters; it` : "";
+  return `“${name}”${has} is too long: at most ${MAX_CHARACTERS.toLocaleString("en")} characters are possible here.`;
+}

@@ -1,0 +1,12 @@
+/** The page's elements, and words to screen readers. */
+
+export const $ = (id) => document.getElementById(id);
+
+/** Tells a screen reader, once what it reads now has ended. */
+export function say(text) {
+  $("status").textContent = text;
+}
+
+export function counted(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}

@@ -1,0 +1,214 @@
+/** The page: a conversation beside a document. Connects its elements with the server and the turns. */
+
+import { Turn, messagesOf } from "./conversation.js";
+import { $, say } from "./elements.js";
+import { DocumentPane } from "./pane.js";
+import { Server } from "./server.js";
+
+const RETRY_MS = 3_000; // between two looks at a server that is not ready
+const ANNOUNCED = 600; // characters of an answer that a screen reader is told at once
+
+const server = new Server();
+const state = { model: null, turns: [], running: null };
+const pane = new DocumentPane({ mayChange: mayBeginAnew, countTokens, afterChange: () => $("question").focus() });
+
+// Conversation
+
+async function ask(question) {
+  const turn = new Turn(state.turns.length + 1, question, $("turn"));
+  state.turns.push(turn);
+  turn.parts.again.addEventListener("click", () => {
+    if (state.running) return;
+    $("question").focus(); // the button goes
+    answer(turn);
+  });
+  $("welcome").hidden = true;
+  $("turns").append(turn.element);
+  await answer(turn);
+}
+
+async function answer(turn) {
+  const controller = new AbortController();
+  const running = { turn, controller };
+  state.running = running;
+  showRunning();
+  turn.begin();
+  scrollDown(turn === state.turns.at(-1));
+  say("The question is sent.");
+  let outcome;
+  try {
+    state.model ??= (await server.model()).id;
+    for await (const chunk of server.chat(body(turn), controller.signal)) {
+      if (turn.take(chunk)) say("The answer begins.");
+    }
+    outcome = {};
+  } catch (error) {
+    outcome = error.name === "AbortError" ? { stopped: true } : { problem: error.message };
+    if (error.status === 0 || error.status === 503) connect();
+  }
+  turn.end(outcome);
+  if (state.running !== running) return; // another conversation has begun
+  state.running = null;
+  showRunning();
+  scrollDown();
+  announce(turn, outcome);
+}
+
+function body(turn) {
+  const number = (id) => ($(id).value === "" ? undefined : $(id).valueAsNumber);
+  return {
+    model: state.model,
+    messages: messagesOf(state.turns, turn, pane.document, $("system-prompt").value.trim()),
+    temperature: number("temperature"),
+    max_tokens: number("max-tokens"),
+    // The names of this switch in the conversations of DeepSeek and of GLM; each ignores the other.
+    chat_template_kwargs: $("thinking").checked ? { thinking: true, enable_thinking: true } : undefined,
+  };
+}
+
+function stop() {
+  state.running?.controller.abort();
+}
+
+function newConversation() {
+  stop();
+  state.running = null;
+  for (const turn of state.turns) turn.element.remove();
+  state.turns = [];
+  $("welcome").hidden = false;
+  showRunning();
+  say("A new conversation begins.");
+  $("question").focus();
+}
+
+function showRunning() {
+  const focused = document.activeElement;
+  $("send").hidden = state.running !== null;
+  $("stop").hidden = state.running === null;
+  $("new-conversation").disabled = state.turns.length === 0;
+  if ([$("send"), $("stop"), $("new-conversation")].includes(focused)) $("question").focus();
+}
+
+/** One message to screen readers: the answer itself if it is short, and how to find it if not. */
+function announce(turn, { problem, stopped }) {
+  if (problem) return say(problem);
+  if (stopped) return say("Stopped.");
+  const figures = turn.figures().map(([label, value]) => `${label} ${value}`);
+  const text = turn.content.length > ANNOUNCED ? "It is long; it is under the last heading." : turn.content;
+  say(`The answer is complete. ${text} ${figures.join(", ")}`);
+}
+
+/** Asks before a conversation that has begun ends, since the document stands before its first question. */
+async function mayBeginAnew() {
+  if (!state.turns.length) return true;
+  const dialog = $("replace");
+  dialog.returnValue = "cancel";
+  dialog.showModal();
+  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
+  if (dialog.returnValue !== "begin") return false;
+  newConversation();
+  return true;
+}
+
+/** The number of tokens of a text, and the model's limit. */
+async function countTokens(text, signal) {
+  try {
+    state.model ??= (await server.model()).id;
+    return await server.countTokens(state.model, text, signal);
+  } catch (error) {
+    if (error.status === 0) connect();
+    throw error;
+  }
+}
+
+/** Follows the answer, unless the reader has scrolled up. */
+let follows = true;
+
+function scrollDown(always = false) {
+  follows ||= always;
+  if (follows) $("turns").scrollTop = $("turns").scrollHeight;
+}
+
+// The server's state
+
+let looking = 0;
+
+/** Looks until the server is ready, and shows its model. */
+async function connect() {
+  clearTimeout(looking);
+  const show = (name, text) => {
+    $("server").dataset.state = name;
+    $("server-state").textContent = text;
+  };
+  try {
+    const model = await server.model();
+    const changed = state.model !== model.id;
+    state.model = model.id;
+    $("model").textContent = model.id;
+    $("model").title = model.id;
+    document.title = `${model.id} – dsa_engine`;
+    if (await server.isReady()) {
+      show("ready", "ready");
+      if (changed) pane.count();
+      return;
+    }
+    show("waiting", "not ready");
+  } catch (error) {
+    show("waiting", error.status === 401 ? "needs an API key" : error.status ? "not ready" : "not reachable");
+    if (error.status === 401) return; // until a key is entered
+  }
+  looking = setTimeout(connect, RETRY_MS);
+}
+
+// Elements
+
+const question = $("question");
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = question.value.trim();
+  if (!text) return;
+  if (state.running) return say("An answer is being written. Escape stops it.");
+  question.value = "";
+  fitQuestion();
+  ask(text);
+});
+
+question.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("ask").requestSubmit();
+  }
+});
+
+question.addEventListener("input", fitQuestion);
+
+/** As high as its text, up to the limit of the style sheet. */
+function fitQuestion() {
+  question.style.height = "auto";
+  question.style.height = `${question.scrollHeight + 2}px`;
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && state.running && !document.querySelector("dialog[open]")) stop();
+});
+
+$("stop").addEventListener("click", stop);
+$("new-conversation").addEventListener("click", newConversation);
+
+$("turns").addEventListener("painted", () => scrollDown());
+$("turns").addEventListener("scroll", () => {
+  const { scrollHeight, scrollTop, clientHeight } = $("turns");
+  follows = scrollHeight - scrollTop - clientHeight < 80;
+});
+
+$("open-settings").addEventListener("click", () => $("settings").showModal());
+$("settings").addEventListener("close", () => {
+  if (server.key === $("api-key").value.trim()) return;
+  server.key = $("api-key").value.trim();
+  connect();
+});
+
+if (matchMedia("(pointer: fine)").matches) question.focus();
+showRunning();
+connect();

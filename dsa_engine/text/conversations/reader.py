@@ -1,0 +1,148 @@
+"""The reader of an answer: text in pieces becomes pieces of a message."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from dsa_engine.text.conversations.deltas import MessageDelta, ToolCallDelta
+from dsa_engine.text.conversations.source import LostForm, Source, Steps, Tags, TextEnded
+from dsa_engine.text.conversations.tool_calls import CallForm
+
+THINK, THINK_END = "<think>", "</think>"
+_THINK_END = Tags(THINK_END)
+
+
+class Thought(Enum):
+    """Whether an answer begins with a thought."""
+
+    NONE = "no"
+    OPEN = "it begins inside a thought"
+    POSSIBLE = "a thought may be opened at the beginning"
+
+
+class MessageReader:
+    """Reads one answer. The pieces, joined, do not depend on where the text is cut.
+
+    Args:
+        thought: whether the answer begins with a thought.
+        calls: the form of tool calls; None: they are content.
+        tools: the tools of the request, whose schemas some forms need.
+        end_tokens: texts that are dropped.
+    """
+
+    def __init__(
+        self,
+        thought: Thought = Thought.NONE,
+        calls: CallForm | None = None,
+        tools: Sequence[Any] = (),
+        end_tokens: Sequence[str] = (),
+    ):
+        self._thought, self._form, self._tools = thought, calls, tools
+        self._end_tokens, self._held = Tags(*end_tokens), ""
+        self._source, self._message = Source(), _Message()
+        self._steps = self._read()
+
+    def push(self, text: str) -> list[MessageDelta]:
+        """What further text of the answer adds to the message, as far as it is certain."""
+        text = self._end_tokens.pattern.sub("", self._held + text)
+        certain = len(text) - self._end_tokens.begun(text)
+        self._held = text[certain:]
+        return self._go_on(text[:certain])
+
+    def finish(self) -> list[MessageDelta]:
+        """What the end of the answer adds: text that could have become a tag."""
+        self._source.end()
+        held, self._held = self._held, ""
+        return self._go_on(held)
+
+    def _go_on(self, text: str) -> list[MessageDelta]:
+        self._source.push(text)
+        next(self._steps, None)
+        return self._message.take()
+
+    def _read(self) -> Steps[None]:
+        if self._thought in (Thought.OPEN, Thought.POSSIBLE):
+            yield from self._read_thought(self._thought is Thought.OPEN)
+        tags = Tags(*(before + tag for tag in self._form.tags for before in ("\n\n", "\n", "")) if self._form else ())
+        while (tag := (yield from self._source.until(tags, self._message.content))) is not None:
+            self._source.mark(tag)
+            yield from self._read_calls()
+
+    def _read_thought(self, is_open: bool) -> Steps[None]:
+        """Reads a thought, in which text goes up to the end tag; an open one may be opened once more."""
+        opened = None
+        self._source.mark()
+        try:
+            yield from self._source.space()
+            opened = yield from self._source.follows(THINK)
+        except TextEnded:
+            pass
+        if opened is None:
+            (self._message.reasoning if is_open else self._message.content)(self._source.since_mark())
+        if opened or is_open:
+            yield from self._source.until(_THINK_END, self._message.reasoning)
+
+    def _read_calls(self) -> Steps[None]:
+        """Reads calls after their first tag; what is none is content."""
+        assert self._form is not None
+        try:
+            yield from self._form.read(self._source, self._message, self._tools)
+            yield from self._source.space()
+        except LostForm:
+            self._message.content(self._source.since_mark())
+        except TextEnded:
+            if self._message.has_calls:  # the rest is a call that was cut off
+                yield from self._source.until(Tags(), lambda _: None)
+            else:
+                self._message.content(self._source.since_mark())
+
+
+class _Message:
+    """The pieces of the message that were not yet taken; neighbours of the same kind are one piece."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[str, int, list[str]]] = []  # kind, index of the call, texts
+        self._names: list[str] = []
+        self._begun = 0  # calls whose names were taken
+
+    def reasoning(self, text: str) -> None:
+        self._add("reasoning", text)
+
+    def content(self, text: str) -> None:
+        self._add("content", text)
+
+    def begin_call(self, name: str) -> None:
+        self._names.append(name)
+
+    def arguments(self, text: str) -> None:
+        self._add("call", text)
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._names)
+
+    def take(self) -> list[MessageDelta]:
+        pieces, self._pieces = self._pieces, []
+        return [self._delta(*piece) for piece in pieces]
+
+    def _add(self, kind: str, text: str) -> None:
+        call = len(self._names) - 1
+        if not text:
+            return
+        if not self._pieces or self._pieces[-1][:2] != (kind, call):
+            self._pieces.append((kind, call, []))
+        self._pieces[-1][2].append(text)
+
+    def _delta(self, kind: str, call: int, texts: list[str]) -> MessageDelta:
+        text = "".join(texts)
+        if kind == "reasoning":
+            return MessageDelta(reasoning=text)
+        if kind == "content":
+            return MessageDelta(content=text)
+        if call < self._begun:
+            return MessageDelta(tool_calls=[ToolCallDelta(call, arguments=text)])
+        self._begun = call + 1
+        return MessageDelta(tool_calls=[ToolCallDelta(call, f"call_{uuid.uuid4().hex[:24]}", self._names[call], text)])

@@ -1,0 +1,208 @@
+"""The forms in which models write tool calls, and their readers.
+
+A reader begins after the tag that opens the calls. A call is given out once its name and the tag after it are certain,
+and its arguments as they come. Where a call loses its form after that, its arguments stay unfinished, so that no client
+runs half a call, and what follows is content.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Protocol
+
+from dsa_engine.text.conversations.json_scanner import JsonScanner, is_json
+from dsa_engine.text.conversations.source import LostForm, Source, Steps, Tags, TextEnded
+
+_TYPES = {"{": "object", "[": "array", '"': "text in quotes", "t": "boolean", "f": "boolean", "n": "null"}
+
+
+class CallWriter(Protocol):
+    """Takes what a reader of calls has read."""
+
+    def begin_call(self, name: str) -> None: ...
+
+    def arguments(self, text: str) -> None: ...
+
+
+class CallForm(ABC):
+    """A form of tool calls.
+
+    Attributes:
+        tags: what opens the calls, without the newlines before it.
+    """
+
+    tags: tuple[str, ...]
+
+    @abstractmethod
+    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+        """Reads what follows one of the tags, up to the end of the calls.
+
+        Raises:
+            LostForm, TextEnded: the text goes on otherwise, or ends.
+        """
+
+
+class TaggedCalls(CallForm):
+    """DeepSeek-V3.2: each parameter has tags of its own, which say whether its value is a text or JSON."""
+
+    _TAG = "｜DSML｜"
+    _CALL, _CALL_END = f'<{_TAG}invoke name="', f"</{_TAG}invoke>"
+    _PARAMETER, _PARAMETER_END = f'<{_TAG}parameter name="', Tags(f"</{_TAG}parameter>")
+    _END = f"</{_TAG}function_calls>"
+    _NAME_END, _TEXT_KEY_END = Tags('">'), '" string="true">'
+    _KEY_END = Tags(_TEXT_KEY_END, '" string="false">')
+    tags = (f"<{_TAG}function_calls>",)
+
+    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+        yield from source.expect(self._CALL)
+        tag = self._CALL
+        while tag == self._CALL:
+            name, _ = yield from source.name(self._NAME_END)
+            tag = yield from source.expect(self._PARAMETER, self._CALL_END)
+            call = _Call(source, calls, name)
+            while tag == self._PARAMETER:
+                key, key_end = yield from source.name(self._KEY_END)
+                types = {"string"} if key_end == self._TEXT_KEY_END else set()
+                yield from call.read_parameter(key, types, self._PARAMETER_END)
+                tag = yield from source.expect(self._PARAMETER, self._CALL_END)
+            call.end_parameters()
+            tag = yield from source.expect(self._CALL, self._END)
+
+
+class PairedCalls(CallForm):
+    """GLM-4.5 to GLM-5: pairs of a key and a value, which is a text or JSON by the schema of the tool."""
+
+    _KEY, _VALUE, _END = "<arg_key>", "<arg_value>", "</tool_call>"
+    _NAME_END, _KEY_END, _VALUE_END = Tags("\n", _KEY, _END), Tags("</arg_key>"), Tags("</arg_value>")
+    tags = ("<tool_call>",)
+
+    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+        yield from source.space()
+        name, tag = yield from source.name(self._NAME_END)
+        if tag == "\n":
+            tag = yield from source.expect(self._KEY, self._END)
+        name = name.strip()
+        call = _Call(source, calls, name)
+        while tag == self._KEY:
+            key, _ = yield from source.name(self._KEY_END)
+            yield from source.expect(self._VALUE)
+            key = key.strip()
+            yield from call.read_parameter(key, _parameter_types(tools, name, key), self._VALUE_END)
+            tag = yield from source.expect(self._KEY, self._END)
+        call.end_parameters()
+
+
+class JsonCalls(CallForm):
+    """DeepSeek-V3.1 and V3.2-Exp: a name and one JSON object. ``fenced``: V3's and R1's form, the object in a fence."""
+
+    _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    _END = "<｜tool▁calls▁end｜>"
+    _NAME_END, _LINE_END = Tags(_SEPARATOR), Tags("\n")
+    tags = ("<｜tool▁calls▁begin｜>",)
+
+    def __init__(self, fenced: bool = False):
+        self._fenced = fenced
+
+    def read(self, source: Source, calls: CallWriter, tools: Sequence[Any]) -> Steps[None]:
+        tag = yield from source.expect(self._CALL)
+        while tag == self._CALL:
+            name, _ = yield from source.name(self._NAME_END)
+            if self._fenced:  # before the separator is the type of the call, "function"
+                name, _ = yield from source.name(self._LINE_END)
+                yield from source.expect("```json")
+            yield from source.space()
+            scanner, call = JsonScanner(of_object=True), _Call(source, calls, name.strip())
+            yield from source.scan(scanner.scan, call.write)
+            if not scanner.complete:
+                raise LostForm
+            if self._fenced:
+                yield from source.expect("```")
+            yield from source.expect(self._CALL_END)
+            tag = yield from source.expect(self._CALL, self._END)
+
+
+class _Call:
+    """One call: begun with the first text of its arguments. What it has written is no content any more."""
+
+    def __init__(self, source: Source, calls: CallWriter, name: str):
+        self._source, self._calls, self._name = source, calls, name
+        self._begun = False
+        self._keys: set[str] = set()
+
+    def write(self, text: str) -> None:
+        """Adds text of the arguments."""
+        if not text:
+            return
+        if not self._begun:
+            self._calls.begin_call(self._name)
+            self._begun = True
+        self._calls.arguments(text)
+        self._source.mark()
+
+    def read_parameter(self, key: str, types: Set[str], end: Tags) -> Steps[None]:
+        """Reads a value up to its end tag. A text is written as it comes; another value when it is whole: JSON, or
+        else a text.
+
+        Args:
+            key: the parameter's name.
+            types: the JSON types that the value may have; empty: any.
+            end: the end tag.
+
+        Raises:
+            LostForm: the call has the parameter already.
+            TextEnded: there is no end tag.
+        """
+        if key in self._keys:
+            raise LostForm
+        self.write(f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._keys.add(key)
+        pieces: list[str] = []
+        is_text = types == {"string"}
+        if is_text:
+            self.write('"')
+        take = (lambda text: self.write(_escaped(text))) if is_text else pieces.append
+        if (yield from self._source.until(end, take)) is None:
+            raise TextEnded
+        self.write('"' if is_text else _value("".join(pieces), types))
+
+    def end_parameters(self) -> None:
+        """Ends the arguments after the last parameter."""
+        self.write("}" if self._keys else "{}")
+
+
+def _escaped(text: str) -> str:
+    """A text, or a piece of it, as it stands in a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _value(text: str, types: Set[str]) -> str:
+    """The JSON of a value: the text itself if it is JSON, of a type that the value may have; else a string of it."""
+    value = text.strip()
+    if is_json(value) and ("string" not in types or _TYPES.get(value[0], "number") in types):
+        return value
+    return f'"{_escaped(text)}"'
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema allows; empty if it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type")
+    types = {one for one in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(one, str)}
+    options = schema.get("anyOf") or schema.get("oneOf")
+    for one in options if isinstance(options, (list, tuple)) else ():
+        types |= _types(one)
+    return types | {"number"} if "integer" in types else types
+
+
+def _parameter_types(tools: Sequence[Any], function: str, parameter: str) -> set[str]:
+    """The JSON types of a parameter by the schema of its function."""
+    for tool in tools:
+        schema = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(schema, Mapping) and schema.get("name") == function:
+            for key in ("parameters", "properties", parameter):
+                schema = schema.get(key) if isinstance(schema, Mapping) else None
+            return _types(schema)
+    return set()

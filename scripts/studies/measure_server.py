@@ -1,0 +1,122 @@
+"""The engine's throughput through its HTTP server, against that without it, in turn in one process.
+
+scripts/studies/measure_server.py [--batch-size 32] [--output-len 64] [--repeat 10]
+
+Each round generates for the same prompts by ``LLM.generate``, through the server with whole answers, and through the
+server with streams; the clients are another process. The ratio is the median over rounds of the time without the server
+by the time through it: 1 if the server costs nothing. The processor time is that of this process, all threads together.
+Read the load first: on a busy machine only the processor time says something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.arguments import add_json_argument, argument_parser, run
+from dsa_engine.measure.report import format_table, run_report, write_json
+from dsa_engine.server.app import Server
+from dsa_engine.server.listen import bind
+from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.run import HttpServer
+from dsa_engine.system.output_files import check_outputs
+
+_CLIENTS = Path(__file__).with_name("stream_clients.py")
+
+
+def parse() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", default="demo", help="as of LLM")
+    parser.add_argument("--batch-size", type=int, default=32, help="requests at once")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens of an output")
+    parser.add_argument("--repeat", type=int, default=10, help="rounds, after one that is not counted")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_json_argument(parser)
+    args = parser.parse_args()
+    if min(args.repeat, args.batch_size, args.output_len) < 1:
+        raise ValueError("--repeat, --batch-size and --output-len must be at least 1")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    check_outputs(args.json)
+    options = {"max_model_len": args.output_len + 8, "max_num_seqs": args.batch_size, "enable_prefix_caching": False}
+    with LLM(args.model, device=args.device, progress=False, **options) as llm:
+        http = HttpServer(Server(llm, ServerOptions()), bind("127.0.0.1", 0))
+        thread = threading.Thread(target=http.run)
+        thread.start()
+        try:
+            while not http.started:
+                time.sleep(0.05)
+            rounds = _rounds(llm, http.url.rpartition(":")[2], args)
+        finally:
+            http.handle_exit(signal.SIGTERM, None)
+            thread.join()
+        _report(llm, args, rounds)
+
+
+def _rounds(llm: LLM, port: str, args: argparse.Namespace) -> list[dict[str, tuple[float, float]]]:
+    """Seconds, and seconds of processor time, of each way in each round."""
+    command = [sys.executable, str(_CLIENTS), "127.0.0.1", port, str(args.batch_size), str(args.output_len)]
+    prompts = [[5 + number % 200, 6, 7, 8] for number in range(args.batch_size)]
+    params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+        assert clients.stdin is not None and clients.stdout is not None
+
+        def direct() -> float:
+            begun = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - begun
+
+        def served(how: str) -> float:
+            print(how, file=clients.stdin, flush=True)
+            return float(clients.stdout.readline())  # type: ignore[union-attr]
+
+        ways: dict[str, Callable[[], float]] = {
+            "without": direct,
+            "whole": lambda: served("whole"),
+            "stream": lambda: served("stream"),
+        }
+        rounds = [{name: _with_cpu(way) for name, way in ways.items()} for _ in range(args.repeat + 1)]
+        clients.stdin.close()
+    return rounds[1:]
+
+
+def _with_cpu(way: Callable[[], float]) -> tuple[float, float]:
+    before = time.process_time()
+    seconds = way()
+    return seconds, time.process_time() - before
+
+
+def _report(llm: LLM, args: argparse.Namespace, rounds: list[dict[str, tuple[float, float]]]) -> None:
+    tokens = args.batch_size * args.output_len
+    result = {
+        name: {
+            "tokens_per_s": tokens / statistics.median(one[name][0] for one in rounds),
+            "ratio": statistics.median(one["without"][0] / one[name][0] for one in rounds),
+            "cpu_ms_per_token": 1e3 * statistics.median(one[name][1] for one in rounds) / tokens,
+        }
+        for name in rounds[0]
+    }
+    if args.json:
+        write_json(args.json, run_report(llm, vars(args), 1) | {"ways": result, "load": os.getloadavg()[0]})
+    rows = [
+        [name, f"{one['tokens_per_s']:,.0f}", f"{one['ratio']:.3f}", f"{one['cpu_ms_per_token']:.3f}"]
+        for name, one in result.items()
+    ]
+    print(format_table(["server", "tokens/s", "of without", "processor ms a token"], rows))
+    print(f"{args.batch_size} requests at once, {len(rounds)} rounds, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    run(main)

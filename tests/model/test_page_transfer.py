@@ -1,0 +1,365 @@
+"""Pages between device and host memory, and between ranks: what arrives, what is counted, and what waits for what."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+from dsa_engine.errors import CapacityError
+from dsa_engine.kernels.formats.cache_format import FP8
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.model.attention import Attention
+from dsa_engine.model.cache import host_copies
+from dsa_engine.model.cache.host_copies import HostCopies
+from dsa_engine.model.cache.host_pages import HostPages
+from dsa_engine.model.cache.page_moves import PageCopy, PageMoves, independent_runs
+from dsa_engine.model.cache.page_transfer import PageTransfer
+from dsa_engine.model.kv_cache import KVCache, cache_format, pool_page_bytes
+from dsa_engine.parallel.group import Group
+from fake_cuda import FakeDevice
+from fake_cuda.world import FakeGroup
+from gloo_ranks import on_ranks
+
+PAGES, SLOTS, PAGE_SIZE = 6, 4, 2
+ALONE = Group((0,), 0, None)
+KINDS = ["full", "shared", "full"]  # the second layer has no indexer
+LAYERS = len(KINDS) + 2  # and two MTP modules
+FORMATS = pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=["float32", "fp8"])
+NO_GPU = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a fake device")
+
+
+def small_config(rank: int = 128, rope: int = 16, index: int = 16) -> ModelConfig:
+    sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "index_head_dim": index, "num_nextn_predict_layers": 2}
+    layers = {"num_hidden_layers": len(KINDS), "indexer_types": KINDS}
+    return ModelConfig.from_dict(released_config("deepseek_v32") | sizes | layers).with_mtp(2)
+
+
+def make(dtype: torch.dtype, pages: int = PAGES, device: str = "cpu") -> KVCache:
+    config = small_config()
+    return KVCache(config, cache_format(config, dtype), pages, PAGE_SIZE, torch.device(device))
+
+
+def mark(pools: list[list[torch.Tensor]], start: int) -> None:
+    """Numbers that differ in all pools and pages."""
+    for layer, of_layer in enumerate(pools):
+        for kind, pool in enumerate(of_layer):
+            pool.copy_(torch.arange(len(pool))[:, None] + start + 100 * layer + 50 * kind)
+
+
+def contents(pools: list[list[torch.Tensor]]) -> list[list[list[int]]]:
+    """The first word of each page, and that all its words are equal."""
+    assert all(torch.equal(pool, pool[:, :1].expand_as(pool)) for layer in pools for pool in layer)
+    return [[pool[:, 0].tolist() for pool in layer] for layer in pools]
+
+
+COPIES = st.lists(st.builds(PageCopy, st.booleans(), st.integers(0, PAGES - 1), st.integers(0, SLOTS - 1)), max_size=24)
+
+
+@FORMATS
+@pytest.mark.parametrize("staged", [False, True], ids=["in memory", "through a buffer"])
+@settings(max_examples=40)
+@given(st.lists(COPIES, max_size=3), st.integers(1, 3), st.integers(3, 8))
+def test_copies_have_the_effect_of_one_after_another(
+    dtype: torch.dtype, staged: bool, steps: list[list[PageCopy]], at_once: int, indices: int
+) -> None:
+    """As on CUDA with a buffer of a few pages too, all layers in order."""
+    cache = make(dtype)
+    pools, host = cache.page_words(), HostPages(cache, SLOTS)
+    with pytest.MonkeyPatch.context() as patch:
+        largest = max(pool[0].nbytes for layer in pools for pool in layer)
+        patch.setattr(host_copies, "_STAGING_BYTES", at_once * largest)
+        patch.setattr(host_copies, "_INDICES", indices)
+        copies = HostCopies(pools, host, staged)
+        mark(pools, 1000)
+        mark(host.pools, 2000)
+        on_device, in_host = contents(pools), contents(host.pools)
+        for step in steps:
+            copies.start(step).block()
+            for to_host, page, slot in step:
+                for layer, theirs in zip(on_device, in_host, strict=True):
+                    for pool, slots in zip(layer, theirs, strict=True):
+                        if to_host:
+                            slots[slot] = pool[page]
+                        else:
+                            pool[page] = slots[slot]
+            assert contents(pools) == on_device and contents(host.pools) == in_host
+    to_host = sum(copy.to_host for step in steps for copy in step)
+    assert copies.bytes_to_host == to_host * host.page_bytes
+    assert copies.bytes_from_host == (sum(map(len, steps)) - to_host) * host.page_bytes
+
+
+def test_pages_that_take_turns_in_slots_are_two_runs() -> None:
+    copies = [PageCopy(to_host, page, page if to_host else 9 - page) for page in range(4) for to_host in (True, False)]
+    runs = independent_runs(copies)
+    assert [(run.to_host, len(run.pairs)) for run in runs] == [(True, 4), (False, 4)]
+    assert host_copies.neighbours(runs[0].pairs) == [(0, 0, 4)], "neighbours are one transfer"
+
+
+def test_a_page_or_slot_that_is_not_there_is_refused() -> None:
+    cache = make(torch.float32)
+    transfer = PageTransfer(cache, ALONE, HostPages(cache, SLOTS), 0)
+    for page, slot in ((PAGES, 0), (0, SLOTS), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match=f"page {page} and slot {slot}: there are {PAGES} pages and {SLOTS} slots"):
+            transfer.copy_out([(page, slot)])
+    assert transfer.bytes_to_host == 0
+
+
+@FORMATS
+def test_parts_are_the_bytes_of_a_slot(dtype: torch.dtype) -> None:
+    cache = make(dtype)
+    host = HostPages(cache, SLOTS)
+    transfer = PageTransfer(cache, ALONE, host, 0)
+    mark(cache.page_words(), 1000)
+    transfer.copy_out([(3, 2)])()
+    pools = [pool for pair in zip(cache.latent, cache.index_keys, strict=True) for pool in pair if pool is not None]
+    assert len(pools) == 2 * LAYERS - 1 and host.bytes == SLOTS * host.page_bytes == SLOTS * cache.bytes // PAGES
+    parts = host.parts(2)
+    assert [bytes(part) for part in parts] == [pool[3].view(torch.uint8).numpy().tobytes() for pool in pools]
+    assert [len(part) for part in parts] == sum(pool_page_bytes(small_config(), cache.format, PAGE_SIZE), [])
+    for other, part in zip(host.parts(0), parts, strict=True):
+        other[:] = part
+    transfer.begin(PageMoves([PageCopy(False, 5, 0)]))()
+    assert all(torch.equal(pool[5].view(torch.uint8), pool[3].view(torch.uint8)) for pool in pools)
+
+
+# Pages that each rank sends to each rank, and where they go: a page may go to several ranks and to one of them twice.
+SENDS = {
+    2: [[[], [1, 4, 1]], [[], []]],
+    3: [[[], [0, 2], [2]], [[], [], []], [[5, 3, 5], [4], []]],
+}
+FILLS = {
+    2: [[[], []], [[2, 0, 3], []]],
+    3: [[[], [], [0, 1, 4]], [[2, 0], [], [5]], [[3], [], []]],
+}
+
+
+def exchanged(states: list[Any], size: int) -> list[Any]:
+    """The pools of all ranks after a step that brings page 2 from host memory, and then exchanges pages."""
+    for rank, layers in enumerate(states):
+        for layer, pools in enumerate(layers):
+            for kind, pool in enumerate(pools):
+                pool[2] = 1000 * rank + 501 + 100 * layer + 50 * kind
+    after = copy.deepcopy(states)
+    for source, sends in enumerate(SENDS[size]):
+        for rank, pages in enumerate(sends):
+            for page, into in zip(pages, FILLS[size][rank][source], strict=True):
+                for theirs, ours in zip(states[source], after[rank], strict=True):
+                    for pool, filled in zip(theirs, ours, strict=True):
+                        filled[into] = pool[page]
+    return after
+
+
+@FORMATS
+@pytest.mark.parametrize("size", [2, 3])
+def test_exchange(dtype: torch.dtype, size: int) -> None:
+    """Two steps with real collectives, in which each layer's pages are there when the layer asks for them."""
+
+    def work(group: Group) -> tuple[Any, ...]:
+        cache, rank = make(dtype), group.index
+        pools, host = cache.page_words(), HostPages(cache, SLOTS)
+        transfer = PageTransfer(cache, group, host, 4)
+        mark(pools, 1000 * rank)
+        mark(host.pools, 1000 * rank + 500)
+        states = [contents(pools)]
+        for _ in range(2):
+            transfer.begin(PageMoves([PageCopy(False, 2, 1)], SENDS[size][rank], FILLS[size][rank], True))
+            arrived: list[Any] = []
+            for layer in range(LAYERS - 1):
+                transfer.arrive(layer)
+                arrived += contents(pools[layer : layer + 1])
+            transfer.finish()
+            states.append(contents(pools))
+            assert states[-1][:-1] == arrived
+        return states, transfer.bytes_sent, group, host.page_bytes
+
+    results = on_ranks(size, work)
+    expected = [states[0] for states, *_ in results]
+    for step in (1, 2):
+        expected = exchanged(expected, size)
+        assert [states[step] for states, *_ in results] == copy.deepcopy(expected)
+    for rank, (_, sent, group, page_bytes) in enumerate(results):
+        assert sent == group.bytes_sent == 2 * page_bytes * sum(map(len, SENDS[size][rank]))
+        collectives = group.log.collectives
+        assert len(collectives) == 2 * LAYERS and {(c.kind, c.asynchronous) for c in collectives} == {
+            ("all_to_all", True)
+        }
+        layers = [sum(sizes) for sizes in pool_page_bytes(small_config(), make(dtype, 1).format, PAGE_SIZE)]
+        for number, collective in enumerate(collectives):
+            page = layers[number % LAYERS]
+            assert collective.sent == tuple(page * len(pages) for pages in SENDS[size][rank])
+            assert collective.received == tuple(page * len(pages) for pages in FILLS[size][rank])
+
+
+def test_a_layers_exchange_is_under_the_layer_before() -> None:
+    """Begun before that layer computes, and waited for after it."""
+
+    def work(group: Group) -> list[str]:
+        assert group.log is not None
+        cache = make(torch.float32)
+        transfer = PageTransfer(cache, group, None, 4)
+        pages = [[], [0]] if group.index == 0 else [[1], []]  # one page each way
+        transfer.begin(PageMoves([], pages, pages, True))
+        seen = []
+
+        def events() -> list[str]:
+            return [f"{event.what} {event.number}" for event in group.log.events]  # type: ignore[union-attr]
+
+        for layer in range(LAYERS):
+            transfer.arrive(layer)
+            seen += [*events()[len([e for e in seen if "compute" not in e]) :], f"compute {layer}"]
+        return seen
+
+    order = ["begin 0"]
+    for layer in range(LAYERS):
+        order += [f"begin {layer + 1}"] * (layer + 1 < LAYERS) + [f"wait {layer}", f"compute {layer}"]
+    assert on_ranks(2, work) == [order, order]
+
+
+def test_all_layers_arrive_where_only_the_last_asks() -> None:
+    """And a module that runs again asks again."""
+
+    def work(group: Group) -> list[Any]:
+        cache = make(torch.float32)
+        mark(cache.page_words(), 1000 * group.index)
+        transfer = PageTransfer(cache, group, None, 1)
+        pages = [[], [3]] if group.index == 0 else [[], []]
+        fills = [[], []] if group.index == 0 else [[4], []]
+        transfer.begin(PageMoves([], pages, fills, True))
+        for _ in range(2):
+            transfer.arrive(LAYERS - 1)
+        return [layer[0][4] for layer in contents(cache.page_words())]
+
+    assert on_ranks(2, work)[1] == [100 * layer + 3 for layer in range(LAYERS)]
+
+
+def test_more_pages_than_the_buffers_hold_are_refused() -> None:
+    group = Group((0, 1), 0, object())  # type: ignore[arg-type]
+    transfer = PageTransfer(make(torch.float32), group, None, 2)
+    with pytest.raises(ValueError, match=r"sends \[0, 3\] pages; there are 2 ranks, and at most 2 pages"):
+        transfer.begin(PageMoves([], [[], [1, 2, 3]], [[], []], True))
+
+
+@pytest.mark.parametrize("copies", [[PageCopy(True, 0, 0)], []])
+def test_what_is_not_there_is_not_moved(copies: list[PageCopy]) -> None:
+    transfer = PageTransfer(make(torch.float32), ALONE, None, 2)
+    with pytest.raises(ValueError, match="no host memory" if copies else "one rank"):
+        transfer.begin(PageMoves(copies, exchanges=True))
+
+
+def test_a_layer_asks_before_it_uses_its_pools() -> None:
+    class Asked(Exception):
+        pass
+
+    def arrive(layer: int) -> None:
+        raise Asked(layer)
+
+    only: Any = SimpleNamespace(transfer=SimpleNamespace(arrive=arrive))
+    attention: Any = SimpleNamespace(layer=3)
+    with pytest.raises(Asked, match="3"):
+        Attention.forward(attention, torch.empty(0), None, only, None)  # type: ignore[arg-type]
+
+
+def test_host_memory_that_cannot_be_allocated() -> None:
+    cache = make(torch.float32)
+    with pytest.raises(CapacityError, match="bytes of host memory .* could not be allocated .*host_cache_memory"):
+        HostPages(cache, 1 << 46)
+
+
+@NO_GPU
+class TestOnCuda:
+    """Streams, memory and waits on a fake device, whose default stream computes."""
+
+    @staticmethod
+    def transfer(device: FakeDevice, cache: KVCache | None = None, size: int = 1) -> PageTransfer:
+        cache = cache or make(torch.bfloat16, device="cuda:0")
+        cache.latent[0].zero_()  # earlier work
+        group = FakeGroup(tuple(range(size)), 0, None, device=device)
+        return PageTransfer(cache, group, HostPages(cache, SLOTS), 4)
+
+    def test_a_layer_waits_for_its_own_copies(self) -> None:
+        with FakeDevice() as device:
+            transfer = self.transfer(device)
+            before = device.reached[0][0]
+            with device.watched():
+                done = transfer.begin(PageMoves([PageCopy(True, 0, 0), PageCopy(False, 0, 1), PageCopy(False, 3, 2)]))
+                (stream,) = device.streams_used - {0}
+                assert device.reached[stream][0] == before, "copies wait for the work before them"
+                reached = []
+                for layer in range(LAYERS):
+                    transfer.arrive(layer)
+                    reached.append(device.reached[0][stream])
+                # The page numbers once; then a gather, a copy to the device and a scatter for each pool.
+                pools = [1 if layer == 1 else 2 for layer in range(LAYERS)]
+                assert reached == [1 + 3 * sum(pools[: layer + 1]) for layer in range(LAYERS)]
+                assert device.waits == []
+                done()
+                assert device.waits == ["event in copy_stream.py:block"]
+
+    def test_the_next_step_waits_for_pages_that_are_copied_out(self) -> None:
+        with FakeDevice() as device:
+            transfer = self.transfer(device)
+            done = transfer.copy_out([(0, 0), (4, 1)])
+            (stream,) = device.streams_used - {0}
+            assert device.reached[stream][0] == device.reached[0][0], "it begins after the step"
+            assert device.reached[0][stream] == 0, "and nothing waits for it yet"
+            transfer.begin(PageMoves())
+            transfer.arrive(0)
+            assert 0 < device.reached[0][stream] < device.reached[stream][stream]
+            transfer.finish()
+            assert device.reached[0][stream] == device.reached[stream][stream]
+            assert device.waits == []
+            done()
+
+    def test_an_exchange_follows_the_layers_copies_only(self) -> None:
+        with FakeDevice() as device:
+            transfer = self.transfer(device, size=2)
+            transfer.begin(PageMoves([PageCopy(False, 0, 1)], [[], [0, 2]], [[], [1]], True))
+            copying, sending = sorted(device.streams_used - {0})
+            alone = device.reached[sending][copying]
+            assert 0 < alone < device.reached[copying][copying]
+            for layer in range(LAYERS):
+                transfer.arrive(layer)
+                assert device.reached[0][sending] > 0
+                sent = device.count("collective", "all_to_all")
+                assert sent == min(layer + 2, LAYERS)
+            assert device.reached[0] >= device.reached[sending]
+            assert device.waits == []
+
+    def test_a_step_allocates_nothing_on_the_device(self) -> None:
+        moves = PageMoves(
+            [PageCopy(i % 2 == 0, i % PAGES, i % SLOTS) for i in range(6)], [[], [0, 2]], [[], [1, 3]], True
+        )
+        with FakeDevice() as device:
+            cuda = torch.device("cuda", 0)
+            sizes = {"device": cuda, "ranks": 2, "max_exchanged": 4, "host": True}
+            cache = make(torch.bfloat16, device="cuda:0")
+            before = device.live
+            transfer = self.transfer(device, cache, size=2)
+            live = device.live
+            counted = PageTransfer.device_bytes(small_config(), cache.format, PAGE_SIZE, **sizes)
+            assert counted <= live - before <= counted + 5 * 511, "each of 5 buffers is rounded up"
+            with device.watched():
+                for _ in range(2):
+                    transfer.begin(moves)
+                    transfer.finish()
+                    transfer.copy_out([(1, 1)])
+            assert device.peak == device.live == live
+
+    def test_host_memory_that_cannot_be_pinned(self) -> None:
+        with FakeDevice() as device:
+            device.pinnable = 1000
+            with pytest.raises(CapacityError, match=r"could not be pinned \(CUDA error 2\); lower host_cache_memory"):
+                self.transfer(device)
+            device.pinnable = 1 << 30
+            transfer = self.transfer(device)
+            assert len(device.pinned_ranges) == 1
+            del transfer
+            assert not device.pinned_ranges, "unpinned with the slots"

@@ -1,0 +1,149 @@
+"""/v1/chat/completions: messages, thoughts and tool calls, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.text.conversations import ConversationFormat, MessageDelta, ToolCallDelta
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def events(response: Any) -> list[dict[str, Any]]:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]", response.text
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_the_answer_is_that_of_chat(server: Any, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+    (wanted,) = llm.chat(HELLO, params)  # type: ignore[arg-type]
+    given = {"temperature": 0, "max_completion_tokens": 12, "return_token_ids": True}
+    answer = server.chat(HELLO, **given, logprobs=True, top_logprobs=2)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {
+        "role": "assistant", "content": wanted.text, "refusal": None, "reasoning_content": None, "reasoning": None
+    }  # fmt: skip
+    assert (choice["token_ids"], answer["prompt_token_ids"]) == (wanted.token_ids, wanted.prompt_token_ids)
+    assert wanted.logprobs is not None
+    for entry, token, of_token in zip(choice["logprobs"]["content"], wanted.token_ids, wanted.logprobs, strict=True):
+        assert entry["logprob"] == pytest.approx(of_token[token], abs=1e-4) and len(entry["top_logprobs"]) == 2
+        assert bytes(entry["bytes"]).decode() == entry["token"] == of_token[token].decoded_token
+    body = {"messages": HELLO, **given, "stream": True, "logprobs": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(server.post("/v1/chat/completions", json=body))
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == wanted.text
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == wanted.token_ids
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert len(entries) == 12 and entries[3]["top_logprobs"] == []
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert last["usage"] == answer["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+
+
+def test_several_answers_and_no_limit(server: Any) -> None:
+    given = {"n": 3, "seed": 1, "temperature": 1.0, "logit_bias": {"1": 4}}  # each ends by the end token
+    whole = [one["message"]["content"] for one in server.chat(HELLO, **given)["choices"]]
+    body = {"messages": HELLO, "stream": True, **given}
+    streamed = ["", "", ""]
+    for chunk in events(server.post("/v1/chat/completions", json=body)):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content", "")
+    assert streamed == whole and len(set(whole)) > 1
+
+
+class CutReader:
+    """Reads an answer as a thought, a content and two calls, whatever its text is."""
+
+    def push(self, text: str) -> list[MessageDelta]:
+        return [MessageDelta(reasoning=text)] if text else []
+
+    def finish(self) -> list[MessageDelta]:
+        first = ToolCallDelta(0, "call_0", "weather", '{"city": ')
+        return [
+            MessageDelta(content="so"),
+            MessageDelta(tool_calls=[first]),
+            MessageDelta(tool_calls=[ToolCallDelta(0, arguments='"Rome"}'), ToolCallDelta(1, "call_1", "time", "{}")]),
+        ]
+
+
+@pytest.fixture
+def cut_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Makes every answer a :class:`CutReader`'s; the tools with which readers were made."""
+    tools: list[Any] = []
+    monkeypatch.setattr(
+        ConversationFormat, "reader", lambda self, text, given=None: (tools.append(given), CutReader())[1]
+    )
+    yield tools
+
+
+def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
+    given = {"temperature": 0, "max_tokens": 4, "tools": TOOLS}
+    (choice,) = server.chat(HELLO, **given)["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls" and message["content"] == "so"
+    assert message["reasoning"] == message["reasoning_content"] != ""
+    calls = [(call["id"], call["type"], call["function"]) for call in message["tool_calls"]]
+    assert calls == [
+        ("call_0", "function", {"name": "weather", "arguments": '{"city": "Rome"}'}),
+        ("call_1", "function", {"name": "time", "arguments": "{}"}),
+    ]
+    deltas, reasons = [], []
+    for chunk in events(server.post("/v1/chat/completions", json={"messages": HELLO, "stream": True, **given})):
+        deltas.append(chunk["choices"][0]["delta"])
+        reasons.append(chunk["choices"][0]["finish_reason"])
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning"]
+    assert [piece for delta in deltas for piece in delta.get("tool_calls", [])] == [
+        {"index": 0, "id": "call_0", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}},
+        {"index": 0, "function": {"arguments": '"Rome"}'}},
+        {"index": 1, "id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+    ]
+    assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
+    message = server.chat(HELLO, **given, tool_choice="none", include_reasoning=False)["choices"][0]["message"]
+    assert cut_reader == [TOOLS, TOOLS, None] and "reasoning" not in message
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"messages": []}, "the conversation is empty"),
+        ({"messages": "Hello"}, "messages must be a list of messages"),
+        ({"messages": [{"content": "a"}]}, "'role'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}}, "tools": TOOLS}, "tool_choice must be"),
+        ({"tool_choice": "auto"}, "tool_choice needs tools"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
+        ({"tools": "a"}, "tools must be a list"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "not constrained by a grammar"),
+        ({"modalities": ["text", "audio"]}, "text only"),
+        ({"functions": [{}]}, "give tools"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"logprobs": 5}, "logprobs must be True or False"),
+        ({"chat_template": "{{ raise_exception('no') }}"}, "the chat template that was given failed"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs must be a dict"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt must be True or False"),
+    ],
+)
+def test_what_is_not_possible_is_said(server: Any, given: dict[str, Any], words: str) -> None:
+    assert words in server.refused("/v1/chat/completions", **({"messages": HELLO} | given))
+
+
+def test_templates(serve: Any, llm: LLM, tmp_path: Any) -> None:
+    (tmp_path / "template").write_text("{{ messages[0].content }}{{ more }}")
+    server = serve(llm, chat_template=str(tmp_path / "template"))
+    text = "Hello, you"
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    assert server.answer("/tokenize", messages=HELLO, chat_template_kwargs={"more": ", you"})["tokens"] == ids
+    answer = server.chat(HELLO, max_tokens=1, chat_template_kwargs={"more": ", you"}, return_token_ids=True)
+    assert answer["prompt_token_ids"] == ids
+    with pytest.raises(ValueError, match="chat_template is no template, and no file"):
+        serve(llm, chat_template=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="reasoning_parser must be one of"):
+        serve(llm, reasoning_parser="clever")

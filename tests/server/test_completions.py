@@ -1,0 +1,170 @@
+"""/v1/completions: every parameter, and the tokens of ``LLM.generate``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+
+LONG = [(7 * i) % 300 + 4 for i in range(400)]
+
+
+def events(response: Any) -> list[dict[str, Any]]:
+    """The events of a stream, which must end in [DONE]."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "n": 3},
+        {"temperature": 1, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"temperature": 0, "stop": ["e", "a"], "include_stop_str_in_output": True},
+        {"temperature": 0, "logit_bias": {"70": 100}, "min_tokens": 3, "bad_words": ["qu"]},
+        {"temperature": 0, "stop_token_ids": list(range(100, 300)), "skip_special_tokens": False},
+        {"temperature": 0, "allowed_token_ids": [70, 71, 1], "ignore_eos": True, "logprobs": 2},
+    ],
+)
+def test_outputs_are_those_of_generate(server: Any, llm: LLM, given: dict[str, Any], stream: bool) -> None:
+    prompts: list[Any] = ["Once upon a time", [5, 6, 7, 8], LONG]
+    same = {k: {int(t): b for t, b in v.items()} if k == "logit_bias" else v for k, v in given.items()}
+    wanted = [
+        output
+        for one in llm.generate(prompts, SamplingParams(**(llm.default_sampling | same)))
+        for output in one.outputs
+    ]
+    body = {"prompt": prompts, "stream": stream, "return_token_ids": True, **given}
+    response = server.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    for index, output in enumerate(wanted):
+        choices = [
+            choice
+            for one in (events(response) if stream else [response.json()])
+            for choice in one["choices"]
+            if choice["index"] == index
+        ]
+        assert "".join(choice["text"] for choice in choices) == output.text
+        assert [token for choice in choices for token in choice["token_ids"]] == output.token_ids
+        assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (output.finish_reason, output.stop_reason)
+        if output.logprobs is not None:
+            values = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+            best = [max(one.values()) for choice in choices for one in choice["logprobs"]["top_logprobs"]]
+            assert values == pytest.approx([one[t] for one, t in zip(output.logprobs, output.token_ids)], abs=1e-4)
+            assert best == pytest.approx([max(one.values()) for one in output.logprobs], abs=1e-4)
+
+
+def test_usage_and_cached_tokens(server: Any) -> None:
+    first = server.complete(LONG, max_tokens=5, ignore_eos=True, cache_salt="mine")
+    again = server.complete(LONG, max_tokens=5, ignore_eos=True, cache_salt="mine")
+    other = server.complete(LONG, max_tokens=5, ignore_eos=True, cache_salt="yours")
+    usage = {"prompt_tokens": 400, "completion_tokens": 5, "total_tokens": 405}
+    assert [one["usage"] for one in (first, again, other)] == [
+        usage | {"prompt_tokens_details": {"cached_tokens": cached}} for cached in (0, 384, 0)
+    ]
+    body = {"prompt": LONG, "max_tokens": 5, "ignore_eos": True, "cache_salt": "mine", "stream": True}
+    last = events(server.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}}))[-1]
+    assert (last["choices"], last["usage"]) == ([], again["usage"])
+    every = {"continuous_usage_stats": True}
+    counts = [
+        one["usage"]["completion_tokens"]
+        for one in events(server.post("/v1/completions", json=body | {"stream_options": every}))
+    ]
+    assert counts == sorted(counts) and counts[-1] == 5
+    assert all("usage" not in one for one in events(server.post("/v1/completions", json=body)))
+
+
+def test_echo_and_prompt_logprobs(server: Any, llm: LLM) -> None:
+    """As evaluations ask for the probability of a text: echo, logprobs and no output."""
+    ids = llm.tokenizer.encode("Once upon a time")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, logprobs=1)
+    (wanted,) = llm.generate(["Once upon a time"], params)
+    assert wanted.prompt_logprobs is not None
+    for prompt in ("Once upon a time", ids):
+        answer = server.complete(prompt, max_tokens=0, echo=True, logprobs=1, temperature=0)
+        (choice,) = answer["choices"]
+        values = choice["logprobs"]["token_logprobs"]
+        assert values[0] is None and len(values) == len(ids)
+        expected = [one[token] for one, token in zip(wanted.prompt_logprobs[1:], ids[1:]) if one]
+        assert values[1:] == pytest.approx(expected, abs=1e-4)
+        assert choice["text"].endswith("Once upon a time")
+    choice = server.complete("Once upon a time", max_tokens=1, echo=True, logprobs=0, temperature=0)["choices"][0]
+    assert choice["text"] == "Once upon a time" + wanted.text and len(choice["logprobs"]["tokens"]) == len(ids) + 1
+    choice = server.complete("Once", max_tokens=1, prompt_logprobs=2)["choices"][0]
+    assert [one and max(one.values(), key=lambda of: of["logprob"])["rank"] for one in choice["prompt_logprobs"]] == [
+        None,
+        *[1] * (len(llm.tokenizer.encode("Once")) - 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [[]]}, "the prompt is empty"),
+        ({"prompt": 5}, "prompt must be a text"),
+        ({"prompt": ["a", 5]}, "5 is none"),
+        ({"prompt": [5, "a"]}, "'a'"),
+        ({"prompt": [5, 10**9]}, "token id 1000000000 is out of range"),
+        ({"prompt": [5] * 2048}, "max_model_len is 2048"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens must be a positive integer"),
+        ({"prompt": "a", "temperature": "warm"}, "temperature must be a finite number"),
+        ({"prompt": "a", "n": 10**30}, "n must be"),
+        ({"prompt": ["a"] * 1000, "n": 1000}, "n must be at most 4096 / 1000"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "a token id in logit_bias"),
+        ({"prompt": "a", "stream": "yes"}, "stream must be True or False"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options need stream"),
+        ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "include_usage"),
+        ({"prompt": "a", "stream": True, "echo": True}, "echo is possible without stream only"),
+        ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs are not streamed"),
+        ({"prompt": "a", "temprature": 1}, "did you mean"),
+        ({"prompt": "a", "best_of": 2}, "use n with logprobs"),
+        ({"prompt": "a", "suffix": "b"}, "text is only continued"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "not constrained by a grammar"),
+        ({"prompt": "a", "guided_json": {}}, "not constrained by a grammar"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt must be a text"),
+        ({"prompt": "\ud800"}, "half a surrogate pair"),
+        ({"prompt": "a", "self": 1}, "self"),
+    ],
+)
+def test_what_is_not_possible_is_said(server: Any, body: dict[str, Any], words: str) -> None:
+    response = server.post("/v1/completions", content=json.dumps(body))
+    assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+
+
+def test_what_changes_nothing_is_accepted(server: Any) -> None:
+    neutral: dict[str, Any] = {"best_of": 1, "suffix": "", "response_format": {"type": "text"}, "user": "me"}
+    server.complete("a", max_tokens=1, temperature=None, stop=None, **neutral)
+
+
+def test_names_of_the_model(server: Any) -> None:
+    assert [one["id"] for one in server.get("/v1/models").json()["data"]] == ["demo", "other"]
+    assert server.get("/v1/models/other").json()["max_model_len"] == 2048
+    assert server.complete("a", max_tokens=1, model="other")["model"] == "other"
+    assert "'gpt' is not here; there is demo, other" in server.refused("/v1/completions", 404, prompt="a", model="gpt")
+    assert "model must be a text" in server.refused("/v1/completions", prompt="a", model={})
+    assert server.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
+
+
+def test_tokenize_and_detokenize(server: Any, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Once upon")
+    answer = server.answer("/tokenize", prompt="Once upon", return_token_strs=True)
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 2048)
+    assert "".join(answer["token_strs"]).endswith("Once upon")
+    bare = server.answer("/tokenize", prompt="Once upon", add_special_tokens=False)["tokens"]
+    assert ids[-len(bare) :] == bare and len(bare) < len(ids)
+    messages = [{"role": "user", "content": "Hello"}]
+    text = llm.conversation_format.render(messages)
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    assert server.answer("/tokenize", messages=messages)["tokens"] == ids
+    assert server.answer("/detokenize", tokens=bare)["prompt"] == "Once upon"
+    assert "vocabulary" in server.refused("/detokenize", tokens=[10**8])
+    assert "a list of token ids" in server.refused("/detokenize", tokens=["a"])
+    assert "give prompt" in server.refused("/tokenize")

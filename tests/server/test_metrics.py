@@ -1,0 +1,54 @@
+"""/metrics: the names of vLLM, and what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM
+
+
+def values(server: Any) -> dict[str, float]:
+    """The values of /metrics by name; of labels only "position" and "finished_reason" are in the name."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    match = {}
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            words = [sample.name, *(v for k, v in sample.labels.items() if k in ("position", "finished_reason"))]
+            if "le" not in sample.labels:
+                match[" ".join(words).removeprefix("vllm:")] = sample.value
+    return match
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_llm: Callable[..., LLM]) -> LLM:
+    return tiny_llm(400, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+
+
+def test_what_is_counted(serve: Any, drafting: LLM) -> None:
+    server = serve(drafting, served_model_name=["tiny"])
+    before = values(server)
+    assert before["num_requests_running"] == before["num_requests_waiting"] == before["kv_cache_usage_perc"] == 0
+    given: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "seed": 1}
+    server.complete([[5, 6, 7], [9] * 20], max_tokens=6, n=2, **given)
+    server.post("/v1/completions", json={"prompt": [9] * 20, "max_tokens": 1, "stream": True, **given})
+    server.complete([5], max_tokens=1, allowed_token_ids=[1])
+    server.refused("/v1/completions", prompt=[5], max_tokens=-1)
+    after = values(server)
+    counts = {name: after[name] - before.get(name, 0) for name in after}
+    assert (counts["prompt_tokens_total"], counts["generation_tokens_total"]) == (23 + 20 + 1, 24 + 1 + 1)
+    reasons = ("length", "stop", "abort", "error")
+    assert [counts[f"request_success_total {reason}"] for reason in reasons] == [5, 1, 0, 0]
+    assert counts["request_prompt_tokens_count"] == 4 and counts["request_generation_tokens_count"] == 6
+    assert counts["time_to_first_token_seconds_count"] == counts["e2e_request_latency_seconds_count"] == 6
+    assert counts["request_time_per_output_token_seconds_count"] == 4
+    assert 0 < counts["time_to_first_token_seconds_sum"] <= counts["e2e_request_latency_seconds_sum"]
+    assert counts["prefix_cache_queries_total"] == 2 * 3 + 2 * 20 + 20 + 1 and counts["prefix_cache_hits_total"] > 16
+    drafts, accepted = counts["spec_decode_num_draft_tokens_total"], counts["spec_decode_num_accepted_tokens_total"]
+    assert drafts > accepted >= 0 and counts["spec_decode_num_drafts_total"] > 0
+    by_position = [counts[f"spec_decode_num_accepted_tokens_per_pos_total {position}"] for position in (0, 1)]
+    assert sum(by_position) == accepted
+    assert counts["num_preemptions_total"] == 0 and after["process_resident_memory_bytes"] > 0

@@ -1,1 +1,1 @@
-"""Pages of prompts on the disk: their files and folder, and what reads and writes them beside the steps."""
+"""Pages of prompts on a disk, for later runs and other processes."""

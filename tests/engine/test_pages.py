@@ -333,7 +333,8 @@ class Simulation:
         self.check_budgets(chunks, bool(prefills))
         assert oldest.preemptions == lost, "the oldest was preempted"
         if oldest.prefilled != bool(prefills) and oldest.pages:
-            assert oldest in [c.request for c in chunks], "the oldest does not run"
+            # It may enter in a step whose fetches are taken by requests that ran before it was rewound.
+            assert oldest in [c.request for c in chunks] or any(c.fetches for c in chunks), "the oldest does not run"
         for chunk in chunks:
             assert chunk.start == chunk.request.num_computed_tokens, "a token is left out, or computed twice"
             if prefills and chunk.request.id not in self.admitted:

@@ -58,9 +58,14 @@ def conversations(folder: Path, count: int, turns: int) -> list[list[dict[str, A
     return made
 
 
-@pytest.mark.parametrize("disk", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("count", "turns"), [(16, 3), pytest.param(500, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "turns", "world", "disk"),
+    [
+        (16, 3, 1, False),
+        (16, 3, 2, True),
+        *(pytest.param(500, 6, world, disk, marks=pytest.mark.slow) for world in (1, 2) for disk in (False, True)),
+    ],
+)
 def test_soak(
     count: int, turns: int, world: int, disk: bool, folder: Path, fork_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

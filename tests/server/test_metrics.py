@@ -14,13 +14,13 @@ def values(server: Any) -> dict[str, float]:
     """The values of /metrics by name; of labels only "position" and "finished_reason" are in the name."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    match = {}
+    read = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
             words = [sample.name, *(v for k, v in sample.labels.items() if k in ("position", "finished_reason"))]
             if "le" not in sample.labels:
-                match[" ".join(words).removeprefix("vllm:")] = sample.value
-    return match
+                read[" ".join(words).removeprefix("vllm:")] = sample.value
+    return read
 
 
 @pytest.fixture(scope="module")

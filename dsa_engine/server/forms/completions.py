@@ -13,7 +13,7 @@ from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.forms.logprobs import completion_logprobs, prompt_logprobs
 from dsa_engine.server.forms.parameters import CompletionParameters, sampling_params, stream_options
 
-MAX_OUTPUTS = 4096  # for one request
+MAX_OUTPUTS = 4096  # in one request
 
 
 class CompletionForm:

@@ -16,7 +16,7 @@ from dsa_engine.engine.startup import start
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 FP8 = {"kv_cache_dtype": "fp8", "hf_overrides": {"kv_lora_rank": 128, "index_head_dim": 64}}
-PAGES = 30  # of the document, which two tokens follow
+PAGES = 30  # in the document; two tokens follow
 DOCUMENT = [5 + n * n % 97 for n in range(2 * PAGES)] + [7, 8]
 ONE, TWO = (
     {"speculative_config": {"num_speculative_tokens": 2}, "hf_overrides": {"num_nextn_predict_layers": n}}
@@ -140,7 +140,7 @@ def test_two_engines_at_once(make: Callable[..., LLM]) -> None:
         {"seed": 1},
         {"dtype": "bfloat16"},
         {"page_size": 4},
-        {"kv_cache_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
         {"hf_overrides": {"rms_norm_eps": 1e-5}},
         {"hf_overrides": {"routed_scaling_factor": 1.25}},
         ONE,

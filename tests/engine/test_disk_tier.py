@@ -1,4 +1,4 @@
-"""A folder behind the caches, through ``LLM``: what one engine has prefilled, another one finds; faults change no token."""
+"""The disk tier, through ``LLM``: what one engine has prefilled, another finds; no fault changes a token."""
 
 from __future__ import annotations
 

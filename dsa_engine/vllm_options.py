@@ -67,7 +67,7 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "allowed_local_media_path": (_NO_IMAGES, ("", None)),
     "scheduling_policy": ("requests are served first come, first served", ("fcfs",)),
     "max_num_partial_prefills": ("max_prefill_share says how many steps prefill while others decode", (1,)),
-    "kv_transfer_config": ("caches are not sent between engines", (None,)),
+    "kv_transfer_config": ("engines share the pages of prompts in a cache_folder", (None,)),
     "structured_outputs_config": ("output is not constrained by a grammar; leave it out", (None,)),
     "override_generation_config": ("give SamplingParams", (None, {})),
     "logits_processors": ("SamplingParams has logit_bias, bad_words and allowed_token_ids", (None,)),

@@ -68,5 +68,5 @@ def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dsa_engine.server.run, "serve", lambda llm, options, bound: seen.append(options))
     monkeypatch.setenv(serve.KEY_VARIABLE, "a secret")
     with pytest.raises(SystemExit, match="1"):  # the engine has ended by an error: `serve` has not returned True
-        cli.main(["serve", "demo", "--port", "0", "--served-model-name", "a", "b"])
+        cli.main(["serve", "demo", "--port", "0", "--disable-log-stats", "--served-model-name", "a", "b"])
     assert (seen[0].api_key, seen[0].served_model_name) == ("a secret", ["a", "b"])

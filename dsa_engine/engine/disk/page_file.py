@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-import torch
-
-from dsa_engine.checkpoint.part_digests import digest
+import numpy as np
 
 MAGIC = b"DSA page"
 VERSION = 1
 _HEAD = struct.Struct("<8sIIQ16s16s")
 _SUM = 16  # bytes of a checksum
+_WIDTH = 251  # 64-bit words of a sum
 _BUFFERS = 512  # buffers of one call; Linux allows 1,024
 
 
@@ -101,9 +100,16 @@ def _header(name: bytes, tokens: Sequence[int], size: int, checksum: bytes) -> b
 
 
 def _checksum(parts: Sequence[memoryview]) -> bytes:
-    """Depends on every byte and its position, to 2 KB: see :mod:`dsa_engine.checkpoint.part_digests`."""
-    sums = array("q", (digest(torch.frombuffer(part, dtype=torch.uint8)) for part in parts if len(part)))
-    return blake2b(sums.tobytes(), digest_size=_SUM).digest()
+    """Depends on every byte and its position, to 2 KB: the sums of ``_WIDTH`` 64-bit words each are digested, and the
+    bytes after the last of them, which is several times as fast as a digest of all bytes."""
+    whole = blake2b(digest_size=_SUM)
+    for part in parts:
+        rows = len(part) // (8 * _WIDTH)
+        if rows:
+            words = np.frombuffer(part, dtype=np.int64, count=rows * _WIDTH).reshape(rows, _WIDTH)
+            whole.update(np.add.reduce(words, axis=1).data)
+        whole.update(part[8 * _WIDTH * rows :])
+    return whole.digest()
 
 
 def _transfer(

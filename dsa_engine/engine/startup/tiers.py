@@ -62,7 +62,7 @@ class TierSizes(NamedTuple):
         page_bytes, layers = options.page_size * cache_bytes_per_token(config, format), len(config.indexer_types)
         exchanges = mesh.communicates and not mesh.cp.alone
         exchanged = max(1, _EXCHANGED * layers // page_bytes) if exchanges else 0
-        memory = _host_memory(options, mesh)
+        memory = _host_memory(options, mesh, page_bytes)
         if options.cache_folder is None:
             return cls(memory // page_bytes, 0, exchanged)
         # A rank reads and writes its part of a request's pages.
@@ -103,11 +103,25 @@ def _page_folder(engine: Engine, model: Path) -> PageFolder:
         ) from error
 
 
-def _host_memory(options: EngineOptions, mesh: Mesh) -> int:
-    """Bytes of host memory on each rank."""
+def _host_memory(options: EngineOptions, mesh: Mesh, page_bytes: int) -> int:
+    """Bytes of host memory on each rank.
+
+    Raises:
+        ValueError: it is wanted, and smaller than a page.
+    """
+    name, memory = "host_cache_memory", 0
     if options.kv_offloading_size is not None:
-        return int(options.kv_offloading_size * (1 << 30)) // mesh.world_size
-    return 0 if options.host_cache_memory is None else parse_bytes(options.host_cache_memory, "host_cache_memory")
+        name, memory = "kv_offloading_size", int(options.kv_offloading_size * (1 << 30)) // mesh.world_size
+    elif options.host_cache_memory is not None:
+        memory = parse_bytes(options.host_cache_memory, name)
+    else:
+        return 0
+    if memory < page_bytes:
+        raise ValueError(
+            f"{name} {getattr(options, name)!r} is {memory:,} bytes on each rank, less than a page of "
+            f"{page_bytes:,}; raise it, or leave it out"
+        )
+    return memory
 
 
 def make_transfer(cache: KVCache, mesh: Mesh, sizes: TierSizes) -> PageTransfer | None:

@@ -128,7 +128,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         load_seconds=load_seconds,
         step_bytes=for_steps,
     )
-    if sizes.slots:
+    if sizes.slots and options.cache_folder is None:
         drop_dear_copies(engine)
     if options.cache_folder is not None:
         attach_disk(engine, folder, sizes)

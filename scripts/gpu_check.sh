@@ -89,6 +89,8 @@ latency() {
 		--json "$out/ttft_rank_of_64.json"
 	part 220 overlaps_rank_of_64 "$python" scripts/compare_overlaps.py "${one_rank[@]}" --batch-size 64 \
 		--json "$out/overlaps_rank_of_64.json"
+	part 60 page_tiers "$python" scripts/bench_page_tiers.py --model deepseek_v32 --kv-cache-dtype fp8 --pages 256 \
+		--json "$out/page_tiers.json"
 }
 
 graphs=(tests/engine/test_decode_graphs.py tests/engine/test_padded_drafts.py tests/engine/test_steps.py)

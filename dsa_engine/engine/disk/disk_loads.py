@@ -51,7 +51,7 @@ class DiskLoads:
         ledger: receives the pages that have been read.
         host: this rank's host memory.
         group: all ranks, on the CPU.
-            tokens_of: the tokens that the rows of a request's page depend on, of those after the pages before it.
+        tokens_of: the tokens of a request's page, and those after it on which its rows depend.
         flush: makes the copies that the ledger has planned, and returns a function that waits until they are done.
     """
 

@@ -1,9 +1,9 @@
 """Pages of prompts on their way to the disk.
 
 The ranks of a group hold the same rows, so each writes every n-th page. A page is copied to host memory when its rows
-are complete and written once the first token of its request has been sampled without an error, as rows with errors must
-not outlive their request. Where the disk is slow, pages wait for host memory as long as the request holds
-them on this rank; those that it releases first are not written.
+are complete, and written once the first token of its request has been sampled without an error: rows with errors must
+not outlive their request. Where the disk is slow, pages wait for host memory as long as the request holds them on this
+rank; those that it releases before are not written.
 """
 
 from __future__ import annotations

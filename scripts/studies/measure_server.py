@@ -2,15 +2,17 @@
 
 scripts/studies/measure_server.py [--batch-size 32] [--output-len 64] [--repeat 10]
 
-Each round generates for the same prompts by ``LLM.generate``, through the server with whole answers, and through the
-server with streams; the clients are another process. The ratio is the median over rounds of the time without the server
-by the time through it: 1 if the server costs nothing. The processor time is that of this process, all threads together.
+Each round generates for the same prompts by ``LLM.generate``, by ``LLM.astream``, through the server with whole answers
+and through the server with streams; the server's clients are another process. The ratio is the median over rounds of
+``generate``'s time by the time of the other way: 1 if that costs nothing. The processor time is that of this process,
+all threads together.
 Read the load first: on a busy machine only the processor time says something.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import statistics
@@ -78,18 +80,32 @@ def _rounds(llm: LLM, port: str, args: argparse.Namespace) -> list[dict[str, tup
             llm.generate(prompts, params, use_tqdm=False)
             return time.perf_counter() - begun
 
+        def streamed() -> float:
+            begun = time.perf_counter()
+            asyncio.run(_read_streams(llm, prompts, params))
+            return time.perf_counter() - begun
+
         def served(how: str) -> float:
             print(how, file=clients.stdin, flush=True)
             return float(clients.stdout.readline())  # type: ignore[union-attr]
 
         ways: dict[str, Callable[[], float]] = {
             "without": direct,
+            "without, streams": streamed,
             "whole": lambda: served("whole"),
             "stream": lambda: served("stream"),
         }
         rounds = [{name: _with_cpu(way) for name, way in ways.items()} for _ in range(args.repeat + 1)]
         clients.stdin.close()
     return rounds[1:]
+
+
+async def _read_streams(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    async def read(prompt: list[int]) -> None:
+        async for _ in llm.astream(prompt, params):
+            pass
+
+    await asyncio.gather(*map(read, prompts))
 
 
 def _with_cpu(way: Callable[[], float]) -> tuple[float, float]:

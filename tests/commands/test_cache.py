@@ -56,6 +56,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (None, "about.json cannot be read: it is not there"),
         ("{", "about.json cannot be read: Expecting"),
         ("[]", "about.json cannot be read: it is no JSON object"),
+        ("[" * 60000, "about.json cannot be read: it is nested too deeply"),
         ("\xff", "about.json cannot be read: 'utf-8' codec"),
         ('{"model": "\\u001b[2J", "page_size": "4"}', "model: '\\x1b[2J'"),
     ],

@@ -207,6 +207,9 @@ def test_bad_folders(make: Callable[..., LLM], tmp_path: Path) -> None:
             ValueError, match=f"^cache_folder '{tmp_path / name}' cannot be made: .*; give a folder that"
         ):
             make(cache_folder=tmp_path / name)
+    for name in ("~no such user/pages", "a\0b"):
+        with pytest.raises(ValueError, match="^cache_folder '.*' cannot be made: .*; give a folder that"):
+            make(cache_folder=name)
 
 
 @pytest.mark.parametrize(

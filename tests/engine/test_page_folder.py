@@ -172,11 +172,37 @@ def test_damage(folder: PageFolder, path: Path) -> None:
     assert reads(folder, 0)
 
 
+def test_damage_that_leaves_sums_of_words(folder: PageFolder) -> None:
+    """Words, lines and sectors in another order, and one bit flipped in two words, anywhere in a page."""
+    sizes, rng = (1 << 14, 5, 9000), random.Random(0)
+    written(folder, 0, sizes=sizes)
+    path = page_path(folder.folder / KEY, digest(0))
+    page = path.read_bytes()
+    header = len(page) - sum(sizes)
+    for block in (8, 16, 64, 256, 512):
+        for _ in range(20):
+            start = header + block * rng.randrange((sizes[0] - 2 * block) // block)
+            middle, end = start + block, start + 2 * block
+            damaged = bytearray(page)
+            damaged[start:end] = page[middle:end] + page[start:middle]
+            path.write_bytes(damaged)
+            assert not reads(folder, 0, sizes), f"{block} bytes at {start - header} are swapped"
+    for _ in range(100):
+        start, apart = header + rng.randrange(sizes[0] - 800), 8 * rng.randint(1, 99)
+        damaged = bytearray(page)
+        damaged[start] ^= 128
+        damaged[start + apart] ^= 128
+        path.write_bytes(damaged)
+        assert not reads(folder, 0, sizes), f"bits at {start - header} and {apart} bytes on are flipped"
+
+
 def test_another_version_is_refused(
     folder: PageFolder, path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_file, "VERSION", page_file.VERSION + 1)
-    assert not reads(folder, 0) and lines == [f"{path} is not used: it has version 1 of the format, not 2"]
+    version = page_file.VERSION
+    monkeypatch.setattr(page_file, "VERSION", version + 1)
+    says = f"{path} is not used: it has version {version} of the format, not {version + 1}"
+    assert not reads(folder, 0) and lines == [says]
 
 
 def test_what_is_no_file(folder: PageFolder, path: Path, lines: list[str]) -> None:

@@ -91,7 +91,10 @@ def read_about(key: Path) -> dict[str, object]:
     if not path.is_file():
         raise FileNotFoundError("it is not there")
     with path.open("rb") as file:
-        about = json.loads(file.read(_ABOUT_BYTES))
+        try:
+            about = json.loads(file.read(_ABOUT_BYTES))
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
     if not isinstance(about, dict):
         raise ValueError("it is no JSON object")
     return about

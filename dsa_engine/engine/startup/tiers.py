@@ -96,7 +96,7 @@ def _page_folder(engine: Engine, model: Path) -> PageFolder:
     assert options.cache_folder is not None
     try:
         return PageFolder(Path(options.cache_folder).expanduser(), limit, *key)
-    except OSError as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"cache_folder {str(options.cache_folder)!r} cannot be made: {error}; give a folder that this user may "
             "write, or leave it out"

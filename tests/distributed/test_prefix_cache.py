@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_engine import LLM, SamplingParams
 from dsa_engine.demo.random_checkpoint import write_random_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -57,6 +58,7 @@ CASES = {
         ),
         case("plain", "host memory, page by page", {"cp_size": 2}, **SMALL, **HOST),
         case("plain", "groups, host memory", {"cp_size": 1}, **SMALL, **HOST),
+        case("plain", "disk", {"cp_size": 2}, **LARGE),
         case("one module", "host memory, page by page, padded", {"cp_size": 2}, **SMALL, **HOST, **DRAFTS),
         case("two modules", "head-tail, page by page", {"cp_size": 2}, **LARGE, **DRAFTS),
         case("fp8", "host memory", {"cp_size": 2}, **SMALL, **HOST, kv_cache_dtype="fp8"),
@@ -114,6 +116,10 @@ def test_conversations(
     tmp_path: Path,
 ) -> None:
     cases = [c | {"folder": folders[c["model"]], "generate": conversations[c["model"]]} for c in CASES[world]]
+    for described in [one for one in cases if "disk" in one["name"]]:
+        described["options"] = options = described["options"] | {"cache_folder": str(tmp_path / "pages")}
+        with LLM(described["folder"], **options) as llm:  # one rank writes what several read
+            llm.generate(described["generate"][0]["prompts"], SamplingParams(max_tokens=1), use_tqdm=False)
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     done = fork_ranks(world, "worker.py", tmp_path / "cases.json", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -128,7 +134,8 @@ def test_conversations(
         assert first["tokens"] == [batch["tokens"] for batch in conversations[described["model"]]]
         assert first["hits"] > 100
         assert (first["fetched"] > 0) == (described["parallel"]["cp_size"] > 1)
-        assert (first["in_host"] > 0) == ("host_cache_memory" in described["options"])
+        assert (first["in_host"] > 0) == ("memory" in described["name"] or "disk" in described["name"])
+        assert all((result["read"] > 0) == ("disk" in described["name"]) for result in results), "each reads its part"
         assert sum(sent) == first["fetched"] * first["page_bytes"], "only rows that a rank lacks travel, and each once"
         for other in results:
             assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0

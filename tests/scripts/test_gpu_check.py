@@ -30,9 +30,17 @@ def test_gpu_check_of_nothing() -> None:
 
 
 PARTS = {
-    "all": ["doctor", "kernels", "ttft_rank_of_64", "overlaps_rank_of_64", "tests_graphs", "tests_kernels"],
+    "all": [
+        "doctor",
+        "kernels",
+        "ttft_rank_of_64",
+        "overlaps_rank_of_64",
+        "page_tiers",
+        "tests_graphs",
+        "tests_kernels",
+    ],
     "kernels": ["doctor", "tests_kernels", "kernels"],
-    "latency": ["doctor", "tests_graphs", "ttft_rank_of_64", "overlaps_rank_of_64"],
+    "latency": ["doctor", "tests_graphs", "ttft_rank_of_64", "overlaps_rank_of_64", "page_tiers"],
 }
 
 

@@ -386,6 +386,7 @@ class Simulation:
             scheduler.ledger.moves(chunks) if only in (None, rank) else PageMoves([], [], [], False)
             for rank, (scheduler, chunks) in enumerate(zip(self.ranks, steps, strict=True))
         ]
+        assert only is not None or not any(pool.copies for one in self.ranks for pool in one.ledger.pools)
         for rank, of_rank in enumerate(moves):
             rows, host = self.rows[rank], self.host[rank]
             for to_host, page, slot in of_rank.copies:

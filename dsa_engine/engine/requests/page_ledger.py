@@ -140,8 +140,9 @@ class PageLedger:
 
     def moves(self, chunks: Sequence[Chunk]) -> PageMoves:
         """What this rank copies, sends and receives before it computes these chunks; the next call has new copies."""
-        pool = self.pools[self._rank]
-        copies, pool.copies = pool.copies, []
+        copies = self.pools[self._rank].copies
+        for pool in self.pools:
+            pool.copies = []  # the other ranks make their own
         own = [chunk for chunk in chunks if chunk.fetches and self._rank in chunk.ranks]
         size, held = len(own[0].ranks) if own else 0, self._held[self._rank]
         moves = PageMoves(copies, [[] for _ in range(size)], [[] for _ in range(size)], bool(own))

@@ -255,7 +255,7 @@ class EngineOptions(Options):
     overlap_shared_expert: bool = option(
         BOOL,
         True,
-        "run the shared expert on a separate CUDA stream, beside gate and dispatch; False shows the gain.",
+        "run the shared expert on a separate CUDA stream, while tokens travel to their experts; False shows the gain.",
         help="run the shared expert in order, not beside dispatch",
     )
     overlap_indexer: bool = option(

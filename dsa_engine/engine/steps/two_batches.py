@@ -1,8 +1,8 @@
 """Cuts a step into two halves, so that the attention of one runs while the tokens of the other travel to experts.
 
 The chunks of each group of ranks are cut at half of their rows. A chunk of a prefill that crosses is cut itself, and
-each part is divided over the ranks as a chunk is: so one long prompt is cut too. The first half passes each layer first,
-which keeps the order of positions. The cut follows from the plan alone, so all ranks cut alike.
+each part is divided over the ranks as a chunk is: so one long prompt is cut too. The first half passes each layer
+first, which keeps the order of positions. The cut follows from the plan alone, so all ranks cut alike.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class EngineOptions(Options):
     overlap_shared_expert: bool = option(
         BOOL,
         True,
-        "run the shared expert on a separate CUDA stream, beside gate and dispatch; False shows the gain.",
+        "run the shared expert on a separate CUDA stream, while tokens travel to their experts; False shows the gain.",
         help="run the shared expert in order, not beside dispatch",
     )
     overlap_indexer: bool = option(
@@ -263,6 +263,19 @@ class EngineOptions(Options):
         True,
         "run the indexer's prolog on a separate CUDA stream, beside MLA's; False shows the gain.",
         help="run the indexer's prolog in order, not beside MLA's",
+    )
+    enable_dbo: bool = option(
+        BOOL,
+        False,
+        "cut large steps of several ranks in two batches: one computes attention while the tokens of the other travel "
+        "to their experts and back.",
+        help="cut large steps in two batches, each computed while the tokens of the other travel",
+    )
+    dbo_decode_token_threshold: int = option(
+        POSITIVE_INT, 32, "fewest rows of a rank in a decode step that enable_dbo cuts; of a padded one, padded rows."
+    )
+    dbo_prefill_token_threshold: int = option(
+        POSITIVE_INT, 512, "fewest rows of a rank in a prefill step that enable_dbo cuts."
     )
     seed: int = option(SEED, 0, "seed of dummy weights and of requests without a seed.")
     progress: bool = option(

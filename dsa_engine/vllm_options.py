@@ -88,10 +88,6 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "enable_auto_tool_choice": (f"{_MESSAGE}, with tool_calls for chat(tools=…)", (True, False)),
     "enable_eplb": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (False,)),
     "eplb_config": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (None,)),
-    "enable_dbo": (
-        "a step is not cut into two batches; overlap_shared_expert and overlap_indexer hide communication, and are on",
-        (False,),
-    ),
     "all2all_backend": (
         "all-to-alls are NCCL's; ParallelConfig(moe_dispatch=…, decode_dispatch=…) chooses all_to_all or all_gather",
         (None,),

@@ -74,7 +74,6 @@ def test_the_recipe_of_the_released_model() -> None:
         ("reasoning_parser", "deepseek_v3", "outputs of chat() have a message"),
         ("tool_call_parser", "deepseek_v32", "chat(tools=…)"),
         ("enable_eplb", True, "divided evenly"),
-        ("enable_dbo", True, "overlap_shared_expert"),
         ("all2all_backend", "deepep_low_latency", "moe_dispatch=…"),
     ):
         with pytest.raises(TypeError, match=f"there is no option '{name}'; .*{re.escape(advice)}"):

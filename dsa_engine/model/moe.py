@@ -17,6 +17,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.in_turn import Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
@@ -40,12 +41,11 @@ class MoE(Weighted):
         self.max_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[tuple[torch.Tensor, torch.Tensor]]:
         """``x [T, hidden]`` -> the routed experts' sums and the shared expert's output, ``[T, hidden]`` each, which are
-        to be added. The shared expert runs beside gate and dispatch."""
+        to be added. The shared expert is launched when the tokens are on their way, so that they do not wait for it.
+        """
         config = self.config
-        with stage("MoE shared"):
-            shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
         with stage("MoE gate"):
             experts, weights = route(
                 self.gate(x),
@@ -63,8 +63,12 @@ class MoE(Weighted):
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.live is None else sys.maxsize
             dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, max_pairs)
+        with stage("MoE shared"):
+            shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
+        yield "MoE dispatch"
         for number in range(dispatch.rounds):
             self._serve(dispatch, number, counts=batch.live is None)
+        yield "MoE combine"
         with stage("MoE combine"):
             return dispatch.combine(), shared()
 

@@ -123,7 +123,7 @@ class _Reporter:
             # torchrun terminates all ranks as soon as one has ended; this one still has to report.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._ending.acquire()
-        interrupted, lost = issubclass(kind, KeyboardInterrupt), _is_transport_error(error)
+        interrupted, lost = issubclass(kind, KeyboardInterrupt), is_transport_error(error)
         brief = isinstance(error, self.brief) and not lost
         code = 130 if interrupted else 2 if brief else 1
         mine = _printable(f"rank {self._rank}: {kind.__name__}: {_text(error)}").splitlines()[0].removesuffix(": ")
@@ -238,7 +238,8 @@ class _Reporter:
         return "no word from " + "; from ".join(words)
 
 
-def _is_transport_error(error: BaseException) -> bool:
+def is_transport_error(error: BaseException) -> bool:
+    """Whether an error is that of a collective whose peer is gone or does not answer."""
     return isinstance(error, RuntimeError) and _names_transport(str(error))
 
 

@@ -91,6 +91,15 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "fp8 weights", parallel=config, options=options, lengths=[65, 150], ragged=RAGGED)
 
 
+def two_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
+    """Every step that can be cut is."""
+    options = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+    options |= {"max_num_batched_tokens": 48}
+    name = f"two batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
+    more = {"options": options, "lengths": [2, 5, 301], "ragged": RAGGED}
+    return case(name, model, parallel=parallel(cp, 1, dispatch), **more, **keys)
+
+
 def fp8_caches(cp: int, dispatch: str) -> dict[str, Any]:
     """Prompts in several chunks, whose rows are gathered in FP8."""
     options = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 48}
@@ -106,6 +115,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         whole("v3", 2, 1, "all_to_all"),
         *(fp8_caches(2, dispatch) for dispatch in DISPATCHES),
         *others(2, cp=2, tp=1),
+        *(two_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
+        two_batches("v32", 2, "all_gather", padded=True),
+        two_batches("fp8 weights", 2, "all_to_all"),
         stored(2, 1, "all_to_all"),
         stored(2, 2, "all_gather"),
     ],
@@ -113,6 +125,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(whole("v32", 3, 1, dispatch, dispatch == "all_to_all") for dispatch in DISPATCHES),
         whole("glm", 3, 1, "all_to_all"),
         *others(3, cp=3, tp=3),
+        *(two_batches("v32", 3, dispatch, preempts=True) for dispatch in DISPATCHES),
     ],
     4: [
         whole("v32", 4, 1, "all_to_all", every_length=True),
@@ -171,6 +184,7 @@ class Runs:
             "folder": str(folder),
             "parallel": described.get("parallel", {}),
             "options": OPTIONS | described["options"],
+            **{key: described[key] for key in ("padded", "preempts") if key in described},
             "prompts": [self._ids(n, 204) for n in described["lengths"]],
             "generate": [{"prompts": prompts, "params": params}] if prompts else [],
         }

@@ -18,6 +18,7 @@ from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.startup.dummy_steps import DRAWN, WITH_HOST, decode_step, prefill_steps
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.two_batches import TwoBatches
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -53,7 +54,7 @@ def step_bytes(
     cache = KVCache(config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
     contexts = ContextBuckets(max_model_len, options.page_size)
     padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
-    runner = ModelRunner(model, cache, options.seed, padded, relaxed)
+    runner = ModelRunner(model, cache, options.seed, padded, relaxed, TwoBatches.of(options, mesh))
     runner.num_drafts = drafts
     tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly

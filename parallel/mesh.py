@@ -28,7 +28,7 @@ from dsa_engine.parallel.context_parallel import CpLayout
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.placement import ExpertPlacement, Held, contiguous
 from dsa_engine.parallel.failure.reporter import leave_run, report_failures
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store, store_address
@@ -90,7 +90,7 @@ class Mesh:
                 )
         self._ranks = ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
-        self._expert_parallel: dict[int, ExpertParallel] = {}
+        self._expert_parallel: dict[Held, ExpertParallel] = {}
         self.machines = (0,) * world_size
         self.world = self._group(world_size)
         self.ep = self._group(world_size)
@@ -163,16 +163,17 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def expert_parallel(self, experts: int) -> ExpertParallel:
-        """The division of ``experts`` logical experts over the ranks; the same object for all layers.
+    def expert_parallel(self, experts: int, layer: int) -> ExpertParallel:
+        """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement share
+        one object.
 
         Raises:
             ValueError: there are more ranks than experts.
         """
-        if experts not in self._expert_parallel:
-            placement = ExpertPlacement.contiguous(experts, self.ep.size, self.device)
-            self._expert_parallel[experts] = self._make_expert_parallel(placement)
-        return self._expert_parallel[experts]
+        held = contiguous(experts, self.ep.size)
+        if held not in self._expert_parallel:
+            self._expert_parallel[held] = self._make_expert_parallel(ExpertPlacement(held, self.device))
+        return self._expert_parallel[held]
 
     @contextmanager
     def even_routing(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ class DecoderLayer(Weighted):
         if config.mlp_layer_types[layer] == "dense":
             self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, runtime)
         else:
-            self.moe = MoE(f"{prefix}.mlp", config, runtime, streams)
+            self.moe = MoE(layer, config, runtime, streams)
 
     def forward(
         self,

@@ -27,14 +27,15 @@ from dsa_engine.parallel.experts.dispatch import Dispatch
 class MoE(Weighted):
     """A rank holds a part of the routed experts (`parallel/experts/`); router and shared expert are whole."""
 
-    def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime, streams: Streams):
+    def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
         self.config = config
         self.streams = streams
+        prefix = f"model.layers.{layer}.mlp"
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
-        self.expert_parallel = runtime.mesh.expert_parallel(experts)
+        self.expert_parallel = runtime.mesh.expert_parallel(experts, layer)
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = runtime.mesh.config.moe_chunk_size

@@ -151,7 +151,7 @@ def test_rows_between_which_there_is_padding() -> None:
     live = [[0, 3, 4, 5], [0, 1, 3], []]
     for rank, rows in enumerate(live):
         mesh = EmulatedConfig(emulate_world=3, emulate_rank=rank).create_mesh("cpu")
-        parallel = mesh.expert_parallel(9)
+        parallel = mesh.expert_parallel(9, 0)
         mesh.begin_step(step)
         several_modules = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5], []]  # with one row before each request's own
         for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []]), (8, several_modules)):

@@ -142,6 +142,7 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "block_scaled_experts": _block_experts,
     "block_scaled_linear": lambda m: ((m.normal(T, HIDDEN), *(x.squeeze(0) for x in m.blocks(1, 256, HIDDEN))), {}),
     "combine": lambda m: ((m.normal(T * 4, HIDDEN), m.order(T * 4).view(T, 4), m.floats(T, 4)), {}),
+    "choose_replicas": lambda m: ((m.whole(EXPERTS, T, CHOICES), torch.tensor([[2, 0, 1]] * EXPERTS).int(), 3), {}),
     "dense_mla": _dense,
     "dequantize_blocks": lambda m: ((*(x.squeeze(0) for x in m.blocks(1, 256, 256)), (128, 128)), {"dtype": BF16}),
     "expert_mlp": lambda m: ((*m.experts(), m.normal(EXPERTS, 128, HIDDEN), m.normal(EXPERTS, HIDDEN, 64)), {}),

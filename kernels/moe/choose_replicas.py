@@ -22,7 +22,7 @@ _GOLDEN = 0x9E3779B1  # 2³² · 0.618…; the product of 32-bit numbers keeps t
 def choose_replicas_reference(experts: torch.Tensor, replicas: torch.Tensor, first: int) -> torch.Tensor:
     row = torch.arange(first, first + len(experts), device=experts.device)
     turn = (row * _GOLDEN & 0xFFFFFFFF) >> 16
-    entries = replicas[experts.long()]  # of expert −1: some expert's
+    entries = replicas[experts.long()]  # an entry for expert −1 too
     number = 1 + (turn[:, None] * entries[..., 0] >> 16)
     return entries.gather(2, number[..., None])[..., 0].masked_fill_(experts < 0, -1)
 

@@ -9,15 +9,15 @@ from dsa_engine.kernels.moe.choose_replicas import choose_replicas
 
 
 @pytest.mark.parametrize(
-    ("tokens", "k", "experts", "most"), [(1, 1, 1, 1), (700, 8, 24, 5), (300, 3, 130, 65), (0, 8, 4, 2)]
+    ("tokens", "k", "experts", "limit"), [(1, 1, 1, 1), (700, 8, 24, 5), (300, 3, 130, 65), (0, 8, 4, 2)]
 )
 @pytest.mark.parametrize("first", [0, 63])
-def test_choose_replicas(tokens: int, k: int, experts: int, most: int, first: int, device: str) -> None:
+def test_choose_replicas(tokens: int, k: int, experts: int, limit: int, first: int, device: str) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    counts = torch.randint(1, most + 1, (experts,), generator=generator).tolist()
+    counts = torch.randint(1, limit + 1, (experts,), generator=generator).tolist()
     numbers = iter(torch.randperm(sum(counts), generator=generator).tolist())
     replicas = [[next(numbers) for _ in range(count)] for count in counts]
-    table = torch.full((experts, 1 + most), -1, dtype=torch.int32)
+    table = torch.full((experts, 1 + limit), -1, dtype=torch.int32)
     for expert, own in enumerate(replicas):
         table[expert, : 1 + len(own)] = torch.tensor([len(own), *own])
     chosen = torch.randint(-1, experts, (tokens, k), generator=generator, dtype=torch.int32)

@@ -29,15 +29,22 @@ def start_facts(folder: Path, options: EngineOptions) -> dict[str, str]:
     facts = {"the version of dsa_engine": __version__}
     for name, value in vars(options).items():
         if name == "parallel":
-            facts |= {part: repr(own) for part, own in vars(value).items() if part != "ranks"}
+            facts |= {part: repr(own) for part, own in vars(value).items() if part not in ("ranks", "expert_loads")}
+            facts["expert_loads"] = _content(value.expert_loads)
         elif name not in _MAY_DIFFER:
             facts[name] = json.dumps(value, sort_keys=True, default=_plain)
     for name in _FILES:
-        path = folder / name
-        facts[name] = blake2b(path.read_bytes(), digest_size=8).hexdigest() if path.is_file() else "not there"
+        facts[name] = _content(folder / name)
     if options.load_format != "dummy":
         facts["the checkpoint's files"] = fingerprint(folder)
     return facts
+
+
+def _content(path: Any) -> str:
+    """A digest of a file; of another value its text."""
+    if not isinstance(path, (str, Path)):
+        return repr(path)
+    return blake2b(Path(path).read_bytes(), digest_size=8).hexdigest() if Path(path).is_file() else "not there"
 
 
 class CallsDiffer(ValueError):

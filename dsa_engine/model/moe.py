@@ -35,7 +35,7 @@ class MoE(Weighted):
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
-        self.expert_parallel = runtime.mesh.expert_parallel(experts, layer)
+        self.expert_parallel = runtime.mesh.expert_parallel(experts, layer, config.n_group)
         held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = runtime.mesh.config.moe_chunk_size

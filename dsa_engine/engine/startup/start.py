@@ -82,7 +82,9 @@ def start(folder: Path, options: EngineOptions) -> Engine:
             options.overlap_shared_expert,
             options.overlap_indexer,
         )
-        with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
+        replicas = options.parallel.redundant_experts
+        fewer = f"lower redundant_experts {replicas}, or use" if replicas else "use"
+        with enough_memory("the weights of this rank", f"{fewer} more ranks, another dtype, or fewer layers"):
             model = Model(config, runtime, modules)
         digests = PartDigests() if not mesh.host.alone and options.load_format != "dummy" else None
         bytes_read = load_weights(model, folder, options, progress_of(mesh, options), digests)

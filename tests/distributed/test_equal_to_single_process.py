@@ -346,6 +346,19 @@ def test_ranks_with_uneven_numbers_of_experts_read_their_own(
     assert [r["bytes_read"] - common for r in results] == [count * one for count in held]
 
 
+def test_replicas_are_read_as_other_experts(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
+    named = "{} replicas of v32 cp2 all_to_all"
+    results = [
+        (number, r[named.format(number)])
+        for world, number in ((2, 4), (4, 36))
+        for r in runs.ranks(world, tmp_path_factory.getbasetemp() / f"world{world}")
+    ]
+    common = runs.single(CASES[2][0])["bytes_read"] - 2 * 12 * 3 * 48 * 96 * 4
+    for number, result in results:
+        held = {4: 8, 36: 12}[number]
+        assert result["experts"] == [held] * 2 and result["bytes_read"] == common + 2 * held * 3 * 48 * 96 * 4
+
+
 def test_tensor_parallel_ranks_read_their_shards_only(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
     results = runs.ranks(2, tmp_path_factory.getbasetemp() / "world2")
     whole_read, shared_read = (sum(r[f"v32 cp2 tp{tp} all_to_all"]["bytes_read"] for r in results) for tp in (1, 2))

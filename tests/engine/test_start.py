@@ -92,6 +92,14 @@ def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> N
         fake_engine(device, "deepseek_v32", 64, **SIZES)
 
 
+def test_more_replicas_than_memory(fake_engine: Callable[..., Any]) -> None:
+    """One of 64 ranks holds 60 experts instead of 4, which leaves no room for caches."""
+    replicas = 56 * 64
+    wanted = f"the cache is too small.*, or fewer redundant_experts than {replicas}"
+    with FakeDevice(memory=8 * 10**9) as device, pytest.raises(CapacityError, match=wanted):
+        fake_engine(device, "deepseek_v32", 64, {"redundant_experts": replicas}, **SIZES)
+
+
 def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:
     """All graphs of an engine have one stream and one pool, no other engine's; the other engine's memory stays."""
     with FakeDevice() as device:

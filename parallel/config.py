@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsa_engine.config.checks import integer, is_number, number
-from dsa_engine.config.fields import POSITIVE_INT, Kind, Options, choice, documented, option
+from dsa_engine.config.fields import BOOL, POSITIVE_INT, Kind, Options, choice, documented, option
 from dsa_engine.parallel.context_parallel import CpLayout
 from dsa_engine.parallel.experts import MoeDispatch
 
@@ -75,6 +75,13 @@ class ParallelConfig(Options):
         "physical experts in each layer beyond the model's own, on all ranks together: replicas of the experts with "
         "the largest loads, which share their tokens. Each takes the memory of an expert in every layer.",
         help="replicas of experts in each layer, on all ranks together",
+    )
+    route_shared_expert: bool = option(
+        BOOL,
+        False,
+        "the shared expert is one more routed expert, which every token chooses: it lies on the ranks that hold its "
+        "replicas, not on all. Give ``redundant_experts`` for it.",
+        help="the shared expert lies on some ranks only, as a routed one",
     )
     expert_loads: str | Path | tuple[float, ...] | None = option(
         Kind(_check_loads, metavar="FILE"),

@@ -53,6 +53,8 @@ class MeshOptions(Protocol):
     @property
     def redundant_experts(self) -> int: ...
     @property
+    def route_shared_expert(self) -> bool: ...
+    @property
     def expert_loads(self) -> str | Path | Sequence[float] | None: ...
     @property
     def cp_layout(self) -> CpLayout: ...
@@ -170,17 +172,18 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def expert_parallel(self, experts: int, layer: int, groups: int = 1) -> ExpertParallel:
+    def expert_parallel(self, experts: int, layer: int, groups: int = 1, shared: float = 0.0) -> ExpertParallel:
         """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
         loads share one object.
 
         Args:
             groups: number of groups of consecutive experts in the model's router.
+            shared: load of one more expert, over the load of all others together; 0: there is none.
 
         Raises:
             ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
         """
-        held = self._placements.held(experts, layer, groups)
+        held = self._placements.held(experts, layer, groups, shared)
         loads = self._placements.loads(experts, layer)
         if (held, loads) not in self._expert_parallel:
             made = self._make_expert_parallel(ExpertPlacement(held, self.device), loads)
@@ -240,6 +243,10 @@ class Mesh:
         """
         if not self.world.alone:
             compare({}, self.global_ranks, self.global_ranks[self.rank], wait_s)
+
+    def choices(self, top_k: int) -> int:
+        """Number of experts of a token: those that its router chooses, and the shared one if that is routed."""
+        return top_k + self.config.route_shared_expert
 
     @property
     def static_decode(self) -> bool:

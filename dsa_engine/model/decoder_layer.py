@@ -67,8 +67,8 @@ class DecoderLayer(Weighted):
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
         if self.moe is not None:
-            routed, shared = yield from self.moe(normed, batch)
-            return [routed, shared], residual, topk_slots
+            added = yield from self.moe(normed, batch)
+            return added, residual, topk_slots
         assert self.mlp is not None
         with stage("dense MLP"):
             return [self.mlp(normed)], residual, topk_slots

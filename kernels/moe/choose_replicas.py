@@ -1,8 +1,8 @@
 """The physical experts that serve choices of logical ones.
 
-turn(t) = frac((first + t) · 0.618…);   physical[t, j] = replica ⌊turn(t) · n⌋ of the n replicas of experts[t, j]
+turn(t) = frac((first + t) · √2);   physical[t, j] = replica ⌊turn(t) · n⌋ of the n replicas of experts[t, j]
 
-Multiples of the golden ratio divide any run of consecutive rows, and every second or third of them, evenly.
+Multiples of √2 divide any run of consecutive rows evenly, and every second or third of them too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 _CHOICES = 1024  # a program; compiled for sm_90, not yet measured
-_GOLDEN = 0x9E3779B1  # 2³² · 0.618…; the product of 32-bit numbers keeps the fraction
+_ROOT = 0x6A09E667  # 2³² · frac(√2); the product of 32-bit numbers keeps the fraction
 
 
 def choose_replicas_reference(experts: torch.Tensor, replicas: torch.Tensor, first: int) -> torch.Tensor:
     row = torch.arange(first, first + len(experts), device=experts.device)
-    turn = (row * _GOLDEN & 0xFFFFFFFF) >> 16
+    turn = (row * _ROOT & 0xFFFFFFFF) >> 16
     entries = replicas[experts.long()]  # an entry for expert −1 too
     number = 1 + (turn[:, None] * entries[..., 0] >> 16)
     return entries.gather(2, number[..., None])[..., 0].masked_fill_(experts < 0, -1)
@@ -29,14 +29,14 @@ def choose_replicas_reference(experts: torch.Tensor, replicas: torch.Tensor, fir
 
 @triton.jit(do_not_specialize=["count", "first"])
 def choose_replicas_kernel(
-    experts, replicas, physical, count, first, GOLDEN: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+    experts, replicas, physical, count, first, ROOT: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK choices a program."""
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + choice, mask=choice < count, other=-1)
     row = (first + choice // K).to(tl.uint32)
-    turn = ((row * tl.full((), GOLDEN, tl.uint32)) >> 16).to(tl.int32)
+    turn = ((row * tl.full((), ROOT, tl.uint32)) >> 16).to(tl.int32)
     among = tl.load(replicas + expert * WIDTH, mask=expert >= 0, other=1)
     number = 1 + ((turn * among) >> 16)
     chosen = tl.load(replicas + expert * WIDTH + number, mask=expert >= 0, other=-1)
@@ -72,6 +72,6 @@ def choose_replicas(experts: torch.Tensor, replicas: torch.Tensor, first: int) -
     if count:
         choose_replicas_kernel[(cdiv(count, _CHOICES),)](
             experts, replicas.contiguous(), physical, count, first,
-            GOLDEN=_GOLDEN, WIDTH=replicas.shape[1], K=experts.shape[1], BLOCK=_CHOICES, num_warps=4,
+            ROOT=_ROOT, WIDTH=replicas.shape[1], K=experts.shape[1], BLOCK=_CHOICES, num_warps=4,
         )  # fmt: skip
     return physical

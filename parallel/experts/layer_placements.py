@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ class LayerPlacements:
     ):
         self._ranks, self._nodes, self._redundant = ranks, nodes, redundant
         self._loads = ExpertLoads.read(loads) if isinstance(loads, (str, Path)) else loads
-        self._planned: dict[tuple[Sequence[float], int], Held] = {}  # by loads and groups
+        self._planned: dict[tuple[tuple[float, ...], int], Held] = {}  # by loads and groups
 
     @classmethod
     def of(cls, config: MeshOptions, machines: Sequence[int]) -> LayerPlacements:
@@ -43,7 +44,7 @@ class LayerPlacements:
             nodes = 1
         return cls(ranks, nodes, config.redundant_experts, config.expert_loads)
 
-    def loads(self, experts: int, layer: int) -> Sequence[float] | None:
+    def loads(self, experts: int, layer: int) -> tuple[float, ...] | None:
         """The loads of a layer; None: equal ones.
 
         Raises:
@@ -60,16 +61,21 @@ class LayerPlacements:
             )
         return given.of_layer(layer) if isinstance(given, ExpertLoads) else tuple(given)
 
-    def held(self, experts: int, layer: int, groups: int) -> Held:
+    def held(self, experts: int, layer: int, groups: int, shared: float = 0.0) -> Held:
         """The experts of each rank.
 
         Args:
             groups: number of groups of consecutive experts in the model's router.
+            shared: load of one more expert, over the load of all others together; 0: there is none.
 
         Raises:
             ValueError: the numbers of experts, replicas and ranks do not fit.
         """
-        if self._loads is None and not self._redundant:
+        loads = self.loads(experts, layer) or (1.0,) * experts
+        if shared:
+            experts += 1
+            loads = (*loads, shared * math.fsum(loads))
+        elif self._loads is None and not self._redundant:
             return contiguous(experts, self._ranks)
         replicas = experts + self._redundant
         if not self._ranks <= replicas <= experts * self._ranks:
@@ -78,7 +84,6 @@ class LayerPlacements:
                 f"{max(0, self._ranks - experts)}, so that each rank holds one, and at most "
                 f"{experts * (self._ranks - 1)}, so that none holds an expert twice"
             )
-        loads = self.loads(experts, layer) or (1.0,) * experts
         if (loads, groups) not in self._planned:
             plan = balance_layer(loads, replicas, groups, self._nodes, self._ranks)
             self._planned[loads, groups] = tuple(map(tuple, plan))

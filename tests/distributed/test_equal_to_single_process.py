@@ -107,12 +107,17 @@ def fp8_caches(cp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "v32-fp8", parallel=parallel(cp, 1, dispatch), options=options, lengths=[5, 301], ragged=RAGGED)
 
 
-def replicas(model: str, cp: int, dispatch: str, number: int = 4, **options: Any) -> dict[str, Any]:
-    """Replicas of the experts with the largest loads, which are made up."""
+def replicas(model: str, cp: int, dispatch: str, number: int = 4, shared: bool = False, **keys: Any) -> dict[str, Any]:
+    """Replicas of the experts with the largest loads, which are made up.
+
+    Args:
+        shared: whether the shared expert is a routed one.
+    """
     loads = [1.0 + (7 * expert) % 12 for expert in range(12)]
-    config = parallel(cp, 1, dispatch) | {"redundant_experts": number, "expert_loads": loads}
-    more = {"lengths": [2, 301], "ragged": RAGGED, "options": options}
-    return case(f"{number} replicas of {model} cp{cp} {dispatch}", model, parallel=config, **more)
+    config = {"redundant_experts": number, "expert_loads": loads, "route_shared_expert": shared}
+    name = f"{number} replicas of {model}{', shared expert routed' * shared} cp{cp} {dispatch}"
+    more = {"lengths": [2, 301], "ragged": RAGGED} | keys
+    return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **more)
 
 
 DISPATCHES = ("all_to_all", "all_gather")
@@ -128,15 +133,18 @@ CASES: dict[int, list[dict[str, Any]]] = {
         two_batches("fp8 weights", 2, "all_to_all"),
         stored(2, 1, "all_to_all"),
         stored(2, 2, "all_gather"),
-        *(replicas("v32", 2, dispatch) for dispatch in DISPATCHES),
-        replicas("fp8 weights", 2, "all_to_all", quantization="fp8"),
+        replicas("v32", 2, "all_to_all"),
+        replicas("v32", 2, "all_gather", shared=True, padded=True),
+        replicas("fp8 weights", 2, "all_to_all", shared=True, options={"quantization": "fp8"}),
     ],
     3: [
         *(whole("v32", 3, 1, dispatch, dispatch == "all_to_all") for dispatch in DISPATCHES),
         whole("glm", 3, 1, "all_to_all"),
         *others(3, cp=3, tp=3),
         *(two_batches("v32", 3, dispatch, preempts=True) for dispatch in DISPATCHES),
-        *(replicas("v32", 3, dispatch) for dispatch in DISPATCHES),  # 6, 5 and 5 physical experts
+        *(
+            replicas("v32", 3, dispatch, shared=dispatch == "all_to_all") for dispatch in DISPATCHES
+        ),  # they do not divide
     ],
     4: [
         whole("v32", 4, 1, "all_to_all", every_length=True),
@@ -151,6 +159,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         stored(2, 4, "all_to_all"),
         replicas("v32", 4, "all_gather"),
         replicas("v32", 2, "all_to_all", number=36),  # every rank has all
+        replicas("v32", 4, "all_to_all", number=3, shared=True),  # 16 physical experts
     ],
     5: [
         case(

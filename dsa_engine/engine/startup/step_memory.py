@@ -85,7 +85,7 @@ def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     """Maximum bytes of experts' results from earlier rounds of an all-to-all; even routing has only one round."""
     if mesh.world_size == 1 or mesh.config.moe_dispatch != "all_to_all" or "sparse" not in config.mlp_layer_types:
         return 0
-    rows = tokens * min(mesh.world_size, config.num_experts_per_tok)
+    rows = tokens * min(mesh.world_size, mesh.choices(config.num_experts_per_tok))
     return rows * config.hidden_size * dtype.itemsize
 
 
@@ -95,7 +95,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     Each further token-expert pair takes its rows between the products, and in an all-to-all at most a token that
     arrives and a sum.
     """
-    size, k, chunk = mesh.world_size, config.num_experts_per_tok, mesh.config.moe_chunk_size
+    size, k, chunk = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.config.moe_chunk_size
     if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
     even = tokens * k

@@ -70,7 +70,7 @@ class EmulatedMesh(Mesh):
         given = self.config.expert_loads
         if given is not None and not isinstance(given, (str, Path)):
             loads = given
-        self.assigned.append(AssignedExperts(placement, self.rank, loads))
+        self.assigned.append(AssignedExperts(placement, self.rank, loads, self.config.route_shared_expert))
         return EmulatedExpertParallel(self.ep, placement, self.assigned[-1])
 
     @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here

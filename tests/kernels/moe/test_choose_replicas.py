@@ -1,4 +1,4 @@
-"""The replicas of choices, against a loop over fractions of the golden ratio."""
+"""The replicas of choices, against a loop over fractions of multiples of √2."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def test_choose_replicas(tokens: int, k: int, experts: int, limit: int, first: i
         table[expert, : 1 + len(own)] = torch.tensor([len(own), *own])
     chosen = torch.randint(-1, experts, (tokens, k), generator=generator, dtype=torch.int32)
     physical = choose_replicas(chosen.to(device), table.to(device), first)
-    golden = (5**0.5 - 1) / 2
     expected = [
-        [-1 if e < 0 else replicas[e][int((first + t) * golden % 1 * counts[e])] for e in row]
+        [-1 if e < 0 else replicas[e][int((first + t) * 2**0.5 % 1 * counts[e])] for e in row]
         for t, row in enumerate(chosen.tolist())
     ]
     assert physical.dtype == torch.int32 and physical.tolist() == expected

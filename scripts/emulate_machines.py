@@ -7,7 +7,7 @@ one machine reach each other without the slow link. Linux, util-linux and iprout
 needs user namespaces. Latency is that of the computer.
 
 Example:
-    python scripts/emulate_machines.py --machines 2 --ranks 2 --slow-link 1gbit -- scripts/bench_prefill.py --seq-len 512
+    python scripts/emulate_machines.py --ranks 2 --slow-link 1gbit -- scripts/bench_prefill.py --seq-len 512
     python scripts/emulate_machines.py --machines 4 --ranks 1 -- -m dsa_engine generate --prompt Hello --max-tokens 8
     python scripts/emulate_machines.py --lose cut --lose-at tokens: --lost-machine 1 -- scripts/bench_prefill.py
 """
@@ -29,7 +29,7 @@ from types import FrameType
 INSIDE = "--inside"  # first argument of the process that runs in the outer namespace
 NETWORK = "10.77.0"  # in the outer namespace only
 PORT = 29500
-TOOLS = ("unshare", "setpriv", "ip", "tc", "mount", "sh")
+TOOLS = ("unshare", "setpriv", "ip", "tc", "mount", "sh", "hostname", "sysctl")
 MARK_OF_LOSS = "emulate_machines:"
 
 
@@ -39,9 +39,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="processes on each machine (default 1)")
     parser.add_argument(
         "--slow-link",
-        metavar="RATE",
+        metavar="RATE[,RATE...]",
         default="1gbit",
-        help="bandwidth of each machine's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit)",
+        help="bandwidth of each machine's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit); or one "
+        "for each machine: 1gbit,100mbit",
     )
     parser.add_argument(
         "--lose",
@@ -54,8 +55,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not 1 <= args.machines <= 64 or args.ranks < 1:
         parser.error("--machines must be 1 to 64, and --ranks at least 1")
-    if not re.fullmatch(r"\d+(\.\d+)?[kmg]?(bit|bps)", args.slow_link):
+    args.rates = args.slow_link.split(",")
+    if not all(re.fullmatch(r"\d+(\.\d+)?[kmg]?(bit|bps)", rate) for rate in args.rates):
         parser.error(f"--slow-link must be a rate of tc, such as 100mbit or 1gbit, not {args.slow_link!r}")
+    args.rates *= args.machines if len(args.rates) == 1 else 1
+    if len(args.rates) != args.machines:
+        parser.error(f"--slow-link names {len(args.rates)} rates for {args.machines} machines")
     if args.lost_machine is None:
         args.lost_machine = args.machines - 1
     if not 0 <= args.lost_machine < args.machines:
@@ -68,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def outer_namespace() -> list[str]:
     """The words before a command that start it as the first process of a network of its own.
 
-    ``setpriv`` and ``--kill-child``: if this process is killed, so is that first process, and with it everything inside.
+    ``setpriv`` and ``--kill-child``: if this process is killed, so is that first process, and with it all others.
     """
     words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
     words += ["--mount-proc", "--kill-child=KILL"]
@@ -80,7 +85,9 @@ def why_not() -> str:
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"not installed: {', '.join(missing)} (packages util-linux and iproute2)"
     tried = "mount -t tmpfs machines /run && ip link add bridge type bridge && ip netns add m && "
-    tried += "ip link add v type veth peer name eth0 netns m && tc qdisc add dev v root tbf rate 1gbit burst 1mb latency 1s"
+    tried += (
+        "ip link add v type veth peer name eth0 netns m && tc qdisc add dev v root tbf rate 1gbit burst 1mb latency 1s"
+    )
     done = subprocess.run([*outer_namespace(), "sh", "-c", tried], capture_output=True, text=True)
     return f"network namespaces are not permitted here: {done.stderr.strip()}" if done.returncode else ""
 
@@ -120,10 +127,10 @@ class Machines:
         _do("ip link add bridge type bridge")
         _do("ip link set bridge up")
         hosts = ["127.0.0.1 localhost"]
-        # The token bucket holds what a rate of 10 Gbit/s sends in a tick of the kernel.
-        slow = f"root tbf rate {args.slow_link} burst 1500kb latency 200ms"
         for number in range(args.machines):
             name, link = f"machine-{number}", f"link{number}"
+            # The bucket holds two of the packets that TCP hands to a link at once.
+            slow = f"root tbf rate {args.rates[number]} burst 128kb latency 200ms"
             hosts.append(f"{NETWORK}.{number + 1} {name}")
             _do(f"ip netns add {name}")
             _do(f"ip link add {link} type veth peer name eth0 netns {name}")
@@ -132,6 +139,8 @@ class Machines:
             _do(f"ip -n {name} addr add {NETWORK}.{number + 1}/24 dev eth0")
             _do(f"ip -n {name} link set eth0 up")
             _do(f"tc qdisc add dev {link} {slow}")
+            # As docs/CLUSTERS.md advises: torchrun waits for a machine that is cut off until the kernel gives up.
+            _do(f"ip netns exec {name} sysctl -qw net.ipv4.tcp_retries2=6")
             _do(f"tc -n {name} qdisc add dev eth0 {slow}")
         Path("/run/hosts").write_text("\n".join(hosts) + "\n")
         _do("mount --bind /run/hosts /etc/hosts")

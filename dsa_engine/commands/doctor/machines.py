@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 import triton
 
-import dsa_engine
 from dsa_engine.checkpoint.index import fingerprint
 from dsa_engine.commands.doctor.finding import NotHere, Unwell
 from dsa_engine.engine.agreement import MODEL_FILES
+from dsa_engine.errors import CheckpointError
+from dsa_engine.kernels.runtime.error_line import error_line
+from dsa_engine.model_folder import resolve_model
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.group import Group
 from dsa_engine.version import __version__
@@ -31,6 +33,7 @@ _CLOCK_S = 1.0  # clocks that differ by more are a finding: the lines of several
 _CLOCK_ROUNDS = 5
 _PAIR_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # bytes of one transfer between two machines
 _SLOW = 0.5  # part of the best machine's bandwidth below which a machine is odd
+_MISSING = "no folder"
 _LINKS_S = 60.0  # longest wait of a transfer
 
 ByRank = Sequence[Mapping[str, str]]
@@ -40,7 +43,8 @@ def machine_checks(model: str | None) -> dict[str, Callable[[Mesh], str]]:
     """The checks by name, in their order.
 
     Args:
-        model: a model folder that every machine must have; None: only the package's own files are compared.
+        model: a model that every machine must have, named as for other commands; None: only the package's own files
+            are compared.
     """
     return {
         "machines": check_software,
@@ -100,14 +104,14 @@ def check_clocks(mesh: Mesh) -> str:
 
 def check_files(mesh: Mesh, model: str | None) -> str:
     """Compares the package's source, and the files of a model folder as the engine does when it starts."""
-    mine = {"the source of dsa_engine": _digest(sorted(Path(dsa_engine.__file__).parent.rglob("*.py")))}
+    mine = {"the source of dsa_engine": _digest(sorted(Path(__file__).parents[2].rglob("*.py")))}
     if model is not None:
-        mine |= _model_facts(Path(model))
+        mine |= _model_facts(model)
     found = _gather(mesh, mine)
     if different := odd_ones(found, host_names(mesh)):
         raise Unwell("; ".join(different), "install the same package and the same model files on all machines")
-    if missing := [name for name, text in mine.items() if text == "no such folder"]:
-        raise Unwell(f"{missing[0]} is on no machine", "name a folder that every machine can read")
+    if missing := [text for text in mine.values() if text.startswith(_MISSING)]:
+        raise Unwell(f"on no machine: {missing[0]}", "name a folder that every machine can read")
     return f"all machines have the same: {', '.join(mine)}" + ("" if model else " (--model DIR compares a model too)")
 
 
@@ -128,16 +132,13 @@ def check_links_between(mesh: Mesh) -> str:
     found, names = _gather(mesh, mine), host_names(mesh)
     rates = [{int(to): float(rate) for to, rate in found[rank].items()} for rank in firsts]
     hosts = [names[rank] for rank in firsts]
-    slow = slow_machines({hosts[number]: list(of_machine.values()) for number, of_machine in rates.items()})
-    if slow:
+    by_pair = {(a, b): rate for a, to in enumerate(rates) for b, rate in to.items() if a < b}
+    (a, b), worst = min(by_pair.items(), key=lambda pair: pair[1])
+    best = max(by_pair.values())
+    if slow := slow_machines({host: list(to.values()) for host, to in zip(hosts, rates, strict=True)}):
         seen = ", ".join(f"{name}: no link above {rate / 1e9:.3g} GB/s" for name, rate in slow.items())
-        best = max(max(of_machine.values()) for of_machine in rates.values())
-        raise Unwell(
-            f"{seen}; other machines reach {best / 1e9:.3g} GB/s", "look at its network card, cable and switch port"
-        )
-    pairs_rates = {(a, b): rate for a, to in rates.items() for b, rate in to.items() if a < b}
-    (a, b), worst = min(pairs_rates.items(), key=lambda pair: pair[1])
-    best = max(pairs_rates.values())
+        advice = "look at its network card, cable and switch port"
+        raise Unwell(f"{seen}; others reach {best / 1e9:.3g} GB/s", advice)
     return f"{best / 1e9:.3g} GB/s at best, {worst / 1e9:.3g} GB/s at worst ({hosts[a]} and {hosts[b]})"
 
 
@@ -204,14 +205,16 @@ def _digest(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _model_facts(folder: Path) -> dict[str, str]:
-    if not folder.is_dir():
-        return {str(folder): "no such folder"}
-    facts = {name: _digest([folder / name]) if (folder / name).is_file() else "not there" for name in MODEL_FILES}
+def _model_facts(model: str) -> dict[str, str]:
+    weights = f"the weights of {model}"
     try:
-        return facts | {f"the weights in {folder}": fingerprint(folder)}
-    except OSError as error:
-        return facts | {f"the weights in {folder}": str(error)}
+        folder = resolve_model(model)
+        if not folder.is_dir():
+            return {weights: f"{_MISSING} {folder}"}
+        facts = {name: _digest([folder / name]) if (folder / name).is_file() else "none" for name in MODEL_FILES}
+        return facts | {weights: fingerprint(folder)}
+    except (OSError, CheckpointError) as error:
+        return {weights: f"{_MISSING} or not readable: {error_line(error, 200)}"}
 
 
 def _driver() -> str:

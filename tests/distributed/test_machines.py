@@ -117,7 +117,7 @@ def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Em
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_behind(number: signal.Signals, emulate: Emulate) -> None:
+def test_no_process_remains(number: signal.Signals, emulate: Emulate) -> None:
     """The processes inside hold the script's output open, so its end is theirs."""
     options = ["--seq-len", 256, "--repeat", 100_000, "--device", "cpu", "--warmup", 0]
     process = start("--", "scripts/bench_prefill.py", *options)

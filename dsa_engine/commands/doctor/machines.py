@@ -78,8 +78,8 @@ def check_software(mesh: Mesh) -> str:
         }
     else:
         mine["processor"] = platform.machine()
-    found = _gather(mesh, mine)
-    if different := odd_ones(found, host_names(mesh)):
+    by_rank = _gather(mesh, mine)
+    if different := odd_ones(by_rank, host_names(mesh)):
         raise Unwell("; ".join(different), "make the environments of all machines the same")
     return f"{len(set(host_names(mesh)))} machine(s) are alike in {', '.join(mine)}"
 
@@ -107,8 +107,8 @@ def check_files(mesh: Mesh, model: str | None) -> str:
     mine = {"the source of dsa_engine": _digest(sorted(Path(__file__).parents[2].rglob("*.py")))}
     if model is not None:
         mine |= _model_facts(model)
-    found = _gather(mesh, mine)
-    if different := odd_ones(found, host_names(mesh)):
+    by_rank = _gather(mesh, mine)
+    if different := odd_ones(by_rank, host_names(mesh)):
         raise Unwell("; ".join(different), "install the same package and the same model files on all machines")
     if missing := [text for text in mine.values() if text.startswith(_MISSING)]:
         raise Unwell(f"on no machine: {missing[0]}", "name a folder that every machine can read")
@@ -129,8 +129,8 @@ def check_links_between(mesh: Mesh) -> str:
                 peer = firsts[high] if mesh.rank == firsts[low] else firsts[low]
                 mine[str(mesh.machines[peer])] = repr(_rate(group, mesh.rank, peer, mesh.device))
         mesh.all_gather_int(0)
-    found, names = _gather(mesh, mine), host_names(mesh)
-    rates = [{int(to): float(rate) for to, rate in found[rank].items()} for rank in firsts]
+    by_rank, names = _gather(mesh, mine), host_names(mesh)
+    rates = [{int(to): float(rate) for to, rate in by_rank[rank].items()} for rank in firsts]
     hosts = [names[rank] for rank in firsts]
     by_pair = {(a, b): rate for a, to in enumerate(rates) for b, rate in to.items() if a < b}
     (a, b), worst = min(by_pair.items(), key=lambda pair: pair[1])
@@ -165,7 +165,7 @@ def odd_ones(by_rank: ByRank, hosts: Sequence[str]) -> list[str]:
     sentences = []
     for name in dict.fromkeys(name for facts in by_rank for name in facts):
         texts = [facts.get(name, "not known") for facts in by_rank]
-        (usual, times), *others = Counter(texts).most_common()
+        (usual, times), *others = sorted(Counter(texts).items(), key=lambda pair: -pair[1])
         if not others:
             continue
         odd: dict[str, str] = {}
@@ -178,9 +178,9 @@ def odd_ones(by_rank: ByRank, hosts: Sequence[str]) -> list[str]:
 
 
 def _gather(mesh: Mesh, mine: Mapping[str, str]) -> list[dict[str, str]]:
-    found: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(found, dict(mine))
-    return found
+    by_rank: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(by_rank, dict(mine))
+    return by_rank
 
 
 def _rate(group: Group, rank: int, peer: int, device: torch.device) -> float:

@@ -229,5 +229,7 @@ def test_recipes_for_clusters(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     COMMANDS["serve"].add_arguments(parser)
     assert parser.parse_args(parsed.training_script_args[1:]).model_tag == "/srv/DeepSeek-V3.2"
-    for name, options in [pair for file in CLUSTERS.iterdir() for pair in command_lines(f"```\n{file.read_text()}\n```")]:
+    for name, options in [
+        pair for file in CLUSTERS.iterdir() for pair in command_lines(f"```\n{file.read_text()}\n```")
+    ]:
         assert set(options) <= options_of(name), name

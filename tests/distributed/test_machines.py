@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,8 +112,10 @@ def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Em
     assert f"machine-{lost} is lost ({how})" in done.stdout
     if lost == 1:
         assert "machine-0: [rank 0] no word from rank 1" in done.stdout
-    else:
-        assert "machine-1: [rank 1] ends, because its peers and the store of the run are gone" in done.stdout
+    else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
+        reason = "its peers and the store of the run are gone"
+        reason += "|Connection was likely closed|RendezvousConnectionError" if how == "kill" else ""
+        assert re.search(f"machine-1: .*({reason})", done.stdout), done.stdout
 
 
 @pytest.mark.slow

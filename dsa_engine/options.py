@@ -147,6 +147,11 @@ class EngineOptions(Options):
         help="default: the model's",
     )
     max_num_seqs: int = option(POSITIVE_INT, 64, "maximum number of requests that run at once.")
+    stream_interval: int = option(
+        POSITIVE_INT,
+        1,
+        "tokens that a piece of a stream waits for, after the first token; more of them cost the host less.",
+    )
     max_num_batched_tokens: int = option(
         POSITIVE_INT,
         8192,

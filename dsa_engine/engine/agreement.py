@@ -21,7 +21,7 @@ from dsa_engine.version import __version__
 _MAY_DIFFER = ("model", "device", "progress", "trust_remote_code")
 _FOLLOWS = "follow"  # the text of a rank that makes no calls
 # Files of a model folder, beside its weights, that affect results.
-_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def start_facts(folder: Path, options: EngineOptions) -> dict[str, str]:
@@ -33,7 +33,7 @@ def start_facts(folder: Path, options: EngineOptions) -> dict[str, str]:
             facts["expert_loads"] = _content(value.expert_loads)
         elif name not in _MAY_DIFFER:
             facts[name] = json.dumps(value, sort_keys=True, default=_plain)
-    for name in _FILES:
+    for name in MODEL_FILES:
         facts[name] = _content(folder / name)
     if options.load_format != "dummy":
         facts["the checkpoint's files"] = fingerprint(folder)

@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="requests that the engine runs at a time")
     parser.add_argument("--requests", type=int, default=128, help="requests of a round")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of an output on average: 3/4 to 5/4 of it")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a piece of a stream")
     parser.add_argument("--repeat", type=int, default=10, help="rounds, after one that is not counted")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_json_argument(parser)

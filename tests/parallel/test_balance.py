@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -58,9 +59,9 @@ PUBLISHED_MEASURED = ((1.0551, 1.0362, 1.0938, 1.1018), (1.0633, 1.0554, 1.0584,
 @pytest.mark.parametrize("layer", [0, 1])
 def test_never_worse_on_measured_loads(layer: int) -> None:
     for published, shape in zip(PUBLISHED_MEASURED[layer], MEASURED_SHAPES, strict=True):
-        found = imbalance(MEASURED[layer], balance_layer(MEASURED[layer], *shape))
-        print(f"{shape}: {found:.4f}, published {published}")
-        assert found < published
+        ours = imbalance(MEASURED[layer], balance_layer(MEASURED[layer], *shape))
+        print(f"{shape}: {ours:.4f}, published {published}")
+        assert ours < published
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -75,6 +76,18 @@ def test_64_replicas_even_out_a_zipf_load() -> None:
         loads = LOADS[name]
         assert imbalance(loads, [range(first, first + 4) for first in range(0, EXPERTS, 4)]) > 2
         assert imbalance(loads, balance_layer(loads, 320, 1, 1, 64)) < 1.003
+
+
+def test_the_table_of_docs_running() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "RUNNING.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.partition("| loads | in order |")[2].splitlines()[2:5]]
+    loads = {"Zipf, exponent 0.5": zipf(0.5), "exponential": LOADS["exponential"], "Zipf, exponent 1": LOADS["zipf 1"]}
+    assert [row[0] for row in rows] == list(loads)
+    for name, *shown in rows:
+        plans = [[range(first, first + 4) for first in range(0, EXPERTS, 4)]]
+        plans += [balance_layer(loads[name], EXPERTS + replicas, 1, 1, 64) for replicas in (0, 16, 32, 64)]
+        plans.append(balance_layer(loads[name], EXPERTS + 64, 8, 8, 64))
+        assert shown == [f"{imbalance(loads[name], plan):.2f}" for plan in plans], name
 
 
 @st.composite

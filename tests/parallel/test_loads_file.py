@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from dsa_engine.engine.agreement import start_facts
 from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
@@ -144,3 +146,14 @@ def test_options_that_do_not_fit(world: int, options: dict[str, Any], message: s
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelConfig(**options)
+
+
+def test_ranks_compare_the_content_and_not_the_path(tmp_path: Path) -> None:
+    """Machines may have the file in different folders."""
+    facts = []
+    for name, load in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        path = tmp_path / name
+        ExpertLoads("m", (3,), ((1.0, load),)).write(path)
+        options = EngineOptions("m", load_format="dummy", parallel=ParallelConfig(expert_loads=path))
+        facts.append(start_facts(tmp_path, options))
+    assert facts[0] == facts[1] and {key for key in facts[0] if facts[0][key] != facts[2][key]} == {"expert_loads"}

@@ -19,6 +19,7 @@ vectors differ from processor to processor in their last bits.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
@@ -91,7 +92,7 @@ def balance_layer(loads: Sequence[float], replicas: int, groups: int, nodes: int
     _swap(swapped, of_groups)
 
     def plan(packed: Bins, published: bool = False) -> tuple[float, Bins]:
-        within = [[group * size + i for group in sorted(node) for i in range(size)] for node in packed]
+        within = [[group * size + i for group in node for i in range(size)] for node in packed]
         held = [*chain(*(_placed(loads, node, sizes, published) for node in within))]
         return imbalance(loads, held), held
 
@@ -123,9 +124,10 @@ def _placed(loads: Sequence[float], experts: Sequence[int], sizes: Sequence[int]
     more, mean = sum(sizes) - len(experts), math.fsum(loads[expert] for expert in experts) / len(sizes)
     best: tuple[float, Bins] | None = None
     for limit in _LIMITS[:1] if published or not more else _LIMITS:
-        counts = _replicated(loads, experts, more, more + 1 if published else len(sizes), limit * mean)
+        items = _replicated(loads, experts, more, more + 1 if published else len(sizes), limit * mean)
+        counts = Counter(items)
         shared = [load / counts.get(expert, 1) for expert, load in enumerate(loads)]
-        packed = _packed(shared, [expert for expert in experts for _ in range(counts[expert])], sizes, published)
+        packed = _packed(shared, items, sizes, published)
         if not published:
             _swap(packed, shared)
         largest = max(math.fsum(shared[expert] for expert in one) for one in packed)
@@ -139,8 +141,8 @@ def _placed(loads: Sequence[float], experts: Sequence[int], sizes: Sequence[int]
 
 def _replicated(
     loads: Sequence[float], experts: Sequence[int], more: int, maximum: int, limit: float
-) -> dict[int, int]:
-    """Number of replicas of each expert, ``more`` than experts in all.
+) -> list[int]:
+    """The experts, then the experts of ``more`` replicas.
 
     Args:
         maximum: number of replicas of an expert.
@@ -155,11 +157,12 @@ def _replicated(
 
     heap = [key(expert) for expert in experts]
     heapify(heap)
+    items = list(experts)
     for _ in range(more):
-        expert = heap[0][2]
+        items.append(expert := heap[0][2])
         counts[expert] += 1
         heapreplace(heap, key(expert))
-    return counts
+    return items
 
 
 def _packed(loads: Sequence[float], items: Sequence[int], sizes: Sequence[int], twice: bool = False) -> Bins:
@@ -172,7 +175,7 @@ def _packed(loads: Sequence[float], items: Sequence[int], sizes: Sequence[int], 
     bins: Bins = [[] for _ in sizes]
     total = [0.0] * len(sizes)
     room = [(0.0, i) for i, size in enumerate(sizes) if size]  # a heap: the bins that are not full
-    for item in sorted(items, key=lambda item: (-loads[item], item)):
+    for item in sorted(items, key=lambda item: -loads[item]):
         passed = []
         while room and not twice and item in bins[room[0][1]]:
             passed.append(heappop(room)[1])

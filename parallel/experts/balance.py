@@ -139,9 +139,7 @@ def _placed(loads: Sequence[float], experts: Sequence[int], sizes: Sequence[int]
     return [sorted(one) for one in best[1]]
 
 
-def _replicated(
-    loads: Sequence[float], experts: Sequence[int], more: int, maximum: int, limit: float
-) -> list[int]:
+def _replicated(loads: Sequence[float], experts: Sequence[int], more: int, maximum: int, limit: float) -> list[int]:
     """The experts, then the experts of ``more`` replicas.
 
     Args:

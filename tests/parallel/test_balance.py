@@ -70,6 +70,21 @@ def test_never_worse_than_the_published_planner(name: str) -> None:
         assert imbalance(LOADS[name], balance_layer(LOADS[name], *shape)) <= published + 5e-5, shape
 
 
+@pytest.mark.parametrize(
+    ("loads", "shape", "published"),
+    [
+        ([14, 0, 0, 12, 16, 16, 17, 0], (12, 2, 2, 4), 4 / 3),
+        ([6, 11, 0, 0, 12, 18, 12, 0, 9, 3, 9, 0], (16, 4, 2, 8), 1.2),
+        ([2, 1, 1, 1, 0, 0, 1, 10], (12, 1, 1, 4), 1.0),
+    ],
+)
+def test_the_published_plan_counts_where_it_is_better(
+    loads: list[float], shape: tuple[int, int, int, int], published: float
+) -> None:
+    """Groups packed by swaps, and at most one replica on a device, would give 1.733, 1.5 and 1.125."""
+    assert imbalance(loads, balance_layer(loads, *shape)) <= published + 1e-9
+
+
 def test_64_replicas_even_out_a_zipf_load() -> None:
     """256 experts on 64 ranks: the busiest rank falls from more than ten times the mean to the mean."""
     for name in ("zipf 1", "zipf 0.7", "zipf 1.3", "exponential"):

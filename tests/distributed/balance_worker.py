@@ -1,7 +1,8 @@
 """Skewed routing with experts in order, then with replicas by the loads that were counted: balance_worker.py FOLDER.
 
 Every rank stores, of both runs: the tokens of all requests, and in each layer the logical experts that its own tokens
-chose, the number of pairs that it served, and the experts of all ranks.
+chose and how many of these choices each rank must serve, the number of pairs that it served, and the experts of all
+ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +29,20 @@ class Counted:
         self.parallel, self.experts = layer.expert_parallel, layer.experts
         self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
         self.served = 0
+        self.sent = [0] * self.parallel.placement.ranks
         layer.expert_parallel, layer.experts = self, self  # type: ignore[assignment]
 
     def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor, *more: Any) -> Dispatch:
         self.chosen += experts[experts >= 0].bincount(minlength=len(self.chosen))
+        self._predict(experts.tolist())
         return self.parallel.dispatch(tokens, experts, *more)
+
+    def _predict(self, rows: list[list[int]]) -> None:
+        """The rank of each choice by the formula of choose_replicas, in floating point."""
+        replicas, rank_of = self.parallel.placement.replicas(), self.parallel.placement.rank_of.tolist()
+        for number, row in enumerate(rows, self.parallel.group.index):
+            for own in (replicas[expert] for expert in row if expert >= 0):
+                self.sent[rank_of[own[int(number * 2**0.5 % 1 * len(own))]]] += 1
 
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         self.served += int((received.experts >= 0).sum())
@@ -56,6 +66,7 @@ def run(**options: Any) -> tuple[LLM, dict[str, Any]]:
         "tokens": [out.token_ids for out in outs],
         "chosen": torch.stack([one.chosen for one in counted]),
         "served": [one.served for one in counted],
+        "sent": [one.sent for one in counted],
         "held": [one.parallel.placement.held for one in counted],
     }
 

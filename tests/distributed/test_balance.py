@@ -25,6 +25,8 @@ def test_the_busiest_rank_serves_what_the_plan_says(
         assert loads == later, "the same routing"
         was, now = ([rank["served"][layer] for rank in run] for run in (before, after))
         assert sum(was) == sum(now) == sum(loads), "every pair is served once"
+        for served, run in ((was, before), (now, after)):
+            assert served == [sum(to_rank) for to_rank in zip(*(rank["sent"][layer] for rank in run), strict=True)]
         assert was == [sum(loads[expert] for expert in held) for held in in_order]
         assert all(rank["held"][layer] == planned for rank in after) and [len(held) for held in planned] == [8] * 4
         predicted = imbalance(loads, in_order) / imbalance(loads, planned)

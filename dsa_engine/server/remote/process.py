@@ -24,6 +24,7 @@ from dsa_engine.server.run import HttpServer
 from dsa_engine.system.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
+_ENGINE_ENDED = 1  # exit status; the process has said so
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -33,6 +34,9 @@ class HttpProcess:
     Args:
         llm: on several ranks, all others follow.
         bound: a socket of :func:`.listen.bind`, which is closed here.
+
+    Attributes:
+        pid: of the process.
     """
 
     def __init__(self, llm: LLM, options: ServerOptions, bound: socket.socket):
@@ -44,6 +48,7 @@ class HttpProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, *map(str, handles)], pass_fds=handles, start_new_session=True
             )
+        self.pid = self._process.pid
         self._relay = Relay(llm, own)
 
     def wait(self) -> int:
@@ -54,7 +59,10 @@ class HttpProcess:
 
         before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
         try:
-            return self._process.wait()
+            status = self._process.wait()
+            if status not in (0, _ENGINE_ENDED):
+                logger.error("the process of the HTTP server has ended with status %d", status)
+            return status
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -73,7 +81,7 @@ def main(listening: int, engine: int) -> None:
     client = EngineClient(connection)
     http = HttpServer(Server(client, options), socket.socket(fileno=listening))
     http.run()
-    sys.exit(1 if http.failed else 0)
+    sys.exit(_ENGINE_ENDED if http.failed else 0)
 
 
 if __name__ == "__main__":

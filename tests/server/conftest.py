@@ -58,9 +58,9 @@ class Running(httpx.Client):
 
 @contextmanager
 def running(llm: LLM, **options: Any) -> Iterator[Running]:
-    ends = Pipe()
-    relay = Relay(llm, ends[0])
-    client = EngineClient(ends[1])
+    own, other = Pipe()
+    relay = Relay(llm, own)
+    client = EngineClient(other)
     http = HttpServer(Server(client, ServerOptions(port=0, **options)), bind("127.0.0.1", 0))
     thread = threading.Thread(target=http.run)
     thread.start()

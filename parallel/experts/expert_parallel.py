@@ -24,6 +24,7 @@ from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
+from dsa_engine.parallel.experts.by_machine import ByMachineDispatch, MachineGroups
 from dsa_engine.parallel.experts.dispatch import Dispatch, NoDispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
@@ -35,11 +36,13 @@ class ExpertParallel:
     Attributes:
         group: the ranks that hold the experts.
         placement: the experts of each rank.
+        machines: the groups inside and between machines; None: tokens do not travel by machine.
         even: spread choices evenly over the ranks instead of routing them (:meth:`.mesh.Mesh.even_routing`).
     """
 
-    def __init__(self, group: Group, placement: ExpertPlacement):
+    def __init__(self, group: Group, placement: ExpertPlacement, machines: MachineGroups | None = None):
         self.group = group
+        self.machines = machines
         self.placement = placement
         self.even = False
 
@@ -62,7 +65,7 @@ class ExpertParallel:
         Args:
             experts: logical experts, int32; −1 is no expert.
             weights: ``[T, k]`` float32.
-            method: "all_to_all" or "all_gather".
+            method: "all_to_all", "all_gather" or "by_machine".
             max_tokens: the largest token count of a rank of the group.
             max_pairs: bound on the token-expert pairs that a rank serves in a round
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
@@ -73,6 +76,8 @@ class ExpertParallel:
             return NoDispatch(Received(tokens, experts, weights, 1.0))
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
+        if method == "by_machine" and self.machines is not None:
+            return self._by_machine(tokens, experts, weights, max_pairs, self.machines)
         if method == "all_to_all":
             return self._all_to_all(tokens, experts, weights, max_pairs)
         raise ValueError(f"there is no dispatch {method!r}")
@@ -102,9 +107,7 @@ class ExpertParallel:
         Args:
             sent: int32 ``[rounds, size, 2]``.
         """
-        received = self.group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
-        both = download(torch.stack((sent, received), dim=1))()
-        return [_recv_plan(*one) for one in both]
+        return _exchanged(self.group, sent)
 
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
@@ -143,6 +146,46 @@ class ExpertParallel:
             plans = self.exchange_rounds(counts)
         return AllToAllDispatch(group, self.placement, tokens, experts, weights, source, choice_rows, plans)
 
+    def _by_machine(
+        self,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        max_pairs: int,
+        groups: MachineGroups,
+    ) -> Dispatch:
+        placement, rank, size, k = self.placement, self.group.index, self.group.size, experts.shape[1]
+        machine, rail = groups.machine, groups.rail
+        on_rail = SendPlan.of(experts, placement.rank_of.new_tensor(groups.peers)[placement.rank_of.long()], size)
+        final = SendPlan.of(experts, placement.rank_of, size)
+        sent = torch.cat((final.counts, on_rail.counts[:, :1]), dim=1)
+        by_pair = self.group.all_gather(sent).view(size, size, 3)  # from, to
+        # Rows inside the machine come from the rank that took them off the rail.
+        takers = torch.tensor(groups.takers, device=sent.device)
+        inside = torch.zeros_like(by_pair[..., 0]).index_add_(0, takers, by_pair[..., 0])
+        largest = by_pair[..., 1].sum(dim=0, dtype=torch.int32).amax()
+        parts = (on_rail.counts[:, 0], by_pair[:, rank, 2], inside[rank], inside[:, rank], by_pair[:, rank, 1])
+        *rows, most = download(torch.cat((*parts, largest[None])))()
+        there, here, passed, taken, served = (rows[i * size : (i + 1) * size] for i in range(5))
+        rounds = rounds_needed(most, max_pairs, machine.size, k)
+        whole = RecvPlan([passed[r] for r in machine.ranks], [taken[r] for r in machine.ranks], sum(served))
+
+        def start(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Dispatch:
+            place = placement.rank_of.new_tensor(groups.places)[placement.rank_of.long()]
+            plan = SendPlan.of(experts, place, machine.size)
+            count = sum(whole.send)
+            if rounds == 1:
+                source, choice_rows, plans = plan.order.tokens[:count], plan.order.pair_rows, [whole]
+            else:
+                source, choice_rows, counts = in_rounds(plan, count, rounds)
+                plans = _exchanged(machine, counts)
+            return AllToAllDispatch(machine, placement, tokens, experts, weights, source, choice_rows, plans, rank)
+
+        send, receive = ([counts[r] for r in rail.ranks] for counts in (there, here))
+        return ByMachineDispatch(
+            rail, tokens, experts, weights, on_rail.order, start, send, receive, rounds, placement.experts
+        )
+
     def _all_gather(
         self,
         tokens: torch.Tensor,
@@ -162,6 +205,12 @@ class ExpertParallel:
             return parts_of(self.count_served(received.experts, together), together, rows, max_pairs)
 
         return AllGatherDispatch(group, self.gather(tokens, experts, weights, max_tokens), parts, count)
+
+
+def _exchanged(group: Group, sent: torch.Tensor) -> list[RecvPlan]:
+    received = group.all_to_all(sent.transpose(0, 1).contiguous()).transpose(0, 1)
+    both = download(torch.stack((sent, received), dim=1))()
+    return [_recv_plan(*one) for one in both]
 
 
 def _recv_plan(sent: list[list[int]], received: list[list[int]]) -> RecvPlan:

@@ -8,4 +8,5 @@
 
 from typing import Literal
 
-MoeDispatch = Literal["all_to_all", "all_gather", "by_machine"]
+MoeDispatch = Literal["all_to_all", "all_gather"]  # what the options offer
+DispatchMethod = Literal[MoeDispatch, "by_machine"]  # no mesh makes the groups of "by_machine" yet

@@ -31,11 +31,11 @@ def rails_of(machines: Sequence[int]) -> list[list[int]]:
     """The ranks of each rail: there are as many rails as the smallest machine has ranks, and each machine has a rank in
     every rail."""
     count = min(Counter(machines).values())
-    places: Counter[int] = Counter()
+    taken: Counter[int] = Counter()
     rails: list[list[int]] = [[] for _ in range(count)]
     for rank, machine in enumerate(machines):
-        rails[places[machine] % count].append(rank)
-        places[machine] += 1
+        rails[taken[machine] % count].append(rank)
+        taken[machine] += 1
     return rails
 
 
@@ -77,7 +77,7 @@ class MachineGroups:
         return [peers_of(rank, self.machines)[home] for rank in range(len(self.machines))]
 
     @property
-    def places(self) -> list[int]:
+    def inner_ranks(self) -> list[int]:
         """By rank, its index in this machine, −1 for those of others."""
         return [self.machine.ranks.index(r) if r in self.machine.ranks else -1 for r in range(len(self.machines))]
 

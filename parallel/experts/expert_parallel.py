@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens
 from dsa_engine.kernels.runtime.transfer import download
-from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
 from dsa_engine.parallel.experts.by_machine import ByMachineDispatch, MachineGroups
@@ -56,7 +56,7 @@ class ExpertParallel:
         tokens: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
-        method: MoeDispatch,
+        method: DispatchMethod,
         max_tokens: int,
         max_pairs: int = sys.maxsize,
     ) -> Dispatch:
@@ -165,14 +165,14 @@ class ExpertParallel:
         inside = torch.zeros_like(by_pair[..., 0]).index_add_(0, takers, by_pair[..., 0])
         largest = by_pair[..., 1].sum(dim=0, dtype=torch.int32).amax()
         parts = (on_rail.counts[:, 0], by_pair[:, rank, 2], inside[rank], inside[:, rank], by_pair[:, rank, 1])
-        *rows, most = download(torch.cat((*parts, largest[None])))()
+        *rows, busiest = download(torch.cat((*parts, largest[None])))()
         there, here, passed, taken, served = (rows[i * size : (i + 1) * size] for i in range(5))
-        rounds = rounds_needed(most, max_pairs, machine.size, k)
+        rounds = rounds_needed(busiest, max_pairs, machine.size, k)
         whole = RecvPlan([passed[r] for r in machine.ranks], [taken[r] for r in machine.ranks], sum(served))
 
         def start(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Dispatch:
-            place = placement.rank_of.new_tensor(groups.places)[placement.rank_of.long()]
-            plan = SendPlan.of(experts, place, machine.size)
+            inner = placement.rank_of.new_tensor(groups.inner_ranks)[placement.rank_of.long()]
+            plan = SendPlan.of(experts, inner, machine.size)
             count = sum(whole.send)
             if rounds == 1:
                 source, choice_rows, plans = plan.order.tokens[:count], plan.order.pair_rows, [whole]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dsa_engine.parallel.collective_log import CollectiveLog
-from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.by_machine import MachineGroups, peers_of, rails_of
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
@@ -47,7 +47,7 @@ def test_equal_to_all_to_all(machines: tuple[int, ...], max_pairs: int) -> None:
         )
         placement = ExpertPlacement.contiguous(EXPERTS, size, torch.device("cpu"))
         parallel, results, slow = ExpertParallel(world, placement, groups), [], []
-        methods: tuple[MoeDispatch, ...] = ("all_to_all", "by_machine")
+        methods: tuple[DispatchMethod, ...] = ("all_to_all", "by_machine")
         for method in methods:
             world.log = log = groups.machine.log = groups.rail.log = CollectiveLog()
             dispatch = parallel.dispatch(*inputs(world.index), method, 12, max_pairs)

@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.experts import DispatchMethod
-from dsa_engine.parallel.experts.by_machine import MachineGroups, peers_of, rails_of
+from dsa_engine.parallel.experts.by_machine import MachineGroups
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.traffic import peers_of, rails_of
 from dsa_engine.parallel.group import Group
 from gloo_ranks import gloo_group, on_ranks
 

@@ -9,7 +9,7 @@ import torch
 
 from dsa_engine.measure.emulation.assigned_experts import AssignedExperts
 from dsa_engine.measure.emulation.stand_ins import stand_in
-from dsa_engine.parallel.experts import DispatchMethod
+from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.all_to_all import RecvPlan
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
@@ -37,7 +37,7 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         tokens: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
-        method: DispatchMethod,
+        method: MoeDispatch,
         max_tokens: int,
         max_pairs: int = sys.maxsize,
     ) -> Dispatch:

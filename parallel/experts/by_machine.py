@@ -14,7 +14,6 @@ number of rounds does not change a bit.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +23,7 @@ import torch
 from dsa_engine.parallel.experts.all_to_all import RecvPlan, Rounds, SendPlan
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
 from dsa_engine.parallel.experts.placement import ExpertPlacement
-from dsa_engine.parallel.experts.traffic import peers_of, rails_of
+from dsa_engine.parallel.experts.traffic import largest_groups, peers_of
 from dsa_engine.parallel.group import Group
 
 
@@ -64,8 +63,7 @@ class MachineTables:
         self.inner = rank_of.new_tensor(inner)[rank_of.long()]
         self.takers = rank_of.new_tensor([peers_of(rank, machines)[home] for rank in ranks])
         self.whole = ExpertPlacement([range(placement.physical)], rank_of.device)
-        self.largest_rail = max(map(len, rails_of(machines)))
-        self.largest_machine = max(Counter(machines).values())
+        self.largest_rail, self.largest_machine = largest_groups(machines)
 
 
 class Way(NamedTuple):

@@ -61,6 +61,11 @@ def rails_of(machines: Sequence[int]) -> list[list[int]]:
     return rails
 
 
+def largest_groups(machines: Sequence[int]) -> tuple[int, int]:
+    """Number of ranks of the largest rail, and of the largest machine."""
+    return max(map(len, rails_of(machines))), max(Counter(machines).values())
+
+
 def peers_of(rank: int, machines: Sequence[int]) -> dict[int, int]:
     """By machine, the rank that takes the tokens of ``rank`` there: one of its rail; ``rank`` itself at home."""
     (rail,) = [rail for rail in rails_of(machines) if rank in rail]

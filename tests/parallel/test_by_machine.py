@@ -162,17 +162,17 @@ def test_skew_costs_rounds_and_no_memory(machines: tuple[int, ...]) -> None:
         for max_pairs in bounds:
             log.collectives.clear()
             dispatched = sums(parallel, "by_machine", skewed, max_pairs)
-            rows = [one.received for one in log.collectives if one.kind == "all_to_all" and one.asynchronous]
-            results.append((*dispatched, max(sum(of) for of in rows) // row.back))
+            brought = [one.received for one in log.collectives if one.kind == "all_to_all" and one.asynchronous]
+            results.append((*dispatched, max(map(sum, brought))))
         return results
 
     for rank, results in enumerate(case.run(work)):
         torch.testing.assert_close(results[0][0].double(), wanted(skewed(rank)), rtol=1e-6, atol=1e-6)
         rounds = [number for _, number, _ in results]
         assert rounds[0] == 1 and sorted(rounds) == rounds and rounds[2] > 2, rounds
-        for bound, (ours, _, rows) in zip(bounds, results, strict=True):
+        for bound, (ours, _, brought) in zip(bounds, results, strict=True):
             assert torch.equal(ours, results[0][0])
-            assert rows * row.back <= max(bound, 2 * (K + 1)) * row.there
+            assert brought <= max(bound, len(machines) * (K + 1)) * row.there
 
 
 def test_replicas_and_a_placement_that_changes() -> None:

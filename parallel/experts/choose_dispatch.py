@@ -44,28 +44,30 @@ class DispatchChoice:
         return self._chosen[key]
 
     def seconds(
-        self, method: DispatchMethod, tokens: int, row: RowBytes, routing: Routing, held: Sequence[Sequence[int]]
-    ) -> float:
-        """Modelled seconds on the way to experts and back: of the slowest among the first ranks of the machines."""
+        self, tokens: int, row: RowBytes, routing: Routing, held: Sequence[Sequence[int]]
+    ) -> dict[DispatchMethod, float]:
+        """Modelled seconds of each dispatch on the way to experts and back: of the slowest among the first ranks of the
+        machines. The host's wait for counts is not modelled."""
         machines = self._machines
         reached = expected(held, machines, routing, [tokens] * len(machines))
-        return max(
-            sum(self._links.seconds(one, machines) for one in collectives(method, reached, machines, row, rank))
-            for rank in sorted({machines.index(machine) for machine in machines})
-        )
+        methods: list[DispatchMethod] = ["all_gather", "all_to_all"]
+        if has_two_levels(machines):
+            methods.append("by_machine")
+        firsts = sorted({machines.index(machine) for machine in machines})
+
+        def of(method: DispatchMethod, rank: int) -> float:
+            return sum(self._links.seconds(one, machines) for one in collectives(method, reached, machines, row, rank))
+
+        return {method: max(of(method, rank) for rank in firsts) for method in methods}
 
     def _choose(
         self, tokens: int, max_pairs: int, row: RowBytes, routing: Routing, held: Sequence[Sequence[int]]
     ) -> DispatchMethod:
-        ranks = len(self._machines)
-        methods: list[DispatchMethod] = ["all_to_all"]
-        if tokens * ranks <= max_pairs:
-            methods.insert(0, "all_gather")
-        if has_two_levels(self._machines):
-            methods.append("by_machine")
-        seconds = {method: self.seconds(method, tokens, row, routing, held) for method in methods}
-        best = min(methods, key=lambda method: seconds[method])
+        seconds = self.seconds(tokens, row, routing, held)
+        if tokens * len(self._machines) > max_pairs:
+            del seconds["all_gather"]
+        best = min(seconds, key=lambda method: seconds[method])
         if self._logs:
-            times = ", ".join(f"{method} {1e6 * seconds[method]:.0f} µs" for method in methods)
+            times = ", ".join(f"{method} {1e6 * one:.0f} µs" for method, one in seconds.items())
             logger.info("dispatch of at most %s tokens a rank: %s (modelled: %s)", f"{tokens:,}", best, times)
         return best

@@ -124,12 +124,12 @@ def by_machine(machines: list[int]) -> list[dict[str, Any]]:
     """The dispatch by machines, in prefill and decode, with each feature that concerns the experts."""
     cp, at = len(machines), {"machines": machines}
     once = parallel(cp, 1, "by_machine")
+    in_rounds = once | {"moe_chunk_size": 16, "redundant_experts": 3, "route_shared_expert": True}
     cases = [
-        whole("v32", cp, 1, "by_machine"),
-        case("in rounds", "v32", parallel=once | {"moe_chunk_size": 16}, lengths=[301], ragged=RAGGED),
-        case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[1, 301], ragged=RAGGED),
+        case("plain", "v32", parallel=once, lengths=[1, 333], ragged=RAGGED),
+        case("replicas, in rounds", "v32", parallel=in_rounds, lengths=[2, 301], ragged=RAGGED),
+        case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[17, 333], ragged=RAGGED),
         two_batches("v32", cp, "by_machine", preempts=True),
-        replicas("v32", cp, "by_machine", number=3, shared=True),
         stored(cp, 1, "by_machine"),
     ]
     return [one | at | {"name": f"by machine {machines}, {one['name']}"} for one in cases]

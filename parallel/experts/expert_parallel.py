@@ -141,6 +141,10 @@ class ExpertParallel:
         rows = download(way_numbers(by_pair, self.group.index, takers))()
         return [Way.of(row, groups) for row in rows]
 
+    def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
+        """As :meth:`exchange_rounds`, among the ranks of a machine."""
+        return _exchanged(machine, sent)
+
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
     ) -> Callable[[], Received]:
@@ -219,7 +223,7 @@ class ExpertParallel:
             source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
             source, choice_rows, counts = in_rounds(plan, rows, rounds)
-            plans = _exchanged(machine, counts)
+            plans = self.exchange_inside(counts, machine)
         rank, (tokens, experts, weights) = self.group.index, brought[:3]
         return AllToAllDispatch(machine, self.placement, tokens, experts, weights, source, choice_rows, plans, rank)
 

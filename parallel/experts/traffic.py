@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.parallel.collective_log import Collective, Kind
@@ -52,6 +53,11 @@ class Tokens(NamedTuple):
 def rails_of(machines: Sequence[int]) -> list[list[int]]:
     """The ranks of each rail: there are as many rails as the smallest machine has ranks, and each machine has a rank in
     every rail."""
+    return [[*rail] for rail in _rails(tuple(machines))]
+
+
+@lru_cache(maxsize=64)
+def _rails(machines: tuple[int, ...]) -> list[list[int]]:
     count = min(Counter(machines).values())
     taken: Counter[int] = Counter()
     rails: list[list[int]] = [[] for _ in range(count)]
@@ -68,7 +74,7 @@ def largest_groups(machines: Sequence[int]) -> tuple[int, int]:
 
 def peers_of(rank: int, machines: Sequence[int]) -> dict[int, int]:
     """By machine, the rank that takes the tokens of ``rank`` there: one of its rail; ``rank`` itself at home."""
-    (rail,) = [rail for rail in rails_of(machines) if rank in rail]
+    (rail,) = [rail for rail in _rails(tuple(machines)) if rank in rail]
     home = [one for one in rail if machines[one] == machines[rank]].index(rank)
     peers = {}
     for machine in set(machines):

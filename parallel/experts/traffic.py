@@ -25,10 +25,19 @@ class RowBytes(NamedTuple):
     back: int
 
     @classmethod
-    def of(cls, hidden: int, itemsize: int, choices: int) -> RowBytes:
-        """Rows of ``hidden`` numbers and so many choices, as `kernels/moe/pack_tokens.py` packs them."""
-        words = -(-hidden * itemsize // 4) + 2 * choices
-        return cls(-(-words // 4) * 16, hidden * itemsize)
+    def of(cls, token: int, choices: int, back: int | None = None) -> RowBytes:
+        """Rows of ``token`` bytes and so many choices, as `kernels/moe/pack_tokens.py` packs them.
+
+        Args:
+            back: bytes of a sum; default: ``token``.
+        """
+        words = -(-token // 4) + 2 * choices
+        return cls(-(-words // 4) * 16, token if back is None else back)
+
+
+def quantized_bytes(hidden: int) -> int:
+    """Bytes of a token on its way to FP8 experts: codes, and a scale for each 128 (`block_scaled_experts.py`)."""
+    return hidden + 4 * -(-hidden // 128)
 
 
 class Routing(NamedTuple):

@@ -13,7 +13,7 @@ from dsa_engine.parallel.experts.placement import contiguous
 from dsa_engine.parallel.experts.traffic import Routing, RowBytes, collectives, expected, reached_part
 from dsa_engine.parallel.links import Link, Links
 
-V32, ROW = Routing(top_k=8, groups=8, top_groups=4), RowBytes.of(7168, 2, 8)
+V32, ROW = Routing(top_k=8, groups=8, top_groups=4), RowBytes.of(2 * 7168, 8)
 
 
 def chosen(routing: Routing, experts: int, rng: random.Random) -> list[int]:

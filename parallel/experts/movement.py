@@ -146,12 +146,12 @@ class _Holders:
     """What the slots hold, and how much each rank has sent."""
 
     def __init__(self, old: Sequence[Sequence[int]]):
-        self.slots: dict[int, dict[int, int]] = {}  # of each expert: a slot by rank
+        self.slots: dict[int, dict[int, int]] = {}  # for each expert, a slot by rank
         self.now = [list(slots) for slots in old]
         self.sent: Counter[int] = Counter()
 
     def sources(self, wants: Sequence[_Want]) -> list[Move]:
-        """The moves of a round: from the rank itself where it has the expert, else from the rank that has sent least."""
+        """The moves of a round: from the rank itself if it has the expert, else from the rank that has sent least."""
         slots: dict[int, dict[int, int]] = {}
         for rank, experts in enumerate(self.now):
             for slot, expert in enumerate(experts):

@@ -19,13 +19,13 @@ from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, replay, watched
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.stage_timer import DeviceClock
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog
+from dsa_engine.parallel.links import Links
 
 CPU = torch.device("cpu")
 
@@ -246,7 +246,7 @@ def test_a_watched_step_knows_its_collectives(emulated: LLM) -> None:
     assert one.log is not None
     by_stage = {c.stage for c in one.log.collectives}
     assert by_stage >= {"embedding", "communication", "MoE dispatch", "MoE combine", "MLA epilog"}
-    gathers = [c for c in one.log.collectives if c.asynchronous]
+    gathers = [c for c in one.log.collectives if c.stage == "communication"]
     assert len(gathers) == 4 and {c.ranks for c in gathers} == {tuple(range(8))}
     assert one.stand_ins > 0 and "emulation" not in one.stage_seconds()
     communication = one.communication(Links())
@@ -282,7 +282,7 @@ def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
         with watched(llm.engine) as one:
             assert bool(torch.isfinite(llm.engine.prefill([i % 100 for i in range(200)])).all())
         assert one.log is not None
-        gathered[caches] = {c.sent for c in one.log.collectives if c.asynchronous}
+        gathered[caches] = {c.sent for c in one.log.collectives if c.stage == "communication"}
     # Each rank sends the rows of its 50 tokens to each of the three others.
     assert gathered == {"auto": {(0, *[50 * 1408] * 3)}, "fp8": {(0, *[50 * 800] * 3)}}
 

@@ -20,15 +20,15 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Stages, Work
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.weight_memory import rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.collective_log import Collective, Kind
+from dsa_engine.parallel.links import Links
 
 WORKSPACE = 1 << 30
 UTILIZATION = EngineOptions.gpu_memory_utilization  # fraction of a device's memory, as the engine takes it
-_LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a machine, between machines (emulation/links.py)
+_LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a machine, between machines (parallel/links.py)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
 
 
 def links_of(device: Device) -> Links:
-    """The device's links, with the latencies of `emulation/links.py`."""
+    """The device's links, with the latencies of `parallel/links.py`."""
     known = Links()
     inside = replace(known.inside, name="within a machine", bandwidth_gb_s=device.inside * _LINKED[0] / 1e9)
     between = replace(known.between, name="between machines", bandwidth_gb_s=device.between * _LINKED[1] / 1e9)

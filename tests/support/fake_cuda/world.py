@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class FakeMesh(Mesh):
     def _group(self, size: int) -> FakeGroup:
         return FakeGroup(tuple(range(size)), 0, None, device=self.config.device)
 
-    def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
+    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
         parallel = FakeExpertParallel(self.ep, placement)
         parallel.skew = self.config.skew
         return parallel
@@ -84,8 +84,9 @@ class FakeGroup(Group):
         gathered = self._launched("all_gather", self.size * rows.shape[0], *rows.shape[1:], like=rows)
         return lambda: gathered
 
-    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._launched("reduce_scatter", rows.shape[0] // self.size, *rows.shape[1:], like=rows)
+    def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        part = self._launched("reduce_scatter", rows.shape[0] // self.size, *rows.shape[1:], like=rows)
+        return lambda: part
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         count = rows.shape[0] if receive is None else sum(receive)

@@ -90,6 +90,14 @@ class ParallelConfig(Options):
         "loads; or a load of each expert, the same in all layers. Default: equal loads.",
         help="JSON with the loads of experts, by which they are placed on ranks; default: equal loads",
     )
+    rebalance_every: int | None = option(
+        Kind(integer(minimum=1), int, metavar="STEPS"),
+        None,
+        "after so many steps experts move, while requests run, to where the loads since the last time want them, with "
+        "``redundant_experts`` replicas. A step moves few, and tokens stay the same. It needs several ranks. Default: "
+        "experts stay.",
+        help="move experts by their loads every so many steps; default: never",
+    )
     cp_layout: CpLayout = option(
         choice(CpLayout),
         "head_tail",

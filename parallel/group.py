@@ -264,6 +264,7 @@ class Group:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
+
 def _waited(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:
     if work is not None:
         work.wait()

@@ -57,6 +57,8 @@ class MeshOptions(Protocol):
     @property
     def expert_loads(self) -> str | Path | Sequence[float] | None: ...
     @property
+    def rebalance_every(self) -> int | None: ...
+    @property
     def cp_layout(self) -> CpLayout: ...
     @property
     def timeout(self) -> float: ...
@@ -97,9 +99,15 @@ class Mesh:
                 raise ValueError(
                     f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
                 )
+        if config.rebalance_every is not None and (world_size == 1 or not self.communicates):
+            raise ValueError(
+                f"rebalance_every {config.rebalance_every}: experts move between ranks, and "
+                + ("there is only one" if world_size == 1 else "an emulated rank has no others")
+                + "; start several, or leave it out"
+            )
         self._ranks = ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
-        self._expert_parallel: dict[tuple[Held, Sequence[float] | None], ExpertParallel] = {}
+        self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
         self.world = self._group(world_size)
         self.ep = self._group(world_size)
@@ -174,7 +182,7 @@ class Mesh:
 
     def expert_parallel(self, experts: int, layer: int, groups: int = 1, shared: float = 0.0) -> ExpertParallel:
         """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
-        loads share one object.
+        loads share one object, unless placements change.
 
         Args:
             groups: number of groups of consecutive experts in the model's router.
@@ -185,10 +193,16 @@ class Mesh:
         """
         held = self._placements.held(experts, layer, groups, shared)
         loads = self._placements.loads(experts, layer)
-        if (held, loads) not in self._expert_parallel:
-            made = self._make_expert_parallel(ExpertPlacement(held, self.device), loads)
-            self._expert_parallel[held, loads] = made
-        return self._expert_parallel[held, loads]
+        changes = self.config.rebalance_every is not None
+        key = held, loads, layer if changes else None
+        if key not in self._expert_parallel:
+            placement = ExpertPlacement(held, self.device, changes)
+            self._expert_parallel[key] = self._make_expert_parallel(placement, loads)
+        return self._expert_parallel[key]
+
+    def better_placement(self, now: Held, loads: Sequence[float], groups: int) -> Held:
+        """See :meth:`.LayerPlacements.better`."""
+        return self._placements.better(now, loads, groups)
 
     @cached_property
     def _placements(self) -> LayerPlacements:

@@ -30,6 +30,9 @@ class MoE(Weighted):
 
     With ``ParallelConfig.route_shared_expert`` the shared expert is the last of the routed ones, which every token
     chooses with weight 1.
+
+    Attributes:
+        shared_load: load of the shared expert, over that of all others together, if it is routed; else 0.
     """
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
@@ -47,7 +50,8 @@ class MoE(Weighted):
                 "route_shared_expert needs a shared expert of the size of a routed one, n_shared_experts 1; this model "
                 f"has {config.n_shared_experts}"
             )
-        self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, 1 / top_k if routed else 0.0)
+        self.shared_load = 1 / top_k if routed else 0.0
+        self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, self.shared_load)
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size

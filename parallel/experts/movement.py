@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
+from dsa_engine.parallel.experts.placement import Held
 from dsa_engine.parallel.group import Group
-
-Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
 
 
 class Move(NamedTuple):
@@ -38,6 +38,52 @@ class Movement(NamedTuple):
 
     held: Held
     rounds: list[list[Move]]
+
+
+def with_fewest_moves(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], nodes: int = 1) -> Held:
+    """The placement ``new`` with its ranks exchanged, so that many experts stay where ``old`` has them (greedily).
+
+    Args:
+        nodes: number of blocks of consecutive ranks that stay together.
+    """
+    size = len(new) // nodes
+
+    def blocks(held: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [[*chain(*held[first : first + size])] for first in range(0, len(held), size)]
+
+    order: list[int] = []
+    for block, other in enumerate(_paired(blocks(old), blocks(new))):
+        first, from_first = block * size, other * size
+        ranks = _paired(old[first : first + size], new[from_first : from_first + size])
+        order += [from_first + rank for rank in ranks]
+    return tuple(tuple(new[rank]) for rank in order)
+
+
+def _paired(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[int]:
+    """For each list of ``old`` the number of another list of ``new``, of the same length and with many of its
+    experts."""
+    sets = [[set(experts) for experts in lists] for lists in (old, new)]
+    common = sorted(
+        (-len(one & other), i, j)
+        for i, one in enumerate(sets[0])
+        for j, other in enumerate(sets[1])
+        if len(old[i]) == len(new[j])
+    )
+    of_old: dict[int, int] = {}
+    taken: set[int] = set()
+    for _, i, j in common:
+        if i not in of_old and j not in taken:
+            of_old[i] = j
+            taken.add(j)
+    return [of_old[i] for i in range(len(old))]
+
+
+def after_round(held: Sequence[Sequence[int]], moves: Sequence[Move]) -> Held:
+    """The experts of each rank when a round of moves has happened."""
+    now = [list(slots) for slots in held]
+    for move in moves:
+        now[move.target][move.target_slot] = held[move.source][move.source_slot]
+    return tuple(map(tuple, now))
 
 
 class _Want(NamedTuple):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from itertools import chain
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_engine.parallel.experts.movement import expert_bytes, move_round, plan_movement
+from dsa_engine.parallel.experts.movement import after_round, expert_bytes, move_round, plan_movement, with_fewest_moves
 from dsa_engine.parallel.group import Group
-from tests.support.gloo_ranks import on_ranks
+from gloo_ranks import exchange_unregistered, on_ranks
 
 
 @st.composite
@@ -33,16 +34,32 @@ def test_ranks_hold_the_new_placement_after_the_rounds(
 ) -> None:
     old, new = both
     held, rounds = plan_movement(old, new, staged)
-    now = [list(slots) for slots in old]
+    now = tuple(map(tuple, old))
     for moves in rounds:
         assert max(Counter(move.target for move in moves).values()) <= staged
-        arrived = [(move, now[move.source][move.source_slot]) for move in moves]
-        for move, expert in arrived:
-            now[move.target][move.target_slot] = expert
-    assert tuple(map(tuple, now)) == held
+        now = after_round(now, moves)
+        assert set(chain(*now)) == set(chain(*old)), "each expert lies somewhere at any time"
+    assert now == held
     assert [Counter(slots) for slots in held] == [Counter(slots) for slots in new]
     moved = sum(len(moves) for moves in rounds)
     assert moved == sum((Counter(a) - Counter(b)).total() for a, b in zip(new, old, strict=True))
+
+
+@given(placements(), st.randoms())
+def test_ranks_are_exchanged_for_fewer_moves(both: tuple[list[list[int]], list[list[int]]], random: Random) -> None:
+    old, new = both
+    for nodes in (1, len(old)):
+        exchanged = with_fewest_moves(old, new, nodes)
+        assert sorted(map(tuple, new)) == sorted(exchanged)
+    assert sorted(map(sorted, with_fewest_moves(old, new, nodes=len(old)))) == sorted(map(sorted, new))
+    shuffled = random.sample(old, len(old))
+    assert [*map(set, with_fewest_moves(old, shuffled))] == [*map(set, old)], "experts that are where they should be"
+
+
+def test_machines_stay_together() -> None:
+    old, new = [[0], [1], [2], [3], [4], [5]], [[5], [3], [2], [0], [1], [4]]
+    assert with_fewest_moves(old, new, nodes=2) == ((0,), (1,), (4,), (3,), (2,), (5,))
+    assert with_fewest_moves(old, new) == ((0,), (1,), (2,), (3,), (4,), (5,))
 
 
 def test_sources_are_spread_over_the_replicas() -> None:
@@ -58,17 +75,6 @@ def test_sources_are_spread_over_the_replicas() -> None:
 def test_an_impossible_movement_is_refused(old: list[list[int]], new: list[list[int]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan_movement(old, new)
-
-
-def exchange_unregistered(
-    group: Group, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-) -> None:
-    """The same messages on a group of threads, which torch.distributed does not know."""
-    assert group.handle is not None
-    works = [group.handle.send([rows], peer, 0) for rows, peer in sends]
-    works += [group.handle.recv([rows], peer, 0) for rows, peer in receives]
-    for work in works:
-        work.wait()
 
 
 def test_weights_of_any_dtype_move_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

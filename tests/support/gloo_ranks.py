@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
@@ -30,3 +30,14 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(run, range(size)))
+
+
+def exchange_unregistered(
+    group: Group, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+) -> None:
+    """The same messages on a group of threads, which torch.distributed does not know."""
+    assert group.handle is not None
+    works = [group.handle.send([rows], peer, 0) for rows, peer in sends]
+    works += [group.handle.recv([rows], peer, 0) for rows, peer in receives]
+    for work in works:
+        work.wait()

@@ -29,7 +29,7 @@ LAYERS = (
     ("engine",),
     ("engine.startup",),
     ("engine.engine", "engine.runner", "engine.agreement"),
-    ("engine.tiers",),
+    ("engine.tiers", "engine.rebalancing"),
     ("engine.speculation",),
     ("engine.sampling",),
     ("engine.steps",),

@@ -138,7 +138,7 @@ def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypat
             tensors = [tensor for moe in layers for tensor in moe.experts.moved]
             return [id(tensor) for tensor in (*tensors, *(one._replicas for one in placements))]
 
-        kept = stored()
+        begun_with = stored()
         for _ in range(16):
             add_filled(engine, 100_000, GREEDY)
         engine.step()
@@ -151,7 +151,7 @@ def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypat
             assert device.count("collective", "exchange") == (turn > 0), "planned after the second step of all"
             assert (placements[0].held != held) == (turn > 0)
             assert device.peak - before < 4 << 20
-        assert len(device.captures) == 1 and stored() == kept and engine.launched_ahead == 5
+        assert len(device.captures) == 1 and stored() == begun_with and engine.launched_ahead == 5
         expert = 3 * 7168 * 2048 * 2  # more than the bytes of a turn
         assert len(rebalancing.staging) == expert and rebalancing.moved_bytes == 4 * 2 * expert
 

@@ -91,10 +91,12 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "fp8 weights", parallel=config, options=options, lengths=[65, 150], ragged=RAGGED)
 
 
+DBO = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+
+
 def two_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
     """Every step that can be cut is."""
-    options = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
-    options |= {"max_num_batched_tokens": 48}
+    options = DBO | {"max_num_batched_tokens": 48}
     name = f"two batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
     more = {"options": options, "lengths": [2, 5, 301], "ragged": RAGGED}
     return case(name, model, parallel=parallel(cp, 1, dispatch), **more, **keys)
@@ -120,6 +122,17 @@ def replicas(model: str, cp: int, dispatch: str, number: int = 4, shared: bool =
     return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **more)
 
 
+def rebalanced(
+    model: str, cp: int, dispatch: str, number: int = 4, shared: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """Experts move in every second step, by what a few tokens have chosen."""
+    config = {"redundant_experts": number, "route_shared_expert": shared, "rebalance_every": 2}
+    name = (
+        f"rebalanced {model}, {number} replicas{', shared expert routed' * shared} cp{cp} {dispatch} {' '.join(keys)}"
+    )
+    return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **{"ragged": RAGGED} | keys)
+
+
 DISPATCHES = ("all_to_all", "all_gather")
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -136,8 +149,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 2, "all_to_all"),
         replicas("v32", 2, "all_gather", shared=True, padded=True),
         replicas("fp8 weights", 2, "all_to_all", shared=True, options={"quantization": "fp8"}),
+        rebalanced("v32", 2, "all_to_all", preempts=True),
+        rebalanced("v32", 2, "all_gather", shared=True, padded=True),
+        rebalanced("v32", 2, "all_gather", number=0, options=DBO),
+        rebalanced("fp8 weights", 2, "all_to_all", options={"quantization": "fp8"}),
     ],
     3: [
+        *(rebalanced("v32", 3, dispatch, number=2) for dispatch in DISPATCHES),
         *(whole("v32", 3, 1, dispatch, dispatch == "all_to_all") for dispatch in DISPATCHES),
         whole("glm", 3, 1, "all_to_all"),
         *others(3, cp=3, tp=3),
@@ -160,6 +178,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 4, "all_gather"),
         replicas("v32", 2, "all_to_all", number=36),  # every rank has all
         replicas("v32", 4, "all_to_all", number=3, shared=True),  # 16 physical experts
+        rebalanced("v32", 2, "all_to_all", shared=True),
     ],
     5: [
         case(
@@ -170,7 +189,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
             ragged=RAGGED,
         )
         for dispatch in DISPATCHES
-    ],
+    ]
+    + [rebalanced("v32", 5, dispatch, number=4) for dispatch in DISPATCHES],  # 4, 3, 3, 3, 3
     6: [
         *(whole("v32", 3, 2, dispatch) for dispatch in DISPATCHES),
         whole("glm", 2, 3, "all_to_all"),  # neither kind of group contains the other
@@ -310,6 +330,8 @@ def test_equal_to_single_process(
         assert other["tokens"] == ranks[0]["tokens"]
         assert other["prompt_logprobs"] == ranks[0]["prompt_logprobs"]
         assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0
+        assert other["moved_bytes"] == ranks[0]["moved_bytes"]
+    assert (ranks[0]["moved_bytes"] > 0) == ("rebalance_every" in described["parallel"])
 
 
 @cases_of("fp8 weights")

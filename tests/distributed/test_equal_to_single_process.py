@@ -345,6 +345,7 @@ def test_quantised_products_too(
     ]
     single = runs.single(described)
     assert all(rank["tokens"] == single["tokens"] for rank in ranks)
+    assert (ranks[0]["moved_bytes"] > 0) == ("rebalance_every" in described["parallel"])
     for ours, theirs in zip(ranks[0]["all"], single["all"], strict=True):
         error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
         print(f"logits: median {float(error.median()):.1e}, over 1e-4 {float((error > 1e-4).float().mean()):.1%}")

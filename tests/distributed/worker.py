@@ -27,7 +27,6 @@ import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.rebalancing import Rebalancing, moe_layers
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.sampling.result import RequestTokens
@@ -36,7 +35,6 @@ from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.parallel.collective_log import CollectiveLog
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -52,8 +50,6 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         engine.runner.graphs = DecodeGraphs(
             engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
         )
-    if engine.mesh.config.rebalance_every and engine.rebalancing is None:
-        count_loads(engine)
     break_logits(engine, case.get("broken_seed"))
     drafts = script_drafts(llm, case["script"]) if "script" in case else {}
     if case.get("preempts"):
@@ -97,28 +93,6 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     result["own_pages_lost"] = engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank]
     return result
-
-
-def count_loads(engine: Engine) -> None:
-    """Counts the loads of experts, and moves experts by them."""
-    layers, world, counts = moe_layers(engine.model), engine.mesh.world, {}
-    for number, layer in layers.items():
-        counts[number] = torch.zeros(engine.config.n_routed_experts, dtype=torch.int64)
-
-        def dispatch(*args: Any, own: Any = counts[number], original: Any = layer.expert_parallel.dispatch) -> Any:
-            own += args[1].flatten().long().add(1).bincount(minlength=len(own) + 2)[1 : len(own) + 1]
-            return original(*args)
-
-        layer.expert_parallel.dispatch = dispatch
-
-    def loads() -> ExpertLoads:
-        own = torch.stack(list(counts.values()))
-        of_all = world.all_gather(own[None]).sum(dim=0).tolist()
-        for one in counts.values():
-            one.zero_()
-        return ExpertLoads("", tuple(counts), tuple(map(tuple, of_all)))
-
-    engine.rebalancing = Rebalancing(engine.model, engine.mesh.config.rebalance_every, loads)
 
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], every: int) -> list[CompletionOutput]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.filled_requests import add_filled
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
@@ -127,11 +126,12 @@ def test_experts_move_between_replays(fake_engine: Callable[..., Any], monkeypat
     A turn moves one expert, and takes no memory but that of the start."""
     with FakeDevice() as device:
         engine = fake_engine(device, "deepseek_v32", 8, {"rebalance_every": 2}, quantization="dequantize")
-        loads = ExpertLoads("", (1, 2), ((1.0,) * 256,) * 2)
-        rebalancing = engine.rebalancing = Rebalancing(engine.model, 2, lambda: loads)
+        rebalancing = engine.rebalancing
         layers = [layer.moe for layer in engine.model.layers if layer.moe is not None]
         placements = [moe.expert_parallel.placement for moe in layers]
         swapped = [(one.held[1], one.held[0], *one.held[2:]) for one in placements]
+        loads = ExpertLoads("", (1, 2), ((1.0,) * 256,) * 2)
+        monkeypatch.setattr(rebalancing, "_loads", lambda: loads)
         monkeypatch.setattr(rebalancing, "_plans", lambda *_: swapped)
 
         def stored() -> list[int]:

@@ -17,6 +17,7 @@ from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.dispatch import Received
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.layer_placements import LayerPlacements
+from dsa_engine.parallel.experts.load_counter import LoadCounter, count_choices
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import expert_bytes
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
@@ -191,6 +192,20 @@ def test_the_busiest_rank_has_what_was_planned(caplog: pytest.LogCaptureFixture)
         assert rebalancing.after < rebalancing.before - 0.2
     (line,) = (record.message for record in caplog.records)
     assert "4 layers rebalanced in" in line and f"mean {rebalancing.before:.2f} → {rebalancing.after:.2f}; " in line
+
+
+def test_loads_are_those_of_all_ranks_since_the_last_time() -> None:
+    def work(group: Group) -> list[ExpertLoads]:
+        counter = LoadCounter("m", LAYERS, EXPERTS, group, CPU)
+        count_choices(torch.tensor([[0, group.index], [-1, 6]], dtype=torch.int32), counter.counts(4))
+        first = counter.take()
+        count_choices(torch.tensor([[5]], dtype=torch.int32), counter.counts(1))
+        return [first, counter.take()]
+
+    none = (0.0,) * EXPERTS
+    for first, second in on_ranks(RANKS, work):
+        assert first == ExpertLoads("m", LAYERS, (none, none, (4, 1, 1, 0, 0, 0, 3), none))
+        assert second == ExpertLoads("m", LAYERS, ((0, 0, 0, 0, 0, 3, 0), none, none, none))
 
 
 def test_loads_that_are_even_enough_move_nothing() -> None:

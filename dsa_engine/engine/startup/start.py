@@ -19,6 +19,7 @@ from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.capacity import Capacity
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.runner import ModelRunner
@@ -92,6 +93,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     mesh.barrier(_LOADING_S)
     if digests is not None:
         compare_weights(mesh, folder, digests, load_seconds)
+    rebalancing = Rebalancing.of(model, folder.name)
     waits = check_kernels(model, stored, options)
     captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits
     cached = config.with_mtp(modules)
@@ -137,6 +139,9 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         attach_disk(engine, folder, sizes)
     if graphs is not None and mesh.static_decode:
         capture_likely(runner, mesh, options, max_model_len, engine.progress)
+    if rebalancing is not None:
+        rebalancing.begin()
+        engine.rebalancing = rebalancing
     return engine
 
 

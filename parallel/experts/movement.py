@@ -8,7 +8,7 @@ the staged weights go into their slots. So a slot is never read after it is over
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ def plan_movement(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], st
     order = _Order(old, new)
     groups = order.groups()
     holders = _Holders(old)
-    rounds = [holders.sources(wants) for wants in _packed(groups, staged)]
+    rounds = [holders.sources(wants) for wants in _packed(groups, old, staged)]
     return Movement(tuple(tuple(slots) for slots in order.now), rounds)
 
 
@@ -175,17 +175,32 @@ class _Order:
             chain.append(following)
 
 
-def _packed(groups: Sequence[Sequence[_Want]], staged: int) -> list[list[_Want]]:
-    """Puts consecutive groups together while no rank receives more than ``staged`` experts."""
-    rounds: list[list[_Want]] = []
-    counts: Counter[int] = Counter()
-    for group in groups:
-        if not rounds or any(counts[want.rank] >= staged for want in group):
-            rounds.append([])
-            counts.clear()
-        rounds[-1].extend(group)
-        counts.update(want.rank for want in group)
-    return rounds
+def _packed(groups: Sequence[Sequence[_Want]], old: Sequence[Sequence[int]], staged: int) -> Iterator[list[_Want]]:
+    """Puts groups together while no rank receives more than ``staged`` experts.
+
+    A group may overtake others if that leaves a copy of each expert also when these have overwritten theirs. So the
+    first group that remains can always be next, as it could in the given order.
+    """
+    copies = Counter(chain(*old))
+    remaining = list(groups)
+    while remaining:
+        received: Counter[int] = Counter()
+        reserved: Counter[int] = Counter()  # copies that overtaken groups will overwrite
+        happens, later = [], []
+        for group in remaining:
+            gains = Counter(want.expert for want in group)
+            losses = Counter(old[want.rank][want.slot] for want in group)
+            fits = all(received[want.rank] < staged for want in group)
+            if fits and all(copies[x] + gains[x] - losses[x] - reserved[x] > 0 for x in losses):
+                happens += group
+                received.update(want.rank for want in group)
+                copies.update(gains)
+                copies.subtract(losses)
+            else:
+                later.append(group)
+                reserved.update(losses)
+        yield happens
+        remaining = later
 
 
 class _Holders:

@@ -62,6 +62,16 @@ def test_machines_stay_together() -> None:
     assert with_fewest_moves(old, new) == ((0,), (1,), (2,), (3,), (4,), (5,))
 
 
+def test_few_rounds() -> None:
+    """64 ranks of 5 experts, nearly all of which move: no fewer rounds than 5 are possible."""
+    physical = [*range(256), *range(0, 256, 4)]
+    placed = [Random(seed).sample(physical, 320) for seed in (1, 2)]
+    old, new = ([one[first : first + 5] for first in range(0, 320, 5)] for one in placed)
+    movement = plan_movement(old, new)
+    print([len(moves) for moves in movement.rounds])
+    assert sum(map(len, movement.rounds)) > 300 and len(movement.rounds) <= 8
+
+
 def test_sources_are_spread_over_the_replicas() -> None:
     old = [[0, 1], [0, 2], [3, 1], [3, 2]]
     _, rounds = plan_movement(old, [[0, 1], [3, 2], [3, 0], [2, 0]], staged=2)

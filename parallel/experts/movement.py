@@ -161,9 +161,10 @@ class _Order:
             last = chain[-1]
             expert = self.now[last.rank][last.slot]
             lost[expert] += 1
+            if self.copies[expert] > lost[expert] or any(want.expert == expert for want in chain):
+                return chain
             following = next((want for want in self.wants.values() if want.expert == expert), None)
-            served = any(want.expert == expert for want in chain)
-            if following is None or served or self.copies[expert] > lost[expert]:
+            if following is None:
                 return chain
             if following.rank in number:
                 at = number[following.rank]
@@ -182,23 +183,26 @@ def _packed(groups: Sequence[Sequence[_Want]], old: Sequence[Sequence[int]], sta
     first group that remains can always be next, as it could in the given order.
     """
     copies = Counter(chain(*old))
-    remaining = list(groups)
+    remaining = [(group, Counter(old[want.rank][want.slot] for want in group)) for group in groups]
     while remaining:
         received: Counter[int] = Counter()
         reserved: Counter[int] = Counter()  # copies that overtaken groups will overwrite
-        happens, later = [], []
-        for group in remaining:
-            gains = Counter(want.expert for want in group)
-            losses = Counter(old[want.rank][want.slot] for want in group)
-            fits = all(received[want.rank] < staged for want in group)
-            if fits and all(copies[x] + gains[x] - losses[x] - reserved[x] > 0 for x in losses):
-                happens += group
-                received.update(want.rank for want in group)
-                copies.update(gains)
-                copies.subtract(losses)
-            else:
-                later.append(group)
-                reserved.update(losses)
+        happens: list[_Want] = []
+        later = []
+        for group, losses in remaining:
+            full = any(received[want.rank] >= staged for want in group)
+            gains = [want.expert for want in group]
+            if full or any(copies[x] + gains.count(x) - lost - reserved[x] <= 0 for x, lost in losses.items()):
+                later.append((group, losses))
+                for x in losses:
+                    reserved[x] += losses[x]
+                continue
+            happens += group
+            for want in group:
+                received[want.rank] += 1
+                copies[want.expert] += 1
+            for x in losses:
+                copies[x] -= losses[x]
         yield happens
         remaining = later
 

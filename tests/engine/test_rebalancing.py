@@ -220,6 +220,17 @@ def test_loads_that_are_even_enough_move_nothing() -> None:
     assert on_ranks(RANKS, work) == [0] * RANKS
 
 
+def test_a_model_without_experts_is_refused() -> None:
+    model: Any = SimpleNamespace(
+        runtime=SimpleNamespace(mesh=SimpleNamespace(ep=None)),
+        config=SimpleNamespace(n_group=1),
+        layers=[SimpleNamespace(moe=None)],
+        mtp=[],
+    )
+    with pytest.raises(ValueError, match="rebalance_every: this model has no routed experts; leave it out"):
+        Rebalancing(model, 1, lambda: ExpertLoads("", (0,), ((1.0,),)))
+
+
 def test_a_failure_on_the_way_ends_all_later_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(group: Group) -> None:
         layers = Layers(group, "bfloat16", replicas=0)

@@ -314,6 +314,8 @@ class Engine:
                             self.runner.all_logits(chunk, logits, block)
                         elif (last := self.runner.last_logits([chunk])) is not None:
                             logits = last
+                    if self.rebalancing is not None:
+                        self.rebalancing.turn()
                     self.scheduler.computed([chunk])
                     bar.update(chunk.length)
                     yield

@@ -150,6 +150,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 2, "all_gather", shared=True, padded=True),
         replicas("fp8 weights", 2, "all_to_all", shared=True, options={"quantization": "fp8"}),
         rebalanced("v32", 2, "all_to_all", preempts=True),
+        rebalanced("v32", 2, "all_to_all", lengths=[301], ragged=[], options={"max_num_batched_tokens": 48}),
         rebalanced("v32", 2, "all_gather", shared=True, padded=True),
         rebalanced("v32", 2, "all_gather", number=0, options=DBO),
         rebalanced("fp8 weights", 2, "all_to_all", options={"quantization": "fp8"}),

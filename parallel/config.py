@@ -25,6 +25,11 @@ def _check_loads(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be numbers of at least 0, and one above it, not {value!r:.80}")
 
 
+def _check_record(name: str, value: Any) -> None:
+    if not isinstance(value, (str, Path)) or str(value) in ("", ".", "-"):
+        raise ValueError(f"{name} must be the path of a file, not {value!r:.80}")
+
+
 @documented
 @dataclass(frozen=True)
 class ParallelConfig(Options):
@@ -89,6 +94,13 @@ class ParallelConfig(Options):
         "a file with the loads of each layer's experts, by which they are placed on ranks, so that ranks have equal "
         "loads; or a load of each expert, the same in all layers. Default: equal loads.",
         help="JSON with the loads of experts, by which they are placed on ranks; default: equal loads",
+    )
+    record_expert_loads: str | Path | None = option(
+        Kind(_check_record, metavar="FILE"),
+        None,
+        "counts how often tokens choose each expert and writes it to this file, every 500 steps and at the end: what "
+        "``expert_loads`` reads. Rank 0 writes, for all ranks. Default: nothing is counted.",
+        help="write the loads of experts here, for --expert-loads",
     )
     rebalance_every: int | None = option(
         Kind(integer(minimum=1), int, metavar="STEPS"),

@@ -59,6 +59,8 @@ class MeshOptions(Protocol):
     @property
     def rebalance_every(self) -> int | None: ...
     @property
+    def record_expert_loads(self) -> str | Path | None: ...
+    @property
     def cp_layout(self) -> CpLayout: ...
     @property
     def timeout(self) -> float: ...
@@ -105,6 +107,8 @@ class Mesh:
                 + ("there is only one" if world_size == 1 else "an emulated rank has no others")
                 + "; start several, or leave it out"
             )
+        if config.record_expert_loads is not None and not self.communicates:
+            raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
         self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}

@@ -29,6 +29,7 @@ LAYERS = (
     ("engine",),
     ("engine.startup",),
     ("engine.engine", "engine.runner", "engine.agreement"),
+    ("engine.load_recorder",),
     ("engine.tiers", "engine.rebalancing"),
     ("engine.speculation",),
     ("engine.sampling",),

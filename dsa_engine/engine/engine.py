@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from dsa_engine.engine.load_recorder import LoadRecorder
 from dsa_engine.engine.rebalancing import Rebalancing
 from dsa_engine.engine.requests.messages import Add, Run
 from dsa_engine.engine.requests.new_request import check_prompt, new_requests
@@ -54,6 +55,7 @@ class Engine:
         launched_ahead: number of steps launched that way.
         num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
         rebalancing: moves experts between steps; None: they stay.
+        recorder: writes the loads of experts to a file; None: there is none.
         tiers: pages on other ranks, in host memory and on the disk.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
@@ -77,6 +79,7 @@ class Engine:
         self.ids = count()
         self.tiers = PageTiers(self.cache, self.scheduler.ledger)
         self.rebalancing: Rebalancing | None = None
+        self.recorder: LoadRecorder | None = None
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.draft(self._max_drafts)
 
@@ -172,6 +175,8 @@ class Engine:
         if self.rebalancing is not None:
             with record_function("rebalance"), self._failing(requests):
                 self.rebalancing.turn()
+        if self.recorder is not None:
+            self.recorder.turn()
         self.tiers.launched(chunks)
         self.num_prefilled_tokens += sum(chunk.length for chunk in chunks if not chunk.request.prefilled)
         self.scheduler.computed(chunks)

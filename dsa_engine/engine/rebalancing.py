@@ -24,7 +24,6 @@ from dsa_engine.model.model import Model
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel.experts.balance import imbalance
 from dsa_engine.parallel.experts.layer_placements import with_shared
-from dsa_engine.parallel.experts.load_counter import LoadCounter
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.movement import after_round, expert_bytes, move_round, plan_movement
 from dsa_engine.parallel.experts.placement import Held
@@ -73,23 +72,12 @@ class Rebalancing:
         self._error: BaseException | None = None
 
     @classmethod
-    def of(cls, model: Model, name: str) -> Rebalancing | None:
-        """The rebalancing that the options ask for, which counts the loads of ``model``; None: experts stay.
-
-        Args:
-            name: the model's.
-        """
-        mesh, layers = model.runtime.mesh, moe_layers(model)
-        if mesh.config.rebalance_every is None:
+    def of(cls, model: Model) -> Rebalancing | None:
+        """The rebalancing that the options ask for, by the loads that ``model`` counts; None: experts stay."""
+        every = model.runtime.mesh.config.rebalance_every
+        if every is None or model.loads is None:
             return None
-        counter = LoadCounter(name, [*layers], model.config.n_routed_experts, mesh.ep, mesh.device)
-        for number, layer in layers.items():
-            layer.counts = counter.counts(number)
-        return cls(model, mesh.config.rebalance_every, counter.take)
-
-    def begin(self) -> None:
-        """Forgets the loads of steps that were no requests'; called once, when the engine has started."""
-        self._loads()
+        return cls(model, every, model.loads.take)
 
     @torch.inference_mode()  # as the weights were made
     def turn(self) -> None:

@@ -32,7 +32,11 @@ class LayerPlacements:
     """
 
     def __init__(
-        self, ranks: int, nodes: int = 1, redundant: int = 0, loads: str | Path | Sequence[float] | None = None
+        self,
+        ranks: int,
+        nodes: int = 1,
+        redundant: int = 0,
+        loads: str | Path | ExpertLoads | Sequence[float] | None = None,
     ):
         self._ranks, self._nodes, self._redundant = ranks, nodes, redundant
         self._loads = ExpertLoads.read(loads) if isinstance(loads, (str, Path)) else loads

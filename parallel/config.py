@@ -45,9 +45,18 @@ class MeshOptions(Protocol):
     @property
     def expert_loads(self) -> str | Path | Sequence[float] | None: ...
     @property
+    def rebalance_every(self) -> int | None: ...
+    @property
+    def record_expert_loads(self) -> str | Path | None: ...
+    @property
     def cp_layout(self) -> CpLayout: ...
     @property
     def timeout(self) -> float: ...
+
+
+def _check_record(name: str, value: Any) -> None:
+    if not isinstance(value, (str, Path)) or str(value) in ("", ".", "-"):
+        raise ValueError(f"{name} must be the path of a file, not {value!r:.80}")
 
 
 @documented
@@ -116,6 +125,21 @@ class ParallelConfig(Options):
         "a file with the loads of each layer's experts, by which they are placed on ranks, so that ranks have equal "
         "loads; or a load of each expert, the same in all layers. Default: equal loads.",
         help="JSON with the loads of experts, by which they are placed on ranks; default: equal loads",
+    )
+    record_expert_loads: str | Path | None = option(
+        Kind(_check_record, metavar="FILE"),
+        None,
+        "counts how often tokens choose each expert and writes it to this file, every 500 steps and at the end: what "
+        "``expert_loads`` reads. Rank 0 writes, for all ranks. Default: nothing is counted.",
+        help="write the loads of experts here, for --expert-loads",
+    )
+    rebalance_every: int | None = option(
+        Kind(integer(minimum=1), int, metavar="STEPS"),
+        None,
+        "after so many steps experts move, while requests run, to where the loads since the last time want them, with "
+        "``redundant_experts`` replicas. A step moves few, and tokens stay the same. It needs several ranks. Default: "
+        "experts stay.",
+        help="move experts by their loads every so many steps; default: never",
     )
     cp_layout: CpLayout = option(
         choice(CpLayout),

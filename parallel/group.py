@@ -141,6 +141,17 @@ class Group:
         self._done(event)
         return into
 
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Sends tensors to other ranks and fills tensors with what they send, all at once. All are contiguous, and a
+        rank names another one's tensors in the order in which that rank sends them.
+
+        Args:
+            sends, receives: tensors, each with the index of the other rank in this group.
+        """
+        self.bytes_sent += sum(rows.nbytes for rows, _ in sends)
+        if sends or receives:
+            self._exchange_pairs(sends, receives)
+
     def _check_peer(self, peer: int) -> None:
         if peer == self.index or not 0 <= peer < self.size:
             raise ValueError(f"{peer} is no other rank of a group of {self.size} in which this is {self.index}")
@@ -244,6 +255,14 @@ class Group:
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
         dist.recv(into, group=self.handle, group_src=source)
+
+    def _exchange_pairs(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        operations = [dist.P2POp(dist.isend, rows, None, self.handle, group_peer=peer) for rows, peer in sends]
+        operations += [dist.P2POp(dist.irecv, rows, None, self.handle, group_peer=peer) for rows, peer in receives]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def _waited(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,17 @@ class Mesh:
                 raise ValueError(
                     f"{name} {size} does not divide the world size {world_size}; start a multiple of {size}"
                 )
+        if config.rebalance_every is not None and (world_size == 1 or not self.communicates):
+            raise ValueError(
+                f"rebalance_every {config.rebalance_every}: experts move between ranks, and "
+                + ("there is only one" if world_size == 1 else "an emulated rank has no others")
+                + "; start several, or leave it out"
+            )
+        if config.record_expert_loads is not None and not self.communicates:
+            raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
-        self._expert_parallel: dict[tuple[Held, Sequence[float] | None], ExpertParallel] = {}
+        self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
         self.machine_groups: MachineGroups | None = None
         self.world = self._group(world_size)
@@ -161,7 +169,7 @@ class Mesh:
         self, experts: int, layer: int, groups: int = 1, shared: float = 0.0, top_groups: int = 1
     ) -> ExpertParallel:
         """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
-        loads share one object.
+        loads share one object, unless placements change.
 
         Args:
             groups: number of groups of consecutive experts in the model's router.
@@ -173,11 +181,17 @@ class Mesh:
         """
         held = self._placements.held(experts, layer, groups, shared)
         loads = self._placements.loads(experts, layer)
-        if (held, loads) not in self._expert_parallel:
-            made = self._make_expert_parallel(ExpertPlacement(held, self.device), loads)
+        changes = self.config.rebalance_every is not None
+        key = held, loads, layer if changes else None
+        if key not in self._expert_parallel:
+            made = self._make_expert_parallel(ExpertPlacement(held, self.device, changes), loads)
             made.groups, made.top_groups = groups, top_groups
-            self._expert_parallel[held, loads] = made
-        return self._expert_parallel[held, loads]
+            self._expert_parallel[key] = made
+        return self._expert_parallel[key]
+
+    def better_placement(self, now: Held, loads: Sequence[float], groups: int) -> Held:
+        """See :meth:`.LayerPlacements.better`."""
+        return self._placements.better(now, loads, groups)
 
     @cached_property
     def _placements(self) -> LayerPlacements:

@@ -310,6 +310,10 @@ class EngineLoop:
                 self._job.close()
             for request in self._requests.values():
                 self.engine.finish(request, "abort")
+            # Ranks add their loads only if all end here together.
+            if self.engine.recorder is not None and (self._closing or self.channel is None):
+                self.engine.recorder.close()
+        with suppress(BaseException):
             self.engine.tiers.close()
         self._ended.set()
         atexit.unregister(self._leave)

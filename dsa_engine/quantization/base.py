@@ -147,6 +147,15 @@ class GroupedExperts(Weights):
             matrix = Matrix(f"{prefix}.down_proj.weight", hidden, intermediate)
             self.sources += sources_of(matrix, *(tensor[number] for tensor in down))
 
+    @property
+    def moved(self) -> tuple[torch.Tensor, ...]:
+        """What an expert takes to another slot, here or on another rank: ``[count, …]`` each, as the products read
+        them."""
+        return self.tensors
+
+    def separate(self) -> None:
+        """Undoes what :meth:`loaded` can do only for some experts, so that all others fit into their slots too."""
+
     def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs for every token: see :func:`.expert_mlp.expert_mlp`.
 

@@ -91,10 +91,12 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "fp8 weights", parallel=config, options=options, lengths=[65, 150], ragged=RAGGED)
 
 
+DBO = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+
+
 def two_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
     """Every step that can be cut is."""
-    options = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
-    options |= {"max_num_batched_tokens": 48}
+    options = DBO | {"max_num_batched_tokens": 48}
     name = f"two batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
     more = {"options": options, "lengths": [2, 5, 301], "ragged": RAGGED}
     return case(name, model, parallel=parallel(cp, 1, dispatch), **more, **keys)
@@ -135,6 +137,17 @@ def by_machine(machines: list[int]) -> list[dict[str, Any]]:
     return [one | at | {"name": f"by machine {machines}, {one['name']}"} for one in cases]
 
 
+def rebalanced(
+    model: str, cp: int, dispatch: str, number: int = 4, shared: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """Experts move in every second step, by what a few tokens have chosen."""
+    config = {"redundant_experts": number, "route_shared_expert": shared, "rebalance_every": 2}
+    name = (
+        f"rebalanced {model}, {number} replicas{', shared expert routed' * shared} cp{cp} {dispatch} {' '.join(keys)}"
+    )
+    return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **{"ragged": RAGGED} | keys)
+
+
 DISPATCHES = ("all_to_all", "all_gather")
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -151,8 +164,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 2, "all_to_all"),
         replicas("v32", 2, "all_gather", shared=True, padded=True),
         replicas("fp8 weights", 2, "all_to_all", shared=True, options={"quantization": "fp8"}),
+        rebalanced("v32", 2, "all_to_all", preempts=True),
+        rebalanced("v32", 2, "all_to_all", lengths=[301], ragged=[], options={"max_num_batched_tokens": 48}),
+        rebalanced("v32", 2, "all_gather", shared=True, padded=True),
+        rebalanced("v32", 2, "all_gather", number=0, options=DBO),
+        rebalanced("fp8 weights", 2, "all_to_all", options={"quantization": "fp8"}),
     ],
     3: [
+        *(rebalanced("v32", 3, dispatch, number=2) for dispatch in DISPATCHES),
         *(whole("v32", 3, 1, dispatch, dispatch == "all_to_all") for dispatch in DISPATCHES),
         whole("glm", 3, 1, "all_to_all"),
         *others(3, cp=3, tp=3),
@@ -177,6 +196,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         replicas("v32", 2, "all_to_all", number=36),  # every rank has all
         replicas("v32", 4, "all_to_all", number=3, shared=True),  # 16 physical experts
         *by_machine([0, 0, 1, 1]),
+        rebalanced("v32", 2, "all_to_all", shared=True),
     ],
     5: [
         case(
@@ -188,7 +208,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         )
         for dispatch in DISPATCHES
     ]
-    + by_machine([0, 0, 1, 0, 1])[:2],
+    + by_machine([0, 0, 1, 0, 1])[:2]
+    + [rebalanced("v32", 5, dispatch, number=4) for dispatch in DISPATCHES],  # 4, 3, 3, 3, 3
     6: [
         *(whole("v32", 3, 2, dispatch) for dispatch in DISPATCHES),
         whole("glm", 2, 3, "all_to_all"),  # neither kind of group contains the other
@@ -330,6 +351,8 @@ def test_equal_to_single_process(
         assert other["tokens"] == ranks[0]["tokens"]
         assert other["prompt_logprobs"] == ranks[0]["prompt_logprobs"]
         assert other["pages_lost"] == 0 and other["own_pages_lost"] == 0
+        assert other["moved_bytes"] == ranks[0]["moved_bytes"]
+    assert (ranks[0]["moved_bytes"] > 0) == ("rebalance_every" in described["parallel"])
 
 
 @cases_of("fp8 weights")
@@ -343,6 +366,7 @@ def test_quantised_products_too(
     ]
     single = runs.single(described)
     assert all(rank["tokens"] == single["tokens"] for rank in ranks)
+    assert (ranks[0]["moved_bytes"] > 0) == ("rebalance_every" in described["parallel"])
     for ours, theirs in zip(ranks[0]["all"], single["all"], strict=True):
         error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
         print(f"logits: median {float(error.median()):.1e}, over 1e-4 {float((error > 1e-4).float().mean()):.1%}")

@@ -11,6 +11,7 @@ import torch
 
 from dsa_engine import LLM
 from dsa_engine.config.model import ModelConfig
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model.model import Model
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.parallel import Mesh, ParallelConfig
@@ -32,6 +33,7 @@ CPU = torch.device("cpu")
         ({"tp_size": "2"}, "tp_size must be a positive integer, not '2'"),
         ({"moe_dispatch": "x"}, "moe_dispatch must be one of all_to_all, all_gather, by_machine, auto, not 'x'"),
         ({"cp_layout": "zigzag"}, "cp_layout must be one of head_tail, contiguous, not 'zigzag'"),
+        ({"rebalance_every": 0}, "rebalance_every must be a positive integer, not 0"),
         ({"timeout": 0}, "timeout must be a finite number above 0 (seconds), not 0"),
         ({"timeout": float("nan")}, "timeout must be a finite number above 0 (seconds), not nan"),
         ({"timeout": float("inf")}, "timeout must be a finite number above 0 (seconds), not inf"),
@@ -81,6 +83,13 @@ def test_sizes_that_do_not_divide_the_world(keys: dict[str, int], name: str) -> 
 def test_one_process_refuses_sizes_above_one(oracle: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="cp_size 2 does not divide the world size 1"):
         LLM(oracle("deepseek_v32").folder, parallel=ParallelConfig(cp_size=2))
+
+
+def test_experts_of_one_process_cannot_move() -> None:
+    with pytest.raises(ValueError, match="rebalance_every 9: .* there is only one; start several, or leave it out"):
+        Mesh.create(ParallelConfig(rebalance_every=9), "cpu")
+    with pytest.raises(ValueError, match="rebalance_every 9: .* an emulated rank has no others"):
+        EmulatedConfig(emulate_world=8, rebalance_every=9).create_mesh("cpu")
 
 
 @pytest.fixture

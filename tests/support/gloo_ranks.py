@@ -39,3 +39,14 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(run, range(size)))
+
+
+def exchange_unregistered(
+    group: Group, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+) -> None:
+    """The same messages on a group of threads, which torch.distributed does not know."""
+    assert group.handle is not None
+    works = [group.handle.send([rows], peer, 0) for rows, peer in sends]
+    works += [group.handle.recv([rows], peer, 0) for rows, peer in receives]
+    for work in works:
+        work.wait()

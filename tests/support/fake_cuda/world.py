@@ -103,6 +103,11 @@ class FakeGroup(Group):
         self._launched("all_to_all", 0, like=rows)
         return lambda: None
 
+    def _exchange_pairs(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        self._launched("exchange", 0, like=(*sends, *receives)[0][0])
+
 
 class FakeExpertParallel(ExpertParallel):
     """Routing that sends each token to the maximum number of ranks, and equally many tokens to every rank; ``skew``

@@ -47,7 +47,9 @@ class MoE(Weighted):
                 "route_shared_expert needs a shared expert of the size of a routed one, n_shared_experts 1; this model "
                 f"has {config.n_shared_experts}"
             )
-        self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, 1 / top_k if routed else 0.0)
+        self.expert_parallel = mesh.expert_parallel(
+            experts, layer, config.n_group, 1 / top_k if routed else 0.0, config.topk_group
+        )
         held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
         chunk = mesh.config.moe_chunk_size
@@ -74,8 +76,7 @@ class MoE(Weighted):
             if self.shared is None:
                 experts, weights = _with_shared(experts, weights, config.n_routed_experts)
         with stage("MoE dispatch"):
-            parallel = self.runtime.mesh.config
-            method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
+            method = self.runtime.mesh.dispatch(batch.decodes)
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.live is None else sys.maxsize
             dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, max_pairs)

@@ -12,7 +12,7 @@ from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.placement import Held, contiguous
 
 if TYPE_CHECKING:
-    from dsa_engine.parallel.mesh import MeshOptions
+    from dsa_engine.parallel.config import MeshOptions
 
 
 class LayerPlacements:
@@ -39,8 +39,8 @@ class LayerPlacements:
     def of(cls, config: MeshOptions, machines: Sequence[int]) -> LayerPlacements:
         """The placements that the options describe, on ranks of these machines."""
         ranks, nodes = len(machines), 1 + max(machines)
-        methods: tuple[str, ...] = (config.moe_dispatch, config.decode_dispatch)
-        if "by_machine" not in methods or list(machines) != [rank * nodes // ranks for rank in range(ranks)]:
+        methods = {config.moe_dispatch, config.decode_dispatch}
+        if not methods & {"by_machine", "auto"} or list(machines) != [rank * nodes // ranks for rank in range(ranks)]:
             nodes = 1
         return cls(ranks, nodes, config.redundant_experts, config.expert_loads)
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
         ({"cp_size": True}, "cp_size must be a positive integer, not True"),
         ({"tp_size": -1}, "tp_size must be a positive integer, not -1"),
         ({"tp_size": "2"}, "tp_size must be a positive integer, not '2'"),
-        ({"moe_dispatch": "deepep"}, "moe_dispatch must be one of all_to_all, all_gather, not 'deepep'"),
+        ({"moe_dispatch": "x"}, "moe_dispatch must be one of all_to_all, all_gather, by_machine, auto, not 'x'"),
         ({"cp_layout": "zigzag"}, "cp_layout must be one of head_tail, contiguous, not 'zigzag'"),
         ({"timeout": 0}, "timeout must be a finite number above 0 (seconds), not 0"),
         ({"timeout": float("nan")}, "timeout must be a finite number above 0 (seconds), not nan"),

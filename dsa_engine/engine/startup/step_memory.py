@@ -27,6 +27,7 @@ from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.experts.all_to_all import rounds_needed
+from dsa_engine.parallel.experts.traffic import RowBytes, largest_groups
 
 # Memory of a captured graph outside of PyTorch's allocator, and of its buffers. Assumed, not measured: a kernel in a
 # graph takes some KB, and a decode step of V3.2 has about 2,700 kernels.
@@ -82,11 +83,24 @@ def step_bytes(
 
 
 def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
-    """Maximum bytes of experts' results from earlier rounds of an all-to-all; even routing has only one round."""
-    if mesh.world_size == 1 or mesh.config.moe_dispatch != "all_to_all" or "sparse" not in config.mlp_layer_types:
+    """Maximum bytes of experts' results from earlier rounds of a prefill dispatch; even routing has only one round.
+
+    By machine, the results of a round inside, and the rows along the rail: even routing sends a token to few machines.
+    """
+    size, k, groups = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.machine_groups
+    method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
+    if size == 1 or method == "all_gather" or "sparse" not in config.mlp_layer_types:
         return 0
-    rows = tokens * min(mesh.world_size, mesh.choices(config.num_experts_per_tok))
-    return rows * config.hidden_size * dtype.itemsize
+    row = RowBytes.of(config.hidden_size, dtype.itemsize, k)
+    direct = tokens * min(size, k) * row.back
+    if method == "all_to_all" or groups is None:
+        return direct
+    rail, machine = largest_groups(groups.machines)
+    bound = max(tokens * k if chunk is None else chunk, max(rail, machine) * (k + 1))  # choices that a round brings
+    # Rows of both halves of a step may be on their way at once.
+    sent, brought = tokens * min(len(set(groups.machines)), k), min(2 * bound, rail * tokens)
+    by_machine = (sent + brought) * row.there + (sent + bound) * row.back
+    return max(direct, by_machine)
 
 
 def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
@@ -99,7 +113,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
     even = tokens * k
-    if mesh.config.moe_dispatch == "all_to_all":
+    if mesh.config.moe_dispatch != "all_gather":
         limit, rounds, rows = max(chunk, size * (k + 1)), rounds_needed(even, chunk, size, k), 4
     else:
         limit, rounds, rows = max(chunk, k), cdiv(even, chunk), 2

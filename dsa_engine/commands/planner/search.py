@@ -108,8 +108,8 @@ class Planner:
             yield DeploymentPlan(False, prefill, step, count, count, tpot, rate, limit, latency)
 
     def _split(self, demand: Demand) -> Iterator[DeploymentPlan]:
-        """Plans in which some devices prefill and the others decode, with weights and cache rows of the same formats, as
-        rows travel as they are stored."""
+        """Plans in which some devices prefill and the others decode. Rows travel as they are stored, so both have the
+        same formats."""
         prefills = {
             (weights, cache): [
                 one

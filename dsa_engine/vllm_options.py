@@ -89,7 +89,8 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "enable_eplb": ("ParallelConfig(redundant_experts=N, expert_loads=FILE) places experts by their loads", (False,)),
     "eplb_config": ("ParallelConfig(redundant_experts=N, expert_loads=FILE) places experts by their loads", (None,)),
     "all2all_backend": (
-        "all-to-alls are NCCL's; ParallelConfig(moe_dispatch=…, decode_dispatch=…) chooses all_to_all or all_gather",
+        "all-to-alls are NCCL's; ParallelConfig(moe_dispatch=…, decode_dispatch=…) chooses all_to_all, all_gather, "
+        "by_machine or auto",
         (None,),
     ),
     "data_parallel_backend": (_TORCHRUN, ("mp", None)),

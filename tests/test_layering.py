@@ -24,6 +24,7 @@ LAYERS = (
     ("router",),
     ("arguments", "convert", "server"),
     ("llm",),
+    ("async_calls",),
     ("model_folder",),
     ("demo",),
     ("engine",),

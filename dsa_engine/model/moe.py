@@ -79,7 +79,11 @@ class MoE(Weighted):
             method = self.runtime.mesh.dispatch(batch.decodes)
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.live is None else sys.maxsize
-            dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, max_pairs)
+            tokens = x if self.expert_parallel.group.size == 1 else self.experts.to_send(x)
+            sum_bytes = x.shape[1] * x.element_size()
+            dispatch = self.expert_parallel.dispatch(
+                tokens, experts, weights, method, batch.ep_rows, max_pairs, sum_bytes
+            )
         shared = None
         if (mlp := self.shared) is not None:
             with stage("MoE shared"):

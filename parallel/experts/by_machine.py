@@ -59,9 +59,11 @@ class MachineTables:
         me = groups.rail.ranks[groups.rail.index]
         peers, home = peers_of(me, machines), machines[me]
         inner = [groups.machine.ranks.index(rank) if rank in groups.machine.ranks else -1 for rank in ranks]
-        self.peers = rank_of.new_tensor([peers[machine] for machine in machines])[rank_of.long()]
-        self.inner = rank_of.new_tensor(inner)[rank_of.long()]
-        self.takers = rank_of.new_tensor([peers_of(rank, machines)[home] for rank in ranks])
+        takers = [peers_of(rank, machines)[home] for rank in ranks]
+        tables = torch.tensor([[peers[machine] for machine in machines], inner, takers], dtype=torch.int32)
+        by_rank = tables.to(rank_of.device)
+        self.peers, self.inner = by_rank[:2, rank_of.long()].unbind()
+        self.takers = by_rank[2]
         self.whole = ExpertPlacement([range(placement.physical)], rank_of.device)
         self.largest_rail, self.largest_machine = largest_groups(machines)
 

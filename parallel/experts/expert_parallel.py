@@ -81,10 +81,12 @@ class ExpertParallel:
         method: MoeDispatch,
         max_tokens: int,
         max_pairs: int = sys.maxsize,
+        sum_bytes: int | None = None,
     ) -> Dispatch:
-        """Brings each of ``tokens [T, hidden]`` to its ``experts [T, k]``; every rank of the group takes part.
+        """Brings each of ``tokens [T, width]`` to its ``experts [T, k]``; every rank of the group takes part.
 
         Args:
+            tokens: numbers or words, as the experts take them.
             experts: logical experts, int32; −1 is no expert.
             weights: ``[T, k]`` float32.
             method: "all_to_all", "all_gather", "by_machine" or "auto".
@@ -92,12 +94,13 @@ class ExpertParallel:
             max_pairs: bound on the token-expert pairs that a rank serves in a round
                 (:func:`.all_to_all.rounds_needed`, :func:`.all_gather.parts_of`). More pairs take several rounds, and
                 if there may be more, the host waits for their number.
+            sum_bytes: of a token's sum on its way back; default: those of the token.
         """
         experts = self.to_physical(experts)
         if self.group.size == 1:
             return NoDispatch(Received(tokens, experts, weights, 1.0))
         if method == "auto":
-            method = self._chosen(tokens, experts.shape[1], max_tokens, max_pairs)
+            method = self._chosen(tokens, experts.shape[1], max_tokens, max_pairs, sum_bytes)
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
         if method == "by_machine" and self.machines is not None:
@@ -140,6 +143,10 @@ class ExpertParallel:
         by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
         rows = download(way_numbers(by_pair, self.group.index, takers))()
         return [Way.of(row, groups) for row in rows]
+
+    def exchange_inside(self, sent: torch.Tensor, machine: Group) -> list[RecvPlan]:
+        """As :meth:`exchange_rounds`, among the ranks of a machine."""
+        return _exchanged(machine, sent)
 
     def gather(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
@@ -219,14 +226,17 @@ class ExpertParallel:
             source, choice_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
         else:
             source, choice_rows, counts = in_rounds(plan, rows, rounds)
-            plans = _exchanged(machine, counts)
+            plans = self.exchange_inside(counts, machine)
         rank, (tokens, experts, weights) = self.group.index, brought[:3]
         return AllToAllDispatch(machine, self.placement, tokens, experts, weights, source, choice_rows, plans, rank)
 
-    def _chosen(self, tokens: torch.Tensor, choices: int, max_tokens: int, max_pairs: int) -> DispatchMethod:
+    def _chosen(
+        self, tokens: torch.Tensor, choices: int, max_tokens: int, max_pairs: int, sum_bytes: int | None
+    ) -> DispatchMethod:
         """What "auto" is for a step, the same on every rank."""
         assert self.choice is not None
-        row = RowBytes.of(tokens.shape[1], tokens.dtype.itemsize, choices)
+        sent = tokens.shape[1] * tokens.dtype.itemsize
+        row = RowBytes.of(sent, choices, sent if sum_bytes is None else sum_bytes)
         routing = Routing(choices, self.groups, self.top_groups)
         return self.choice.method(max_tokens, max_pairs, row, routing, self.placement.held)
 

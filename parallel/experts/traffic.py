@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from dsa_engine.parallel.collective_log import Collective, Kind
@@ -24,10 +25,19 @@ class RowBytes(NamedTuple):
     back: int
 
     @classmethod
-    def of(cls, hidden: int, itemsize: int, choices: int) -> RowBytes:
-        """Rows of ``hidden`` numbers and so many choices, as `kernels/moe/pack_tokens.py` packs them."""
-        words = -(-hidden * itemsize // 4) + 2 * choices
-        return cls(-(-words // 4) * 16, hidden * itemsize)
+    def of(cls, token: int, choices: int, back: int | None = None) -> RowBytes:
+        """Rows of ``token`` bytes and so many choices, as `kernels/moe/pack_tokens.py` packs them.
+
+        Args:
+            back: bytes of a sum; default: ``token``.
+        """
+        words = -(-token // 4) + 2 * choices
+        return cls(-(-words // 4) * 16, token if back is None else back)
+
+
+def quantized_bytes(hidden: int) -> int:
+    """Bytes of a token on its way to FP8 experts: codes, and a scale for each 128 (`block_scaled_experts.py`)."""
+    return hidden + 4 * -(-hidden // 128)
 
 
 class Routing(NamedTuple):
@@ -52,6 +62,11 @@ class Tokens(NamedTuple):
 def rails_of(machines: Sequence[int]) -> list[list[int]]:
     """The ranks of each rail: there are as many rails as the smallest machine has ranks, and each machine has a rank in
     every rail."""
+    return [[*rail] for rail in _rails(tuple(machines))]
+
+
+@lru_cache(maxsize=64)
+def _rails(machines: tuple[int, ...]) -> list[list[int]]:
     count = min(Counter(machines).values())
     taken: Counter[int] = Counter()
     rails: list[list[int]] = [[] for _ in range(count)]
@@ -68,7 +83,7 @@ def largest_groups(machines: Sequence[int]) -> tuple[int, int]:
 
 def peers_of(rank: int, machines: Sequence[int]) -> dict[int, int]:
     """By machine, the rank that takes the tokens of ``rank`` there: one of its rail; ``rank`` itself at home."""
-    (rail,) = [rail for rail in rails_of(machines) if rank in rail]
+    (rail,) = [rail for rail in _rails(tuple(machines)) if rank in rail]
     home = [one for one in rail if machines[one] == machines[rank]].index(rank)
     peers = {}
     for machine in set(machines):

@@ -87,6 +87,21 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
         assert device.live - before >= 2 * 4 * 8 * 129_280, "counts and biases"
 
 
+def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> None:
+    """One of 16 ranks on 4 machines, in two batches: a rail brings it all tokens of its ranks, and rounds are full."""
+    parallel = {"skew": 16.0, "moe_dispatch": "by_machine", "machine_size": 4}
+    sizes = SIZES | {"max_num_batched_tokens": 512, "max_num_seqs": 16, "enable_dbo": True, "enforce_eager": True}
+    with FakeDevice(memory=40 * 10**9) as device:
+        engine = fake_engine(device, "deepseek_v32", 16, parallel, **sizes)
+        request, before = engine.add([5] * 512 * 16, SamplingParams(max_tokens=1)), device.live
+        with device.watched():
+            engine.step()
+        assert request.num_computed_tokens == 512 * 16
+        print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
+        assert device.peak - before <= engine.step_bytes
+        assert set(device.waits) >= {"event in expert_parallel.py:exchange_ways"}
+
+
 def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> None:
     with FakeDevice(memory=8 * 10**9) as device, pytest.raises(CapacityError, match="smaller max_num_batched_tokens"):
         fake_engine(device, "deepseek_v32", 64, **SIZES)

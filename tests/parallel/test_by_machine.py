@@ -130,7 +130,7 @@ def test_equal_sums_and_bytes_as_predicted(machines: tuple[int, ...]) -> None:
             results.append((sums(parallel, method)[0], [*log.collectives]))
         return results
 
-    tokens, row = chosen_tokens(case.placement(), machines), RowBytes.of(HIDDEN, 4, K)
+    tokens, row = chosen_tokens(case.placement(), machines), RowBytes.of(4 * HIDDEN, K)
     tokens = tokens._replace(counts=[12] * len(machines))  # an all-gather fills up to the largest count
     slow = [0, 0]
     for rank, results in enumerate(case.run(work)):
@@ -154,7 +154,7 @@ def test_equal_sums_and_bytes_as_predicted(machines: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("machines", [(0, 0, 1, 1), (0, 0, 1)], ids=str)
 def test_skew_costs_rounds_and_no_memory(machines: tuple[int, ...]) -> None:
     """The bits of one round, and rows of no exchange beyond the bound."""
-    case, row = Case(machines), RowBytes.of(HIDDEN, 4, K)
+    case, row = Case(machines), RowBytes.of(4 * HIDDEN, K)
     bounds = (1000, 30, 16, 1)
 
     def work(parallel: ExpertParallel, log: CollectiveLog) -> Any:

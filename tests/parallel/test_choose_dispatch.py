@@ -13,7 +13,7 @@ from dsa_engine.parallel.experts.placement import contiguous
 from dsa_engine.parallel.experts.traffic import Routing, RowBytes, collectives, expected, reached_part
 from dsa_engine.parallel.links import Link, Links
 
-V32, ROW = Routing(top_k=8, groups=8, top_groups=4), RowBytes.of(7168, 2, 8)
+V32, ROW = Routing(top_k=8, groups=8, top_groups=4), RowBytes.of(2 * 7168, 8)
 
 
 def chosen(routing: Routing, experts: int, rng: random.Random) -> list[int]:
@@ -49,7 +49,7 @@ def test_replicas_share_and_the_shared_expert_is_chosen_by_all() -> None:
     assert reached_part([0, 0, 0, 0, 1], Routing(2, 2, 1)) == 1.0
 
 
-def test_a_token_of_v32_crosses_to_four_machines_at_the_most() -> None:
+def test_a_token_of_v32_reaches_at_most_four_machines() -> None:
     """64 ranks on 8 machines: each of 8 groups lies on a machine, and a token takes experts of 4."""
     machines = [rank // 8 for rank in range(64)]
     tokens = expected(contiguous(256, 64), machines, V32, [8192] * 64)
@@ -70,7 +70,7 @@ def test_all_ranks_choose_the_shortest_and_the_same(machines: list[int], caplog:
     held, size = contiguous(256, len(machines)), len(machines)
     ranks = [DispatchChoice(machines, logs=rank == 0) for rank in (0, size - 1)]
     methods = []
-    for tokens in (1, 2, 3, 4, 100, 1000, 8192, 8000, 1):
+    for tokens in (1, 3, 4, 8192, 8000, 1):
         first, last = (one.method(tokens, 8192 * 8, ROW, V32, held) for one in ranks)
         assert first == last
         methods.append(first)
@@ -80,9 +80,9 @@ def test_all_ranks_choose_the_shortest_and_the_same(machines: list[int], caplog:
         if taken * size > 8192 * 8:  # more than a rank may serve at a time
             del seconds["all_gather"]
         assert seconds[first] == min(seconds.values())
-    assert methods[0] == methods[-1] and methods[2] == methods[3] and methods[6] == methods[7]
+    assert methods[0] == methods[-1] and methods[1] == methods[2] and methods[3] == methods[4]
     lines = [record.message for record in caplog.records]
-    assert len(lines) == 6 and all(method in line for method, line in zip(dict.fromkeys(methods), lines, strict=False))
+    assert len(lines) == 3 and all(method in line for method, line in zip(dict.fromkeys(methods), lines, strict=False))
     assert size == 64 or methods[0] == "all_gather", "few tokens: the fewest collectives"
     if size == 64:
         assert set(methods) == {"by_machine"}, lines

@@ -161,6 +161,41 @@ def test_neighbours_on_several_machines_are_warned_of(made: list[tuple[int, ...]
     assert mesh.machines == (0, 0, 0, 1, 1, 1)
 
 
+@pytest.mark.parametrize("option", [{"moe_dispatch": "by_machine"}, {"decode_dispatch": "auto"}], ids=str)
+def test_every_rank_makes_the_groups_of_machines_and_rails(made: list[tuple[int, ...]], option: dict[str, Any]) -> None:
+    made_by_rank = []
+    for rank in range(5):
+        made.clear()
+        mesh = Mesh(ParallelConfig(cp_size=5, **option), rank, 5, CPU)
+        mesh.set_machines([0, 0, 1, 1, 1])
+        groups = mesh.machine_groups
+        assert groups is not None and mesh.groups[-2:] == (groups.machine, groups.rail)
+        assert rank == groups.machine.ranks[groups.machine.index] == groups.rail.ranks[groups.rail.index]
+        made_by_rank.append([*made])
+        assert mesh.expert_parallel(8, 0).machines is groups
+        assert mesh.static_decode == ("decode_dispatch" not in option)
+    assert all(one == made_by_rank[0] for one in made_by_rank)
+    assert made_by_rank[0][2:] == [(0, 1), (2, 3, 4), (0, 2, 4), (1, 3)]
+    mesh.device = torch.device("cuda")
+    assert mesh.static_decode and mesh.dispatch(decodes=True) == "all_gather", "a graph needs static shapes"
+
+
+@pytest.mark.parametrize(
+    ("machines", "line"),
+    [([0, 0, 0], "all ranks are on one machine"), ([0, 1, 2], "every machine has one rank"), ([0, 0, 1], None)],
+)
+def test_one_level_of_machines_is_logged(
+    made: list[tuple[int, ...]], machines: list[int], line: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for rank in range(3):
+        mesh = Mesh(ParallelConfig(moe_dispatch="by_machine"), rank, 3, CPU)
+        mesh.set_machines(machines)
+        assert (mesh.machine_groups is None) == (line is not None)
+    assert caplog.messages == ([f"the dispatch 'by_machine' is 'all_to_all' here, as {line}"] if line else [])
+    assert Mesh(ParallelConfig(), 0, 3, CPU).machine_groups is None
+
+
 @pytest.mark.parametrize("peer", [1, 3, -1])
 def test_messages_go_to_other_ranks(peer: int) -> None:
     group = Group((0, 1, 2), 1, None)

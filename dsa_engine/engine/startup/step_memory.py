@@ -24,6 +24,7 @@ from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
+from dsa_engine.model.moe import MoE
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.experts.all_to_all import rounds_needed
@@ -73,7 +74,8 @@ def step_bytes(
             f"the largest step does not fit beside the weights ({str(error).splitlines()[0]}); lower "
             "max_num_batched_tokens, max_num_seqs or workspace, or use more ranks"
         ) from error
-    more = [of(config, mesh, options.max_num_batched_tokens, runner.dtype) for of in (returned_bytes, unfilled_bytes)]
+    of_step = config, mesh, options.max_num_batched_tokens, runner.dtype
+    more = [returned_bytes(*of_step, sends_words(model)), unfilled_bytes(*of_step)]
     largest = max(prefill + sum(more), decode)
     if not graphs:
         return largest
@@ -82,16 +84,29 @@ def step_bytes(
     return largest + 2 * (decode - tables) + count * GRAPH_BYTES
 
 
-def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype) -> int:
+def sends_words(model: Model) -> bool:
+    """Whether tokens travel to experts in another form than sums travel back."""
+    token = torch.empty(1, model.config.hidden_size, dtype=model.runtime.dtype, device=model.runtime.mesh.device)
+    experts = (layer.experts for layer in model.modules() if isinstance(layer, MoE))
+    return any(one.to_send(token).dtype != token.dtype for one in experts)
+
+
+def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dtype, words: bool = False) -> int:
     """Maximum bytes of experts' results from earlier rounds of a prefill dispatch; even routing has only one round.
 
     By machine, the results of a round inside, and the rows along the rail: even routing sends a token to few machines.
+    All tokens gathered, the results replace the tokens, unless these are shorter.
+
+    Args:
+        words: see :func:`sends_words`.
     """
     size, k, groups = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.machine_groups
     method, chunk = mesh.config.moe_dispatch, mesh.config.moe_chunk_size
-    if size == 1 or method == "all_gather" or "sparse" not in config.mlp_layer_types:
+    if size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
-    row = RowBytes.of(config.hidden_size, dtype.itemsize, k)
+    row = RowBytes.of(config.hidden_size * dtype.itemsize, k)
+    if method == "all_gather":
+        return words * tokens * size * row.back
     direct = tokens * min(size, k) * row.back
     if method == "all_to_all" or groups is None:
         return direct

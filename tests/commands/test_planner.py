@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dsa_engine.commands.planner.choices import DISPATCHES
 from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.commands.planner.efficiency import Efficiencies, Efficiency, Entry, read_measured, stage_seconds
+from dsa_engine.commands.planner.handover import predict_handover
 from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, NothingFits
 from dsa_engine.commands.planner.predict import predict_decode, predict_prefill
 from dsa_engine.commands.planner.published import POINTS
@@ -30,6 +32,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.timed_generation import generate_batch
 from dsa_engine.measure.weight_memory import rank_weight_bytes
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.options import EngineOptions
 
 H200 = DEVICES["H200"]
@@ -136,13 +139,43 @@ def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:
         if split:
             fed = plan.prefill_instances * plan.prefill.prompts_per_s * demand.output_len
             made = plan.decode_instances * plan.decode.tokens_per_s
-            assert plan.tokens_per_s == pytest.approx(min(fed, made))
+            assert plan.handover is not None
+            landed = plan.decode_instances * plan.decode.how.ranks * demand.output_len / plan.handover.seconds
+            assert plan.tokens_per_s == pytest.approx(min(fed, made, landed))
+            one, other = plan.prefill.how, plan.decode.how
+            assert (one.weights, one.cache) == (other.weights, other.cache), "rows travel as they are stored"
+            assert plan.latency == pytest.approx(plan.ttft + plan.handover.exposed + demand.output_len * plan.tpot)
         else:
             assert plan.tokens_per_s == pytest.approx(plan.requests / plan.tpot)
     asked = planner.best(Demand(32, 32_768, requests=40))
     assert asked.requests >= 40
     impossible = Demand(32, 131_072, ttft=0.01)
     assert planner.best(impossible).misses(impossible) > 10, "the one that misses least"
+
+
+@pytest.mark.parametrize(("cache", "drafts"), [("bfloat16", 0), ("fp8", 1)])
+def test_a_handover_has_the_bytes_of_the_engines_pages(cache: str, drafts: int) -> None:
+    few = ModelConfig.from_dict(released_config("deepseek_v32"), {"num_hidden_layers": 4})
+    placed = Placed(few, H200, Deployment(32, cache=cache, drafts=drafts))
+    pools = KVCache(few.with_mtp(1) if drafts else few, placed.cache, 2, 16, torch.device("cpu"))
+    prefill = predict_prefill(placed, Efficiencies.assumed(), 130)
+    way = predict_handover(placed, prefill, 130, page_size=16)
+    assert (way.pages, way.nbytes) == (9, 9 * pools.page_bytes)
+
+
+def test_a_slow_link_shows_after_the_prefill(config: ModelConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the prefill all but the last layer's rows of the last chunk travel, if the link keeps up."""
+    how = Deployment(8, 8, cache="fp8", chunk=1024)
+    device = H200
+    for rate, hidden in ((device.between, True), (device.between / 1000, False)):
+        placed = Placed(config, replace(device, between=rate), how)
+        prefill = predict_prefill(placed, Efficiencies.assumed(), 32_768)
+        way = predict_handover(placed, prefill, 32_768)
+        last_layer = way.seconds * 8 * 1024 / 32_768 / 61
+        assert way.exposed == pytest.approx(last_layer if hidden else way.seconds - prefill.ttft)
+    plan = Planner(config, H200, Efficiencies.assumed(), FIXED).best(Demand(32, 32_768), split=True)
+    print_plan("Split", plan, Demand(32, 32_768))
+    assert "handover               " in (shown := capsys.readouterr().out) and "a request in 512 pages: " in shown
 
 
 def test_near_ties_go_to_the_lower_latency(config: ModelConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,9 @@ def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | N
         ("memory left on a rank", f"{format_bytes(plan.decode.room)} in decode, of {UTILIZATION:.0%} of all"),
         ("redundant experts", f"{plan.replicas} a rank have room in that (not in the engine yet)"),
     ]
+    if (way := plan.handover) is not None:
+        sent = f"{format_bytes(way.nbytes)} a request in {way.pages:,} pages: {way.seconds * 1e3:.3g} ms on the link, "
+        rows.append(("handover", f"{sent}{way.exposed * 1e3:.3g} ms of it after the prefill"))
     if drafts := plan.decode.how.drafts:
         gained = f"{_acceptance(demand, drafts)}; {plan.decode.tokens_per_step:.2f} tokens a step"
         rows.append(("accepted drafts", gained))

@@ -17,7 +17,6 @@ import torch
 from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.model.moe import MoE
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
 
 PROMPTS = [[5 + (7 * i * n + i * i) % 300 for i in range(n)] for n in (250, 333, 40, 9)]
 
@@ -73,11 +72,10 @@ def run(**options: Any) -> tuple[LLM, dict[str, Any]]:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    llm, first = run()
-    loads = llm.engine.mesh.world.all_gather(first["chosen"]).view(-1, *first["chosen"].shape).sum(dim=0)
-    layers = [number for number, layer in enumerate(llm.engine.model.layers) if layer.moe is not None]
-    path = folder / f"loads{rank}.json"
-    ExpertLoads("demo-random", tuple(layers), tuple(map(tuple, loads.tolist()))).write(path)
+    path = folder / "loads.json"
+    llm, first = run(record_expert_loads=path)
+    llm.close()
+    torch.distributed.barrier()  # rank 0 has written the file
     _, second = run(expert_loads=path, redundant_experts=8)
     torch.save([first, second], folder / f"rank{rank}.pt")
 

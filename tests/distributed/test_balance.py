@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
 
 
 def test_the_busiest_rank_serves_what_the_plan_says(
@@ -20,6 +21,8 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     before, after = ([rank[run] for rank in ranks] for run in (0, 1))
     assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after), "the same tokens"
     assert len(before[0]["held"]) == 2
+    recorded = ExpertLoads.read(tmp_path / "loads.json")
+    assert torch.equal(sum(rank["chosen"] for rank in before), torch.tensor(recorded.loads).long()), "ranks added"
     for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
         loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))
         assert loads == later, "the same routing"

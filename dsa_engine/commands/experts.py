@@ -18,9 +18,9 @@ from dsa_engine.parallel.experts.layer_placements import LayerPlacements
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.system.output_files import check_outputs, keep_stdout
 
-_LIMITS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of a load over its layer's mean, from one level to the next
+_LIMITS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # between levels of a load over its layer's mean
 _CHARACTERS = " .:-=+*#%@"
-_COLORS = (17, 18, 19, 26, 31, 36, 71, 142, 208, 196)  # of 256 terminal colours: dark blue to red
+_COLORS = (17, 18, 19, 26, 31, 36, 71, 142, 208, 196)  # numbers of the 256 terminal colours: dark blue to red
 
 
 class LayerLoads(NamedTuple):
@@ -99,7 +99,9 @@ def layer_loads(loads: ExpertLoads, ranks: int | None, redundant: int) -> Iterat
     for layer in loads.layers:
         own = loads.of_layer(layer) or (1.0,) * loads.experts
         mean = math.fsum(own) / len(own)
-        before, after = (p and imbalance(own, p.held(len(own), layer, groups=1)) for p in (in_order, plan))
+        before, after = (
+            None if one is None else imbalance(own, one.held(len(own), layer, groups=1)) for one in (in_order, plan)
+        )
         yield LayerLoads(layer, tuple(load / mean for load in own), before, after)
 
 

@@ -162,7 +162,12 @@ def test_a_run_before_a_capture_is_not_counted(
     monkeypatch.setattr(LoadCounter, "paused", lambda self: paused.append(self) or original(self))
     with FakeDevice() as device:
         engine = fake_engine(
-            device, "deepseek_v32", 8, {"record_expert_loads": "loads.json"}, cudagraph_capture_sizes=[2]
+            device,
+            "deepseek_v32",
+            8,
+            {"record_expert_loads": "loads.json"},
+            cudagraph_capture_sizes=[2],
+            max_model_len=4096,
         )
         assert len(device.captures) == len(paused) > 0 and set(paused) == {engine.model.loads}
 

@@ -57,13 +57,15 @@ class Group:
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Sums ``rows [size · R, ...]`` over the ranks; each rank gets its part ``[R, ...]``."""
-        if self.alone:
-            return rows
-        rows = rows.contiguous()
-        event = self._count("reduce_scatter", rows.nbytes // self.size)
-        part = self._reduce(rows)
-        self._done(event)
-        return part
+        return self._reduce(rows, asynchronous=False)()
+
+    def reduce_scatter_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts :meth:`reduce_scatter`; ``rows`` stay as they are until the wait.
+
+        Returns:
+            a function that waits and returns this rank's part.
+        """
+        return self._reduce(rows, asynchronous=True)
 
     def all_to_all(
         self, rows: torch.Tensor, send: list[int] | None = None, receive: list[int] | None = None
@@ -151,11 +153,23 @@ class Group:
             return lambda: rows
         rows = rows.contiguous()
         event = self._count("all_gather", rows.nbytes, asynchronous=asynchronous)
-        wait = self._start_gather(rows, asynchronous)
+        return self._started(event, self._start_gather(rows, asynchronous), asynchronous)
+
+    def _reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        if self.alone:
+            return lambda: rows
+        rows = rows.contiguous()
+        event = self._count("reduce_scatter", rows.nbytes // self.size, asynchronous=asynchronous)
+        return self._started(event, self._start_reduce(rows, asynchronous), asynchronous)
+
+    def _started(
+        self, event: Event | None, wait: Callable[[], torch.Tensor], asynchronous: bool
+    ) -> Callable[[], torch.Tensor]:
+        """The wait for a collective that has been started, if there is anything to wait for."""
         if not asynchronous:
-            gathered = wait()
+            result = wait()
             self._done(event)
-            return lambda: gathered
+            return lambda: result
         self._done(event)
         return self._logged(event, wait)
 
@@ -207,18 +221,12 @@ class Group:
         gathered = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
         # Without async_op NCCL takes the current stream, which saves two events.
         work = _all_gather(gathered, rows, group=self.handle, async_op=asynchronous)
+        return lambda: _waited(work, gathered)
 
-        def wait() -> torch.Tensor:
-            if work is not None:
-                work.wait()
-            return gathered
-
-        return wait
-
-    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
+    def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         part = rows.new_empty(rows.shape[0] // self.size, *rows.shape[1:])
-        _reduce_scatter(part, rows, group=self.handle)
-        return part
+        work = _reduce_scatter(part, rows, group=self.handle, async_op=asynchronous)
+        return lambda: _waited(work, part)
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         arrived = rows.new_empty(rows.shape[0] if receive is None else sum(receive), *rows.shape[1:])
@@ -236,3 +244,9 @@ class Group:
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
         dist.recv(into, group=self.handle, group_src=source)
+
+
+def _waited(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:
+    if work is not None:
+        work.wait()
+    return result

@@ -15,6 +15,7 @@ import torch
 
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.group import Group
 
 # A round is filled in steps of this fraction of its bound, or finer ones.
 _PARTS = 16
@@ -70,27 +71,46 @@ def _filled(counts: list[int], maximum: int) -> list[list[int]]:
 
 
 class AllGatherDispatch(Dispatch):
-    """Tokens that have been gathered, in the rounds of ``parts``.
+    """Tokens that are being gathered, in rounds.
 
     Several rounds take no memory for the sums of all tokens: these replace the rows of received tokens, whose experts
     are done. Sums lie closer than packed rows, so they end before the rows of the next round begin.
 
     Args:
-        received: the tokens are the beginnings of packed rows, which nothing else reads.
-        combine: makes the sums for this rank's own tokens from those for all tokens.
+        gathered: waits for the tokens of all ranks, which are the beginnings of packed rows that nothing else reads.
+        parts: the rounds of these tokens; it may wait for the device.
+        count: number of this rank's own tokens.
     """
 
-    def __init__(self, received: Received, parts: list[Part], combine: Callable[[torch.Tensor], torch.Tensor]):
-        self.rounds = len(parts)
-        self._received: Received | None = received
-        self._parts, self._combine = parts, combine
-        tokens = received.tokens
-        self._sums = tokens.as_strided(tokens.shape, (tokens.shape[1], 1)) if self.rounds > 1 else None
+    def __init__(
+        self,
+        group: Group,
+        gathered: Callable[[], Received],
+        parts: Callable[[Received], list[Part]],
+        count: int,
+    ):
+        self._group, self._count = group, count
+        self._gathered, self._cut = gathered, parts
+        self._received: Received | None = None
+        self._parts: list[Part] = []
+        self._sums: torch.Tensor | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds; waits for the tokens."""
+        if not self._parts:
+            self._received = received = self._gathered()
+            self._parts = self._cut(received)
+            if len(self._parts) > 1:
+                tokens = received.tokens
+                self._sums = tokens.as_strided(tokens.shape, (tokens.shape[1], 1))
+        return len(self._parts)
 
     def receive(self, number: int) -> Received:
+        is_last = number == self.rounds - 1
         (first, last, served), received = self._parts[number], self._received
         assert received is not None
-        if number == self.rounds - 1:
+        if is_last:
             self._received = None  # its memory is free as soon as the experts are done with it
         tokens, experts, weights = (tensor[first:last] for tensor in received[:3])
         return Received(tokens, experts, weights, received.served_fraction, served)
@@ -101,7 +121,7 @@ class AllGatherDispatch(Dispatch):
             sums = self._sums
         if number == self.rounds - 1:
             self._sums = None
-            self._own = self._combine(sums)
+            self._returning = self._group.reduce_scatter_async(sums)
 
     def combine(self) -> torch.Tensor:
-        return self._own
+        return self._returning()[: self._count]

@@ -9,6 +9,8 @@ in the order of a token's choices: the same bits, for any number of rounds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -107,37 +109,49 @@ class AllToAllDispatch(Dispatch):
         choice_rows: torch.Tensor,
         plans: list[RecvPlan],
     ):
-        self.rounds = len(plans)
         self._group, self._placement = group, placement
         self._tokens, self._experts, self._weights = tokens, experts, weights
         self._source, self._choice_rows = source, choice_rows
         self._plans = plans
         self._returned: torch.Tensor | None = None  # [rows, hidden]: at most k rows a token, under any routing
-        self._first = 0  # first row of the current round
+        self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
+        self._returning: Callable[[], None] = lambda: None
+        self._start(0)
+
+    @property
+    def rounds(self) -> int:
+        return len(self._plans)
 
     def receive(self, number: int) -> Received:
-        send, receive, served = self._plans[number]
-        group, k = self._group, self._experts.shape[1]
-        source = self._source[self._first : self._first + sum(send)]
-        packed = pack_tokens(self._tokens, self._experts, self._weights, source=source)
+        self._returning()  # it began before this round's tokens; its sums are freed
+        packed = self._coming()
+        del self._coming
+        rank, k = self._group.index, self._experts.shape[1]
         return Received(
-            *unpacked(group.all_to_all(packed, send, receive), self._tokens, k, self._placement, group.index),
-            max(1 / k, self._placement.fraction(group.index)),  # a token comes for one choice at least
-            served,
+            *unpacked(packed, self._tokens, k, self._placement, rank),
+            max(1 / k, self._placement.fraction(rank)),  # a token comes for one choice at least
+            self._plans[number].served,
         )
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         send, receive, _ = self._plans[number]
-        returned = self._group.all_to_all(sums, receive, send)
-        if self.rounds == 1:
-            self._returned = returned
-            return
         if self._returned is None:
-            self._returned = returned.new_empty(len(self._source), returned.shape[1])
-        last = self._first + len(returned)
-        self._returned[self._first : last] = returned
-        self._first = last
+            self._returned = sums.new_empty(len(self._source), sums.shape[1])
+        into = self._returned[self._first[number] : self._first[number + 1]]
+        self._returning = self._group.all_to_all_async(sums.contiguous(), into, receive, send)
+        if number + 1 < self.rounds:
+            self._start(number + 1)
 
     def combine(self) -> torch.Tensor:
         assert self._returned is not None
+        self._returning()
         return weighted_sum(self._returned, self._choice_rows)
+
+    def _start(self, number: int) -> None:
+        """Sends the tokens of a round."""
+        send, receive, _ = self._plans[number]
+        source = self._source[self._first[number] : self._first[number + 1]]
+        packed = pack_tokens(self._tokens, self._experts, self._weights, source=source)
+        into = packed.new_empty(sum(receive), packed.shape[1])
+        wait = self._group.all_to_all_async(packed, into, send, receive)
+        self._coming = lambda: wait() or into

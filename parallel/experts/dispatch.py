@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,47 +33,47 @@ class Received(NamedTuple):
 class Dispatch(ABC):
     """Tokens on their way to their experts and back, in one round or several.
 
-    In each round a rank calls :meth:`receive`, runs its experts, and calls :meth:`send_back`; after the last one it
-    calls :meth:`combine`. Every rank of the group takes part in each transfer.
-
-    Attributes:
-        rounds: number of rounds; the same on every rank if tokens travel in each.
+    A dispatch is made with the tokens of its first round on their way. In each round a rank calls :meth:`receive`, runs
+    its experts, and calls :meth:`send_back`; after the last one it calls :meth:`combine`. What travels does so beside
+    the work that is launched between these calls, on the stream of the collective. Every rank of the group takes part
+    in each transfer, and makes all calls of all its dispatches in the same order.
     """
 
-    rounds: int
+    @property
+    @abstractmethod
+    def rounds(self) -> int:
+        """Number of rounds; the same on every rank if tokens travel in each. It may wait for the first tokens."""
 
     @abstractmethod
     def receive(self, number: int) -> Received:
-        """The tokens that come to this rank in a round; called once for each."""
+        """Waits for the tokens that come to this rank in a round; called once for each, in order."""
 
     @abstractmethod
     def send_back(self, number: int, sums: torch.Tensor) -> None:
-        """Takes the weighted sums ``[R, hidden]`` of this rank's experts for the tokens of a round."""
+        """Starts to return the weighted sums ``[R, hidden]`` of this rank's experts for the tokens of a round, and then
+        the next round, which so has the memory of the last one."""
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
-        """The sums over all ranks for this rank's own tokens, ``[T, hidden]``."""
+        """Waits for the sums over all ranks for this rank's own tokens, ``[T, hidden]``."""
 
 
-class SingleRound(Dispatch):
-    """One round; ``combine`` makes the sums for this rank's own tokens from those for the received tokens."""
+class NoDispatch(Dispatch):
+    """The tokens of a rank that holds all experts."""
 
     rounds = 1
 
-    def __init__(self, received: Received, combine: Callable[[torch.Tensor], torch.Tensor]):
-        self._received: Received | None = received
-        self._combine = combine
+    def __init__(self, received: Received):
+        self._received = received
 
     def receive(self, number: int) -> Received:
-        received, self._received = self._received, None  # its memory is free as soon as the experts are done with it
-        assert received is not None
-        return received
+        return self._received
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
-        self._own = self._combine(sums)
+        self._sums = sums
 
     def combine(self) -> torch.Tensor:
-        return self._own
+        return self._sums
 
 
 def unpacked(

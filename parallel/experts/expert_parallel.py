@@ -14,6 +14,7 @@ has chosen several of that rank's experts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.all_gather import AllGatherDispatch, Part, parts_of, tokens_counted_together
 from dsa_engine.parallel.experts.all_to_all import AllToAllDispatch, RecvPlan, SendPlan, in_rounds, rounds_needed
-from dsa_engine.parallel.experts.dispatch import Dispatch, Received, SingleRound, unpacked
+from dsa_engine.parallel.experts.dispatch import Dispatch, NoDispatch, Received, unpacked
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
 
@@ -69,7 +70,7 @@ class ExpertParallel:
         """
         experts = self.to_physical(experts)
         if self.group.size == 1:
-            return SingleRound(Received(tokens, experts, weights, 1.0), lambda sums: sums)
+            return NoDispatch(Received(tokens, experts, weights, 1.0))
         if method == "all_gather":
             return self._all_gather(tokens, experts, weights, max_tokens, max_pairs)
         if method == "all_to_all":
@@ -105,12 +106,23 @@ class ExpertParallel:
         both = download(torch.stack((sent, received), dim=1))()
         return [_recv_plan(*one) for one in both]
 
-    def gather(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int) -> Received:
-        """The tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert works on it."""
-        group = self.group
-        packed = group.all_gather(pack_tokens(tokens, experts, weights, rows=max_tokens))
-        gathered = unpacked(packed, tokens, experts.shape[1], self.placement, group.index)
-        return Received(*gathered, self.placement.fraction(group.index))
+    def gather(
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
+    ) -> Callable[[], Received]:
+        """Starts to gather the tokens of all ranks, ``max_tokens`` rows of each. Padding has no experts, so no expert
+        works on it.
+
+        Returns:
+            a function that waits for them.
+        """
+        group, k = self.group, experts.shape[1]
+        wait = group.all_gather_async(pack_tokens(tokens, experts, weights, rows=max_tokens))
+
+        def received() -> Received:
+            gathered = unpacked(wait(), tokens, k, self.placement, group.index)
+            return Received(*gathered, self.placement.fraction(group.index))
+
+        return received
 
     def count_served(self, experts: torch.Tensor, together: int) -> list[int]:
         """Number of gathered choices that this rank serves, of each ``together`` tokens; the host waits for it."""
@@ -140,13 +152,16 @@ class ExpertParallel:
         max_pairs: int,
     ) -> Dispatch:
         group, (count, k) = self.group, experts.shape
-        received = self.gather(tokens, experts, weights, max_tokens)
-        rows, choices = len(received.tokens), min(k, self.placement.count(group.index))
-        parts = [Part(0, rows, None)]
-        if rows * choices > max_pairs:
+        choices = min(k, self.placement.count(group.index))
+
+        def parts(received: Received) -> list[Part]:
+            rows = len(received.tokens)
+            if rows * choices <= max_pairs:
+                return [Part(0, rows, None)]
             together = tokens_counted_together(max_pairs, choices)
-            parts = parts_of(self.count_served(received.experts, together), together, rows, max_pairs)
-        return AllGatherDispatch(received, parts, lambda sums: group.reduce_scatter(sums)[:count])
+            return parts_of(self.count_served(received.experts, together), together, rows, max_pairs)
+
+        return AllGatherDispatch(group, self.gather(tokens, experts, weights, max_tokens), parts, count)
 
 
 def _recv_plan(sent: list[list[int]], received: list[list[int]]) -> RecvPlan:

@@ -24,10 +24,10 @@ from context_parallel.plot import plot_forms
 from context_parallel.study import FORMS, ContextParallelStudy, FormResult
 from dsa_engine.arguments import add_json_argument, argument_parser, lengths, reported, run
 from dsa_engine.config.model import DTYPES
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.report import environment, format_table, write_so_far
 from dsa_engine.parallel import Mesh, ParallelConfig
+from dsa_engine.parallel.links import Links
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.progress import progress_bar
 from dsa_engine.system.sizes import format_bytes

@@ -19,13 +19,13 @@ from dsa_engine.commands.bench.prefill_benchmark import measure_prefill
 from dsa_engine.config.released import released_config
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.group import EmulatedGroup
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import EmulatedMesh, follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication, replay, watched
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.stage_timer import DeviceClock
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog
+from dsa_engine.parallel.links import Links
 
 CPU = torch.device("cpu")
 

@@ -45,8 +45,8 @@ class AllRanks(Group):
     def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         return lambda: rows.repeat(self.size, 1)
 
-    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.chunk(self.size)[self.index]
+    def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        return lambda: rows.chunk(self.size)[self.index]
 
 
 @pytest.mark.parametrize("max_pairs", [1, 7, 40, 1000])

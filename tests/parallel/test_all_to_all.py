@@ -101,6 +101,12 @@ class ThreadGroup(Group):
         assert receive is None or len(arrived) == sum(receive)
         return arrived
 
+    def _start_exchange(
+        self, rows: torch.Tensor, into: torch.Tensor, send: list[int], receive: list[int]
+    ) -> Callable[[], None]:
+        into.copy_(self._exchange(rows, send, receive))
+        return lambda: None
+
     def _start_gather(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         gathered = self.room.swap(self.index, [rows] * self.size)
         return lambda: gathered

@@ -17,8 +17,8 @@ from context_parallel.plot import plot_forms
 from context_parallel.sent_bytes import SentBytes
 from context_parallel.study import FORMS, FormResult
 from context_parallel.ulysses import Ulysses, sequence_layer
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.parallel.group import Group
+from dsa_engine.parallel.links import Links
 from mla.forms import MLASize
 
 TINY = DSASize(MLASize(48, heads=3, q_rank=40, kv_rank=32, nope=24, rope=8, value=20), 12, 16, topk=20)

@@ -10,7 +10,6 @@ from dsa_engine.engine.speculation.acceptance import count_equal
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import barrier, from_all_ranks, stages_of_all_ranks
 from dsa_engine.measure.assumed_acceptance import AssumedAcceptance
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import follow_steps
 from dsa_engine.measure.emulation.overlap_model import Communication
 from dsa_engine.measure.filled_requests import check_batch
@@ -20,6 +19,7 @@ from dsa_engine.measure.reported_latency import Latency
 from dsa_engine.measure.stage_timer import milliseconds
 from dsa_engine.measure.timed_generation import TimedGeneration, generate_batch, max_output_tokens
 from dsa_engine.outputs import SpeculationMetrics
+from dsa_engine.parallel.links import Links
 
 
 @dataclass(frozen=True)

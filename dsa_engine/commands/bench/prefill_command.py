@@ -18,11 +18,11 @@ from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.across_ranks import from_all_ranks, num_processes
 from dsa_engine.measure.emulation.arguments import heading, measured_llm, title, to_json
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.plots import check_plot
 from dsa_engine.measure.random_prompt import random_prompt
 from dsa_engine.measure.report import caption, run_report, write_so_far
 from dsa_engine.measure.stage_timer import chrome_trace, mean_stages
+from dsa_engine.parallel.links import Links
 from dsa_engine.system.output_files import check_outputs, whole_file
 
 

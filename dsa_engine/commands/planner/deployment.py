@@ -22,15 +22,15 @@ from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.costs.model_costs import ModelCosts, formats_of
 from dsa_engine.measure.costs.weights import WeightBytes
 from dsa_engine.measure.costs.work import Stages, Work
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.weight_memory import rank_model
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_format
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel.collective_log import Kind
+from dsa_engine.parallel.links import Links
 
 WORKSPACE = 1 << 30
 UTILIZATION = EngineOptions.gpu_memory_utilization  # fraction of a device's memory, as the engine takes it
-_LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a machine, between machines (emulation/links.py)
+_LINKED = (0.8, 0.9)  # usable fraction of nominal rates: inside a machine, between machines (parallel/links.py)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Deployment:
         cp_size: number of ranks that prefill a prompt together.
         tp_size: number of neighbouring ranks over which embedding, o_proj and LM head are cut.
         dispatch: how tokens reach experts: one of ``DISPATCHES``, or "auto": the one with the shortest exchange.
+        chunk: maximum number of tokens of a rank in a prefill step.
+        weights: one of ``WEIGHTS``.
+        cache: one of ``CACHES``.
+        drafts: number of drafts in a decode step.
+        balanced: experts have equal loads in every step, as with perfect replicas; else tokens choose independently.
         dispatch_dtype: "fp8": tokens travel as codes where the experts' format quantises them so; or "bfloat16".
         beside_shared: the shared expert runs beside the dispatch.
         two_batches: a step is cut into two halves, and tokens of one travel while the other computes.
@@ -49,17 +54,17 @@ class Deployment:
         prefetch: while sums travel back, the next layer's first weights are read into the L2 cache.
         redundant: replicas of experts on all ranks together.
         imbalance: token-expert pairs of the busiest rank over the mean, with these replicas.
-        chunk: maximum number of tokens of a rank in a prefill step.
-        weights: one of ``WEIGHTS``.
-        cache: one of ``CACHES``.
-        drafts: number of drafts in a decode step.
-        balanced: experts have equal loads in every step, as with perfect replicas; else tokens choose independently.
     """
 
     ranks: int
     cp_size: int = 1
     tp_size: int = 1
     dispatch: str = "all_to_all"
+    chunk: int = 8192
+    weights: str = "fp8"
+    cache: str = "bfloat16"
+    drafts: int = 0
+    balanced: bool = False
     dispatch_dtype: str = "bfloat16"
     beside_shared: bool = False
     two_batches: bool = False
@@ -67,11 +72,6 @@ class Deployment:
     prefetch: bool = False
     redundant: int = 0
     imbalance: float = 1.0
-    chunk: int = 8192
-    weights: str = "fp8"
-    cache: str = "bfloat16"
-    drafts: int = 0
-    balanced: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -200,7 +200,7 @@ def stored(weights: str, config: ModelConfig) -> QuantizationConfig | None:
 
 
 def links_of(device: Device) -> Links:
-    """The device's links, with the latencies of `emulation/links.py`."""
+    """The device's links, with the latencies of `parallel/links.py`."""
     known = Links()
     inside = replace(known.inside, name="within a machine", bandwidth_gb_s=device.inside * _LINKED[0] / 1e9)
     between = replace(known.between, name="between machines", bandwidth_gb_s=device.between * _LINKED[1] / 1e9)

@@ -80,7 +80,9 @@ DEVICES = {
     for device in (
         _device("A100", 80, 312, 624, ("int8",), 2.039, 8, 300, 25, "NVIDIA A100 80GB SXM data sheet", 40),
         _device("H100", 80, 989, 1979, _BOTH, 3.35, 8, 450, 50, "NVIDIA H100 SXM data sheet", 50),
-        _device("H800", 80, 989, 1979, _BOTH, 3.35, 8, 200, 50, "as H100; NVLink: DeepSeek-V3 at ISCA 2025, section 4", 50),
+        _device(
+            "H800", 80, 989, 1979, _BOTH, 3.35, 8, 200, 50, "as H100; NVLink: DeepSeek-V3 at ISCA 2025, section 4", 50
+        ),
         _device("H20", 96, 148, 296, _BOTH, 4.0, 8, 450, 50, "figures of NVIDIA's H20 as vendors of servers list them"),
         _device("H200", 141, 989, 1979, _BOTH, 4.8, 8, 450, 50, "NVIDIA H200 SXM data sheet", 50),
         _device("B200", 180, 2250, 4500, _BOTH, 8.0, 8, 900, 50, "NVIDIA DGX B200 data sheet, an eighth of it"),

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from dsa_engine.commands.planner.choices import DISPATCHES
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.parallel.collective_log import Collective, Kind
+from dsa_engine.parallel.links import Links
 
 _SCALED = 128  # numbers of a token with one scale, float32
 
@@ -50,10 +50,13 @@ class ExpertExchange:
     def machines(self) -> int:
         return math.ceil(self.ranks / self.links.machine_size)
 
-    def method(self, dispatch: str, rows: float) -> str:
-        """The dispatch that is taken: "auto" is the one with the shortest exchange."""
+    def method(self, dispatch: str, rows: float, static: bool = False) -> str:
+        """The dispatch that is taken: "auto" is the one with the shortest exchange, if ``static`` of those whose sizes
+        do not depend on the routing, as CUDA graphs need them."""
         if dispatch != "auto":
             return dispatch
+        if static:
+            return "all_gather"
         return min(DISPATCHES, key=lambda one: sum(self.seconds(one, rows)))
 
     def seconds(self, dispatch: str, rows: float) -> Exchange:
@@ -61,6 +64,8 @@ class ExpertExchange:
         if self.ranks == 1 or not rows:
             return Exchange(0.0, 0.0)
         dispatch = self.method(dispatch, rows)
+        there: float
+        back: float
         if dispatch == "all_gather":
             there, back = self._rows
             return Exchange(self._gather("all_gather", rows * there), self._gather("reduce_scatter", rows * back))
@@ -78,11 +83,10 @@ class ExpertExchange:
         """
         c = self.config
         groups, chosen = (c.n_group, c.topk_group) if c.n_group > 1 else (1, 1)
-        held = groups / parts  # groups in a part
+        held: float = groups / parts  # groups in a part
         if held <= 1:
             return chosen / groups * (1 - (1 - held / chosen) ** c.num_experts_per_tok)
-        whole = round(held)
-        missed = 0.0
+        whole, missed = round(held), 0.0
         for hit in range(min(whole, chosen) + 1):
             ways = math.comb(whole, hit) * math.comb(groups - whole, chosen - hit) / math.comb(groups, chosen)
             missed += ways * (1 - hit / chosen) ** c.num_experts_per_tok

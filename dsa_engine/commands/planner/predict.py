@@ -175,11 +175,13 @@ def predict_decode(
     if how.two_batches and own > 1:
         half = cdiv(own, 2)
         of_all = requests * half // own
-        parts = [step._replace(requests=r, world_requests=w) for r, w in ((half, of_all), (own - half, requests - of_all))]
+        parts = [
+            step._replace(requests=r, world_requests=w) for r, w in ((half, of_all), (own - half, requests - of_all))
+        ]
     batches = []
     for part in parts:
         rows, all_rows = (count * (1 + how.drafts) for count in (part.requests, part.world_requests))
-        dispatch = placed.exchange.method(how.dispatch, rows)
+        dispatch = placed.exchange.method(how.dispatch, rows, static=True)
         work = placed.dispatched(placed.costs.verification(part), rows, all_rows, dispatch)
         exchange = placed.exchange.seconds(dispatch, rows)
         if how.prefetch and len(parts) == 1:
@@ -204,7 +206,8 @@ def _drafting(placed: Placed, reached: Efficiencies, step: Decode) -> dict[str, 
         rows = step.requests * (1 + step.drafts if number == 0 else 1)
         for name, seconds, _ in placed.collectives(rows, 0, step.requests):
             _add(stages, name, seconds if name in ("LM head", "embedding") else seconds / layers)
-        there, back = placed.exchange.seconds(placed.how.dispatch, rows)
+        dispatch = placed.exchange.method(placed.how.dispatch, rows, static=True)
+        there, back = placed.exchange.seconds(dispatch, rows)
         _add(stages, DISPATCH, there)
         _add(stages, COMBINE, back)
     return stages
@@ -218,8 +221,8 @@ class _Batch:
     exchange: Exchange
     steps: int
 
-    def layers(self, config: ModelConfig, beside_shared: bool) -> list[LayerTimes]:
-        """Seconds of every layer in the mean step."""
+    def layers(self, config: ModelConfig, beside_shared: bool, sparse_layers: int) -> list[LayerTimes]:
+        """Seconds of the dense layers and of some sparse ones in the mean step."""
         moes, steps = config.mlp_layer_types.count("sparse"), self.steps
         every = sum(self._seconds(name) for name in _ATTENTION) / config.num_hidden_layers / steps
         mlp = self._seconds("dense MLP") / max(1, config.num_hidden_layers - moes) / steps
@@ -229,7 +232,7 @@ class _Batch:
         before = every + gate + (0.0 if beside_shared else shared)
         sparse = LayerTimes(before, there, shared * beside_shared, experts, back)
         dense = LayerTimes(every + mlp, 0.0, 0.0, 0.0, 0.0)
-        return [sparse if kind == "sparse" else dense for kind in config.mlp_layer_types[: config.num_hidden_layers]]
+        return [dense] * (config.num_hidden_layers - moes) + [sparse] * sparse_layers
 
     def _seconds(self, name: str) -> float:
         return self.stages[name].seconds if name in self.stages else 0.0
@@ -244,7 +247,13 @@ def _passed(placed: Placed, batches: list[_Batch]) -> dict[str, StageTime]:
     if placed.how.ranks == 1 or not placed.config.mlp_layer_types.count("sparse"):
         return stages
     beside = placed.how.beside_shared or len(batches) > 1
-    waits = schedule([batch.layers(placed.config, beside) for batch in batches], COLLECTIVE)
+    moes = placed.config.mlp_layer_types.count("sparse")
+    few = min(moes, 4)
+    # From the third layer on each takes as long as the one before.
+    waits = schedule([batch.layers(placed.config, beside, few) for batch in batches], COLLECTIVE)
+    if moes > few:
+        one_less = schedule([batch.layers(placed.config, beside, few - 1) for batch in batches], COLLECTIVE)
+        waits = waits.extended(one_less, moes - few)
     steps = batches[0].steps
     _add(stages, DISPATCH, waits.dispatch * steps, (waits.dispatched - waits.dispatch) * steps)
     _add(stages, COMBINE, waits.combine * steps, (waits.combined - waits.combine) * steps)

@@ -36,6 +36,8 @@ class Planner:
         for name in ("cp_size", "tp_size", "chunk"):
             if self.fixed.get(name, 1) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {self.fixed[name]}")
+        if self.fixed.get("redundant_experts", 0) < 0 or not self.fixed.get("imbalance", 1.0) >= 1:
+            raise ValueError("--redundant-experts must be at least 0, and --imbalance at least 1")
         drafts = self.fixed.get("drafts", 0)
         if drafts not in DRAFTS:
             raise ValueError(f"--drafts must be one of {DRAFTS}, not {drafts}")
@@ -163,6 +165,10 @@ class Planner:
                             cache=cache,
                             dispatch_dtype=self.fixed.get("dispatch_dtype", "fp8"),
                             beside_shared=True,
+                            two_levels=self.fixed.get("two_levels", False),
+                            prefetch=self.fixed.get("prefetch", False),
+                            redundant=self.fixed.get("redundant_experts", 0),
+                            imbalance=self.fixed.get("imbalance", 1.0),
                         )
 
     def _weights(self) -> list[str]:

@@ -14,7 +14,7 @@ long as a collective runs, so computation beside one is slower.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
@@ -49,6 +49,11 @@ class Waits:
     @property
     def seconds(self) -> float:
         return self.computed + self.dispatch + self.combine + self.slowed
+
+    def extended(self, one_less: Waits, layers: int) -> Waits:
+        """The schedule with ``layers`` more layers, each as long as the last; ``one_less`` lacks this one."""
+        values = ((getattr(self, f.name), getattr(one_less, f.name)) for f in fields(self))
+        return Waits(*(mine + (mine - less) * layers for mine, less in values))
 
 
 class _Clock:

@@ -13,10 +13,10 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.engine import Engine
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
 from dsa_engine.model_folder import model_config
+from dsa_engine.parallel.links import Links
 
 
 def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:

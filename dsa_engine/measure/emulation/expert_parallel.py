@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -46,9 +47,11 @@ class EmulatedExpertParallel(AssignedExpertParallel):
         rounds, counted = dispatch.rounds, self.assigned.step.tokens
         return _Assigned(dispatch, stand_in(("rounds", rounds, counted), lambda: self._arriving(rounds)[0]))
 
-    def gather(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int) -> Received:
-        (count, k), received = experts.shape, super().gather(tokens, experts, weights, max_tokens)
-        return received._replace(experts=self.assigned.gathered(count, max_tokens, k, experts.device))
+    def gather(
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_tokens: int
+    ) -> Callable[[], Received]:
+        (count, k), wait = experts.shape, super().gather(tokens, experts, weights, max_tokens)
+        return lambda: wait()._replace(experts=self.assigned.gathered(count, max_tokens, k, experts.device))
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         (made_up, _), step = super().exchange_counts(sent), self.assigned.step
@@ -86,8 +89,11 @@ class _Assigned(Dispatch):
     """A dispatch whose received tokens have other choices: ``experts`` of each round."""
 
     def __init__(self, dispatch: Dispatch, experts: list[torch.Tensor]):
-        self.rounds = dispatch.rounds
         self._dispatch, self._experts = dispatch, experts
+
+    @property
+    def rounds(self) -> int:
+        return self._dispatch.rounds
 
     def receive(self, number: int) -> Received:
         return self._dispatch.receive(number)._replace(experts=self._experts[number])

@@ -64,12 +64,13 @@ class EmulatedGroup(Group):
             self._factors[key] = (1 + away / (4 * self.size)).to(rows.dtype)
         return self._factors[key]
 
-    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
+    def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
         part = rows.chunk(self.size)[self.index]
         # Only other ranks add to a row of zeros (of an embedding); work on zeros would be cheaper.
-        return self._stand_in(
+        reduced = self._stand_in(
             "reduce_scatter", rows, lambda: torch.where(part.any(dim=-1, keepdim=True), part, _made_up(part))
         )
+        return lambda: reduced
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         count = rows.shape[0] if receive is None else sum(receive)

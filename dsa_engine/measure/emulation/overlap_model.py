@@ -1,7 +1,7 @@
 """What an emulated rank would have spent in communication: its program, played again on modelled links.
 
 The computation is measured, the communication is not: it follows from the bytes of each collective and the figures of
-:class:`dsa_engine.measure.emulation.links.Links`. The two are always reported apart.
+:class:`dsa_engine.parallel.links.Links`. The two are always reported apart.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsa_engine.engine.engine import Engine
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.stand_ins import StandIns
 from dsa_engine.measure.stage_timer import EMULATION, DeviceClock, StageTimer, current_stage
 from dsa_engine.parallel.collective_log import CollectiveLog
+from dsa_engine.parallel.links import Links
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The forms on a large number of ranks: bytes and work by formulas that a real run confirms, and modelled times.
 
-Nothing here is measured. :mod:`~dsa_engine.measure.emulation.links` gives the time of a collective from its bytes; work
+Nothing here is measured. :mod:`~dsa_engine.parallel.links` gives the time of a collective from its bytes; work
 is that of the busiest rank at one assumed rate.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 from context_parallel.division import Division, imbalance
 from context_parallel.form import CPForm, to_next
 from context_parallel.layer import DSASize
-from dsa_engine.measure.emulation.links import Links
 from dsa_engine.parallel.collective_log import Collective
+from dsa_engine.parallel.links import Links
 
 
 @dataclass(frozen=True)

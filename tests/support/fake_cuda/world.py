@@ -84,8 +84,9 @@ class FakeGroup(Group):
         gathered = self._launched("all_gather", self.size * rows.shape[0], *rows.shape[1:], like=rows)
         return lambda: gathered
 
-    def _reduce(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._launched("reduce_scatter", rows.shape[0] // self.size, *rows.shape[1:], like=rows)
+    def _start_reduce(self, rows: torch.Tensor, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        part = self._launched("reduce_scatter", rows.shape[0] // self.size, *rows.shape[1:], like=rows)
+        return lambda: part
 
     def _exchange(self, rows: torch.Tensor, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
         count = rows.shape[0] if receive is None else sum(receive)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dsa_engine.measure.emulation.links import Link, Links
 from dsa_engine.parallel.collective_log import Collective, Kind
+from dsa_engine.parallel.links import Link, Links
 
 # Round figures: 100 and 10 bytes per microsecond.
 LINKS = Links(

@@ -1,0 +1,58 @@
+"""What all dispatches have in common, on ranks that are threads with Gloo between them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from dsa_engine.parallel.experts import MoeDispatch
+from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.group import Group
+from gloo_ranks import on_ranks
+
+THERE_AND_BACK = {"all_to_all": ("all_to_all", "all_to_all"), "all_gather": ("all_gather", "reduce_scatter")}
+
+
+@pytest.mark.parametrize("method", THERE_AND_BACK)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_tokens_and_sums_travel_beside_other_work(method: MoeDispatch, rounds: int) -> None:
+    """The log shows each exchange as begun by one call of a dispatch and waited for in a later one."""
+
+    def work(group: Group) -> list[tuple[str, str, str]]:
+        placement = ExpertPlacement.contiguous(2, 2, torch.device("cpu"))
+        tokens, experts = torch.ones(8, 4), torch.arange(2, dtype=torch.int32).expand(8, 2)
+        call, seen = "dispatch", []
+        log = group.log
+        assert log is not None
+        log.mark = lambda: seen.append(call)  # type: ignore[method-assign]
+        max_pairs = sys.maxsize if rounds == 1 else 12
+        dispatch = ExpertParallel(group, placement).dispatch(
+            tokens, experts.contiguous(), torch.ones(8, 2), method, 8, max_pairs
+        )
+        call = "receive"
+        assert dispatch.rounds == rounds
+        for number in range(rounds):
+            call = "receive"
+            received = dispatch.receive(number)
+            call = "send_back"
+            dispatch.send_back(number, received.tokens)
+        call = "combine"
+        assert torch.equal(dispatch.combine(), torch.full((8, 4), 2.0))
+        kinds = [log.collectives[event.number] for event in log.events]
+        calls = seen[::2]  # each event marks its begin and its end
+        return [
+            (event.what, one.kind, where)
+            for event, one, where in zip(log.events, kinds, calls, strict=True)
+            if one.asynchronous
+        ]
+
+    there, back = THERE_AND_BACK[method]
+    expected = [("begin", there, "dispatch"), ("wait", there, "receive")]
+    if method == "all_to_all" and rounds == 2:
+        expected += [("begin", back, "send_back"), ("begin", there, "send_back")]
+        expected += [("wait", back, "receive"), ("wait", there, "receive")]
+    expected += [("begin", back, "send_back"), ("wait", back, "combine")]
+    assert on_ranks(2, work) == [expected] * 2

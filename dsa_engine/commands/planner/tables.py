@@ -38,7 +38,7 @@ def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | N
         ("chosen for", _chosen_for(plan)),
         ("bound by", plan.limit),
         ("memory left on a rank", f"{format_bytes(plan.decode.room)} in decode, of {UTILIZATION:.0%} of all"),
-        ("redundant experts", f"{plan.replicas} a rank have room in that (not in the engine yet)"),
+        ("redundant experts", f"{plan.replicas} a rank have room in that"),
     ]
     if drafts := plan.decode.how.drafts:
         gained = f"{_acceptance(demand, drafts)}; {plan.decode.tokens_per_step:.2f} tokens a step"

@@ -246,7 +246,7 @@ def test_a_watched_step_knows_its_collectives(emulated: LLM) -> None:
     assert one.log is not None
     by_stage = {c.stage for c in one.log.collectives}
     assert by_stage >= {"embedding", "communication", "MoE dispatch", "MoE combine", "MLA epilog"}
-    gathers = [c for c in one.log.collectives if c.asynchronous and c.stage == "communication"]
+    gathers = [c for c in one.log.collectives if c.stage == "communication"]
     assert len(gathers) == 4 and {c.ranks for c in gathers} == {tuple(range(8))}
     assert one.stand_ins > 0 and "emulation" not in one.stage_seconds()
     communication = one.communication(Links())
@@ -282,7 +282,7 @@ def test_fp8_cache_rows_travel_in_their_bytes(tmp_path: Path) -> None:
         with watched(llm.engine) as one:
             assert bool(torch.isfinite(llm.engine.prefill([i % 100 for i in range(200)])).all())
         assert one.log is not None
-        gathered[caches] = {c.sent for c in one.log.collectives if c.asynchronous}
+        gathered[caches] = {c.sent for c in one.log.collectives if c.stage == "communication"}
     # Each rank sends the rows of its 50 tokens to each of the three others.
     assert gathered == {"auto": {(0, *[50 * 1408] * 3)}, "fp8": {(0, *[50 * 800] * 3)}}
 

@@ -23,7 +23,7 @@ class Received(NamedTuple):
     it.
     """
 
-    tokens: torch.Tensor  # [R, hidden]
+    tokens: torch.Tensor  # [R, width], as they were sent: numbers, or words with codes and scales
     experts: torch.Tensor  # [R, k] int32
     weights: torch.Tensor  # [R, k] float32
     served_fraction: float

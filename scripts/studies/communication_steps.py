@@ -42,8 +42,6 @@ def steps() -> Iterator[Step]:
         ("+ dispatch by machine in prefill", {"dispatch": "by_machine"}, {}),
         ("+ two batches in prefill", {"two_batches": True}, {}),
         ("+ 64 redundant experts", {"redundant": RANKS}, {"redundant": RANKS}),
-        ("+ prefetch into the L2 cache", {}, {"prefetch": True}),
-        ("+ small gathers in two levels", {}, {"two_levels": True}),
         ("+ three drafts", {}, {"drafts": 3}),
     )
     for name, of_prefill, of_decode in changes:

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
+from dsa_engine.demo import demo_config
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.traffic import RowBytes
+
+
+def _bytes_between_machines(*runs: list[dict[str, Any]]) -> None:
+    """Bytes that cross are those of the choices: of tokens for each rank of the other machine, and for that machine."""
+    config = demo_config()
+    row = RowBytes.of(config["hidden_size"], 4, config["num_experts_per_tok"])
+    for run, number in zip(runs, (0, 0, 1), strict=True):
+        predicted = sum(rank["crossing"][number] for rank in run) * sum(row)
+        assert sum(rank["crossed_bytes"] for rank in run) == predicted
 
 
 def test_the_busiest_rank_serves_what_the_plan_says(
@@ -17,8 +28,9 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     done = fork_ranks(4, "balance_worker.py", tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
-    before, after = ([rank[run] for rank in ranks] for run in (0, 1))
-    assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after), "the same tokens"
+    before, after, by_machine = ([rank[run] for rank in ranks] for run in (0, 1, 2))
+    assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after + by_machine), "the same tokens"
+    _bytes_between_machines(before, after, by_machine)
     assert len(before[0]["held"]) == 2
     for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
         loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))

@@ -45,18 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fix whether a step is cut into two batches, one of which computes while the other's tokens travel",
     )
     parser.add_argument(
-        "--prefetch",
-        action="store_true",
-        default=None,
-        help="in decode, weights are read into the L2 cache while sums travel",
-    )
-    parser.add_argument(
-        "--two-levels",
-        action="store_true",
-        default=None,
-        help="small gathers pass between machines first and inside them afterwards",
-    )
-    parser.add_argument(
         "--redundant-experts", type=int, metavar="N", help="replicas of experts, on all ranks together; default: 0"
     )
     parser.add_argument(

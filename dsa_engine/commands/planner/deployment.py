@@ -50,8 +50,6 @@ class Deployment:
         dispatch_dtype: "fp8": tokens travel as codes where the experts' format quantises them so; or "bfloat16".
         beside_shared: the shared expert runs beside the dispatch.
         two_batches: a step is cut into two halves, and tokens of one travel while the other computes.
-        two_levels: small gathers pass between machines first and inside them afterwards.
-        prefetch: while sums travel back, the next layer's first weights are read into the L2 cache.
         redundant: replicas of experts on all ranks together.
         imbalance: token-expert pairs of the busiest rank over the mean, with these replicas.
     """
@@ -68,8 +66,6 @@ class Deployment:
     dispatch_dtype: str = "bfloat16"
     beside_shared: bool = False
     two_batches: bool = False
-    two_levels: bool = False
-    prefetch: bool = False
     redundant: int = 0
     imbalance: float = 1.0
 
@@ -96,7 +92,6 @@ class Placed:
             self.links,
             how.ranks,
             narrow=how.dispatch_dtype == "fp8" and how.weights == "fp8" and narrow,
-            two_levels=how.two_levels,
             imbalance=how.imbalance,
         )
 

@@ -26,7 +26,6 @@ class Device:
         narrow_flops: the same with 8-bit inputs; equal to ``flops`` if the device has none.
         narrow: weight formats of the 8-bit products: "fp8", "int8".
         bandwidth: bytes of memory per second.
-        l2: bytes of the L2 cache; 0: not known.
         machine_size: number of devices that the fast links join.
         inside, between: link bytes per second and direction, within a machine and between machines.
         source: source of the figures.
@@ -42,7 +41,6 @@ class Device:
     inside: float
     between: float
     source: str
-    l2: float = 0.0
 
     def is_called(self, reported: str) -> bool:
         """Whether a driver's name of a device, such as "NVIDIA H100 80GB HBM3", is that of this one."""
@@ -66,10 +64,10 @@ class Device:
 
 def _device(
     name: str, gb: float, tflops: float, narrow: float, formats: tuple[str, ...], tb_s: float, size: int, inside: float,
-    between: float, source: str, l2: float = 0,
+    between: float, source: str,
 ) -> Device:  # fmt: skip
     rates = (gb * 1e9, tflops * 1e12, narrow * 1e12, formats, tb_s * 1e12, size, inside * 1e9, between * 1e9)
-    return Device(name, *rates, source, l2 * 1e6)
+    return Device(name, *rates, source)
 
 
 _BOTH = ("fp8", "int8")
@@ -78,13 +76,11 @@ _BOTH = ("fp8", "int8")
 DEVICES = {
     device.name: device
     for device in (
-        _device("A100", 80, 312, 624, ("int8",), 2.039, 8, 300, 25, "NVIDIA A100 80GB SXM data sheet", 40),
-        _device("H100", 80, 989, 1979, _BOTH, 3.35, 8, 450, 50, "NVIDIA H100 SXM data sheet", 50),
-        _device(
-            "H800", 80, 989, 1979, _BOTH, 3.35, 8, 200, 50, "as H100; NVLink: DeepSeek-V3 at ISCA 2025, section 4", 50
-        ),
+        _device("A100", 80, 312, 624, ("int8",), 2.039, 8, 300, 25, "NVIDIA A100 80GB SXM data sheet"),
+        _device("H100", 80, 989, 1979, _BOTH, 3.35, 8, 450, 50, "NVIDIA H100 SXM data sheet"),
+        _device("H800", 80, 989, 1979, _BOTH, 3.35, 8, 200, 50, "as H100; NVLink: DeepSeek-V3 at ISCA 2025, section 4"),
         _device("H20", 96, 148, 296, _BOTH, 4.0, 8, 450, 50, "figures of NVIDIA's H20 as vendors of servers list them"),
-        _device("H200", 141, 989, 1979, _BOTH, 4.8, 8, 450, 50, "NVIDIA H200 SXM data sheet", 50),
+        _device("H200", 141, 989, 1979, _BOTH, 4.8, 8, 450, 50, "NVIDIA H200 SXM data sheet"),
         _device("B200", 180, 2250, 4500, _BOTH, 8.0, 8, 900, 50, "NVIDIA DGX B200 data sheet, an eighth of it"),
         _device(
             "910B", 64, 376, 752, ("int8",), 1.6, 8, 196, 25,

@@ -47,15 +47,12 @@ _KERNELS = {
 }
 
 # Large products, 790 of 989 TFLOP/s, and copies, 4.3 of 4.8 TB/s, were measured on one H200.
-_PRODUCT, COPY = 0.80, 0.90
+_PRODUCT, _COPY = 0.80, 0.90
 # Rows of the caches are read in pieces of 132 to 1,152 bytes; top-k reads a long row of scores more than once.
 _MEMORY = {"sparse flash attention": 0.6, "lightning indexer": 0.8, TOP_K: 0.5}
 
 # Part of the multiprocessors that a running collective holds: 20 of 132, as DeepSeek-V3's report gives them.
 COLLECTIVE = 20 / 132
-# Part of an L2 cache that weights read ahead may fill, and the rate at which they are read from it: 24 to 33 bytes a
-# clock and multiprocessor of an H100, estimated (docs/KERNELS.md).
-L2_PART, L2_RATE = 0.5, 6.5e12
 
 OWN = "stages reach parts of the peak that were estimated by reading this project's kernels: nothing was measured"
 TUNED = "stages reach parts of the peak as kernels that others have published"
@@ -115,7 +112,7 @@ class Efficiencies:
             narrow: its products have 8-bit inputs.
             eager: a decode step without a CUDA graph.
         """
-        known = self._stages.get((phase, stage), Efficiency(_PRODUCT, COPY, 0.0))
+        known = self._stages.get((phase, stage), Efficiency(_PRODUCT, _COPY, 0.0))
         if stage not in _KERNELS or self.has_measured(phase, stage):
             return known
         launch = self._kernels.eager if eager else self._kernels.launch
@@ -130,7 +127,7 @@ class Efficiencies:
         stages = {}
         for phase, compute in (("prefill", of.prefill), ("decode", of.decode)):
             for name, (kernels, _) in _KERNELS.items():
-                of_memory = _MEMORY.get(name, COPY)
+                of_memory = _MEMORY.get(name, _COPY)
                 stages[(phase, name)] = Efficiency(compute.get(name, _PRODUCT), of_memory, kernels * of.launch)
         return cls(stages, of.source, of)
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from dsa_engine.commands.planner.choices import DISPATCHES
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.parallel.collective_log import Collective, Kind
+from dsa_engine.parallel.experts.placement import contiguous
+from dsa_engine.parallel.experts.traffic import Routing, RowBytes, quantized_bytes, reached_part
 from dsa_engine.parallel.links import Links
-
-_SCALED = 128  # numbers of a token with one scale, float32
 
 
 class Exchange(NamedTuple):
@@ -26,7 +26,6 @@ class ExpertExchange:
 
     Args:
         narrow: tokens travel as 8-bit codes with scales; sums come back in bfloat16.
-        two_levels: gathers and their sums pass between machines first, then inside them, where that is faster.
         imbalance: token-expert pairs of the busiest rank over the mean.
     """
 
@@ -36,15 +35,13 @@ class ExpertExchange:
         links: Links,
         ranks: int,
         narrow: bool = False,
-        two_levels: bool = False,
         imbalance: float = 1.0,
     ):
         self.config, self.links, self.ranks, self.narrow = config, links, ranks, narrow
-        self.two_levels, self.imbalance = two_levels, imbalance
+        self.imbalance = imbalance
         hidden = config.hidden_size
-        choices = 8 * config.num_experts_per_tok
-        there = (hidden + 4 * math.ceil(hidden / _SCALED) if narrow else 2 * hidden) + choices  # bytes of a token
-        self._rows = (there, 2 * hidden)
+        sent = quantized_bytes(hidden) if narrow else 2 * hidden
+        self._rows = RowBytes.of(sent, config.num_experts_per_tok, 2 * hidden)
 
     @property
     def machines(self) -> int:
@@ -68,7 +65,7 @@ class ExpertExchange:
         back: float
         if dispatch == "all_gather":
             there, back = self._rows
-            return Exchange(self._gather("all_gather", rows * there), self._gather("reduce_scatter", rows * back))
+            return Exchange(self._even("all_gather", rows * there), self._even("reduce_scatter", rows * back))
         if dispatch == "by_machine" and self.machines > 1:
             return self._by_machine(rows)
         part = min(rows, rows * self.reached(self.ranks) * self.imbalance)
@@ -77,20 +74,11 @@ class ExpertExchange:
         return Exchange(there + counts, back)
 
     def reached(self, parts: int) -> float:
-        """The part of all tokens that has chosen an expert of one of ``parts`` equal parts of consecutive experts.
+        """The part of all tokens that chooses an expert of one of ``parts`` equal parts of consecutive experts."""
+        return _reached(self.config, parts)
 
-        A token takes its experts evenly from ``topk_group`` of the router's ``n_group`` groups.
-        """
-        c = self.config
-        groups, chosen = (c.n_group, c.topk_group) if c.n_group > 1 else (1, 1)
-        held: float = groups / parts  # groups in a part
-        if held <= 1:
-            return chosen / groups * (1 - (1 - held / chosen) ** c.num_experts_per_tok)
-        whole, missed = round(held), 0.0
-        for hit in range(min(whole, chosen) + 1):
-            ways = math.comb(whole, hit) * math.comb(groups - whole, chosen - hit) / math.comb(groups, chosen)
-            missed += ways * (1 - hit / chosen) ** c.num_experts_per_tok
-        return 1 - missed
+    def _even(self, kind: Kind, part: float) -> float:
+        return even_seconds(kind, self.ranks, round(part), self.links)
 
     def _by_machine(self, rows: float) -> Exchange:
         """To the rank of the same number on each machine with an expert of the token, and on to the experts' ranks."""
@@ -110,14 +98,12 @@ class ExpertExchange:
     def _rail(self) -> tuple[int, int]:
         return 1, self.links.machine_size
 
-    def _gather(self, kind: Kind, part: float) -> float:
-        flat = even_seconds(kind, self.ranks, round(part), self.links)
-        if not self.two_levels or self.machines == 1:
-            return flat
-        across, inside = self._rail
-        between = _seconds(kind, self.machines, round(part), self.links, across)
-        within = _seconds(kind, self.links.machine_size, round(part * self.machines), self.links, inside)
-        return min(flat, between + within)
+
+@lru_cache(maxsize=1024)
+def _reached(config: ModelConfig, parts: int) -> float:
+    held = contiguous(config.n_routed_experts, parts)[0]
+    weights = [float(expert in held) for expert in range(config.n_routed_experts)]
+    return reached_part(weights, Routing(config.num_experts_per_tok, config.n_group, config.topk_group))
 
 
 def even_seconds(kind: Kind, size: int, part: int, links: Links) -> float:

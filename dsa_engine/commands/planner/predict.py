@@ -8,15 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from dsa_engine.commands.planner.deployment import Deployment, Placed
-from dsa_engine.commands.planner.efficiency import (
-    COLLECTIVE,
-    COPY,
-    L2_PART,
-    L2_RATE,
-    TOP_K,
-    Efficiencies,
-    stage_seconds,
-)
+from dsa_engine.commands.planner.efficiency import COLLECTIVE, TOP_K, Efficiencies, stage_seconds
 from dsa_engine.commands.planner.exchange import Exchange
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.steps.plan import StepPlan
@@ -184,8 +176,6 @@ def predict_decode(
         dispatch = placed.exchange.method(how.dispatch, rows, static=True)
         work = placed.dispatched(placed.costs.verification(part), rows, all_rows, dispatch)
         exchange = placed.exchange.seconds(dispatch, rows)
-        if how.prefetch and len(parts) == 1:
-            work = _prefetched(placed, work, exchange.combine)
         stages = _timed("decode", placed, reached, work, eager=dispatch != "all_gather")
         _communicate(stages, placed, rows, 0, rows)
         batches.append(_Batch(stages, exchange, 1))
@@ -273,16 +263,6 @@ def _timed(
         seconds, limit = stage_seconds(one, placed.device, reached.of(phase, name, narrow, eager))
         stages[name] = StageTime(seconds, 0.0, limit)
     return stages
-
-
-def _prefetched(placed: Placed, work: Stages, combine: float) -> Stages:
-    """The stages with a part of the first weights of every layer in the L2 cache: as many bytes as it has room for,
-    and as are read while a combine of ``combine`` seconds travels. Reading them there is faster, not free."""
-    device, prolog = placed.device, work["MLA prolog"]
-    rate = device.bandwidth * COPY
-    ahead = min(L2_PART * device.l2, combine * rate, prolog.weights / prolog.passes)
-    saved = ahead * max(0.0, 1 - rate / L2_RATE) * placed.config.mlp_layer_types.count("sparse")
-    return work | {"MLA prolog": replace(prolog, weights=prolog.weights - saved)}
 
 
 def _top_k_apart(config: ModelConfig, work: Stages) -> Stages:

@@ -11,6 +11,7 @@ from dsa_engine.commands.planner.choices import CACHES, DISPATCHES, DRAFTS, WEIG
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.commands.planner.devices import Device
 from dsa_engine.commands.planner.efficiency import Efficiencies
+from dsa_engine.commands.planner.handover import predict_handover
 from dsa_engine.commands.planner.plan import NEAR, CannotCut, Demand, DeploymentPlan, NothingFits
 from dsa_engine.commands.planner.predict import DecodeStep, Prefill, predict_decode, predict_prefill
 from dsa_engine.config.model import ModelConfig
@@ -109,15 +110,24 @@ class Planner:
             yield DeploymentPlan(False, prefill, step, count, count, tpot, rate, limit, latency)
 
     def _split(self, demand: Demand) -> Iterator[DeploymentPlan]:
-        """Plans in which some devices prefill and the others decode."""
-        prefills = [one for ranks in self._sizes(demand.devices) for one in self._best_prefills(ranks, demand)]
+        """Plans in which some devices prefill and the others decode. Rows travel as they are stored, so both have the
+        same formats."""
+        prefills = {
+            (weights, cache): [
+                one
+                for ranks in self._sizes(demand.devices)
+                for one in self._best_prefills(ranks, demand, weights, cache)
+            ]
+            for weights, cache in dict.fromkeys((base.weights, base.cache) for base in self._formats(demand.devices))
+        }
         for decoding in self._sizes(demand.devices):
             for base in self._formats(decoding):
+                fitting = prefills[base.weights, base.cache]
                 for how in self._decodes(base):
                     for count in self._counts(decoding, demand):
                         for requests in self._batches(how, demand, count or 1):
                             step = self._step(how, requests, demand)
-                            yield from self._matched(prefills, step, demand, count)
+                            yield from self._matched(fitting, step, demand, count)
 
     def _counts(self, decoding: int, demand: Demand) -> list[int | None]:
         """Numbers of decode instances for the demanded requests; None: as many instances as are kept busy."""
@@ -134,6 +144,8 @@ class Planner:
         per_instance = step.tokens_per_s
         for prefill in prefills:
             ranks = prefill.how.ranks
+            handover = predict_handover(self._placed(step.how), prefill, demand.input_len)
+            landed = step.how.ranks * demand.output_len / handover.seconds  # tokens/s whose rows one instance can take
             max_decodes = (demand.devices - ranks) // step.how.ranks
             fed = prefill.prompts_per_s * demand.output_len  # tokens/s that one prefill instance can start
             ideal = demand.devices / (ranks * per_instance / fed + step.how.ranks)
@@ -141,10 +153,12 @@ class Planner:
                 if decodes > max_decodes:
                     continue
                 count = (demand.devices - decodes * step.how.ranks) // ranks
-                rate = min(count * fed, decodes * per_instance)
-                limit = "prefill" if count * fed < decodes * per_instance else "decode"
-                latency = prefill.ttft + demand.output_len * step.tpot
-                yield DeploymentPlan(True, prefill, step, count, decodes, step.tpot, rate, limit, latency)
+                rates = {"decode": decodes * per_instance, "prefill": count * fed, "handover": decodes * landed}
+                limit = min(rates, key=lambda name: rates[name])
+                latency = prefill.ttft + handover.exposed + demand.output_len * step.tpot
+                yield DeploymentPlan(
+                    True, prefill, step, count, decodes, step.tpot, rates[limit], limit, latency, handover=handover
+                )
 
     def _sizes(self, devices: int) -> list[int]:
         """Numbers of ranks of an instance: all devices, a half, a quarter, …; at most one rank per routed expert."""
@@ -165,8 +179,6 @@ class Planner:
                             cache=cache,
                             dispatch_dtype=self.fixed.get("dispatch_dtype", "fp8"),
                             beside_shared=True,
-                            two_levels=self.fixed.get("two_levels", False),
-                            prefetch=self.fixed.get("prefetch", False),
                             redundant=self.fixed.get("redundant_experts", 0),
                             imbalance=self.fixed.get("imbalance", 1.0),
                         )
@@ -199,9 +211,10 @@ class Planner:
         quick = [one for one in fastest if demand.ttft is None or one.ttft <= demand.ttft]
         return quick or fastest
 
-    def _best_prefills(self, ranks: int, demand: Demand) -> list[Prefill]:
-        """The prefill with the highest rate, and the fastest one of those that come near it."""
-        prefills = [one for base in self._formats(ranks) for one in self._prefills(base, demand)]
+    def _best_prefills(self, ranks: int, demand: Demand, weights: str, cache: str) -> list[Prefill]:
+        """The prefill with the highest rate, and the fastest one of those that come near it, with these formats."""
+        bases = [base for base in self._formats(ranks) if (base.weights, base.cache) == (weights, cache)]
+        prefills = [one for base in bases for one in self._prefills(base, demand)]
         quick = [one for one in prefills if demand.ttft is None or one.ttft <= demand.ttft]
         if not quick:
             return [min(prefills, key=lambda one: one.ttft)] if prefills else []

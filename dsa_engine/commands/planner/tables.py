@@ -40,6 +40,9 @@ def print_plan(title: str, plan: DeploymentPlan, demand: Demand, remedy: int | N
         ("memory left on a rank", f"{format_bytes(plan.decode.room)} in decode, of {UTILIZATION:.0%} of all"),
         ("redundant experts", f"{plan.replicas} a rank have room in that"),
     ]
+    if (way := plan.handover) is not None:
+        sent = f"{format_bytes(way.nbytes)} a request in {way.pages:,} pages: {way.seconds * 1e3:.3g} ms on the link, "
+        rows.append(("handover", f"{sent}{way.exposed * 1e3:.3g} ms of it after the prefill"))
     if drafts := plan.decode.how.drafts:
         gained = f"{_acceptance(demand, drafts)}; {plan.decode.tokens_per_step:.2f} tokens a step"
         rows.append(("accepted drafts", gained))
@@ -91,7 +94,7 @@ def _exchange(how: Deployment) -> str:
     parts = [how.dispatch]
     if how.dispatch_dtype == "fp8" and how.weights == "fp8":
         parts.append("tokens in fp8")
-    options = {"two batches": how.two_batches, "prefetch": how.prefetch, "two levels": how.two_levels}
+    options = {"two batches": how.two_batches}
     return " + ".join((*parts, *(name for name, on in options.items() if on)))
 
 

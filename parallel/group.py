@@ -235,4 +235,6 @@ class Group:
         dist.send(rows, group=self.handle, group_dst=to)
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
-        dist.recv(into, group=self.handle, group_src=source)
+        work = dist.irecv(into, group=self.handle, group_src=source)
+        if work is not None:
+            work.wait()

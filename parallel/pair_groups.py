@@ -24,8 +24,8 @@ def pair_groups(
 ) -> dict[int, Group]:
     """Makes the groups of this rank with every rank of the other part, by its number in the run.
 
-    All ranks of both parts call it. They go through their pairs in one order and exchange a message, so that NCCL's
-    memory is taken and no later message has to connect first.
+    All ranks of the run call it, as every rank takes part in making every group. They go through the pairs in one order
+    and exchange a message in each, so that NCCL's memory is taken and no later message has to connect first.
 
     Args:
         rank: this rank's number in the run.
@@ -35,15 +35,13 @@ def pair_groups(
     groups = {}
     for sender in senders:
         for receiver in receivers:
-            if rank not in (sender, receiver):
-                continue
             pair = sorted((sender, receiver))
-            handle = dist.new_group(
-                pair,
-                timeout=timedelta(seconds=timeout),
-                pg_options=_nccl_options() if device.type == "cuda" else None,
-                use_local_synchronization=True,
-            )
+            # Without local synchronisation: the name that it gives a group counts the groups of a process, and ranks of
+            # a pair have made different ones.
+            options = _nccl_options() if device.type == "cuda" else None
+            handle = dist.new_group(pair, timeout=timedelta(seconds=timeout), pg_options=options)
+            if rank not in pair:
+                continue
             group = Group(tuple(pair), pair.index(rank), handle)
             _connect(group, rank == sender, device)
             groups[receiver if rank == sender else sender] = group

@@ -37,8 +37,8 @@ def on_linked_ranks(
     """Runs ``work`` on each rank of two parts of a run, with its groups of two; returns all results, by rank."""
     store, this = dist.HashStore(), threading.local()
 
-    def new_group(pair: list[int], **_: object) -> dist.ProcessGroup:
-        return _gloo(dist.PrefixStore(str(pair), store), pair.index(this.rank), 2)
+    def new_group(pair: list[int], **_: object) -> dist.ProcessGroup | None:
+        return None if this.rank not in pair else _gloo(dist.PrefixStore(str(pair), store), pair.index(this.rank), 2)
 
     def run(rank: int) -> Result:
         this.rank = rank

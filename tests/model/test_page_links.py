@@ -18,7 +18,7 @@ from dsa_engine.config.released import released_config
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.cache import page_link
-from dsa_engine.model.cache.page_link import RankPages
+from dsa_engine.model.cache.page_link import RankPages, dealt
 from dsa_engine.model.cache.page_receiver import PageReceiver
 from dsa_engine.model.cache.page_sender import PageSender
 from dsa_engine.model.kv_cache import KVCache, cache_format
@@ -198,6 +198,32 @@ def test_a_part_under_computation_is_counted() -> None:
         assert sender.bytes_hidden == 2 * (cache.page_bytes - modules)
 
     on_linked_ranks([0], [1], work)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_that_have_the_same_pages_send_each_once(size: int) -> None:
+    """Page numbers differ on each rank; the receiver's pages are filled in the order of the request's tokens."""
+    into, senders = [9, 2, 11, 4, 7], list(range(size))
+    have = [[(3 * rank + 2 * page) % PAGES for page in range(len(into))] for rank in senders]
+
+    def work(rank: int, links: dict[int, Group]) -> int:
+        cache = make()
+        if rank < size:
+            for page, number in enumerate(have[rank]):
+                for pool in flat(cache):
+                    pool[number] = 1000 + page
+            sender = PageSender(cache, links, MAIN)
+            run_step(sender, [RankPages(0, size, dealt(have[rank], rank, size))])
+            drained(sender.poll, 1)
+            return sender.bytes_sent
+        receiver = PageReceiver(cache, links)
+        receiver.post([RankPages(0, source, dealt(into, source, size)) for source in senders])
+        drained(receiver.poll, size)
+        for page, number in enumerate(into):
+            assert all(bool((pool[number] == 1000 + page).all()) for pool in flat(cache))
+        return 0
+
+    assert sum(on_linked_ranks(senders, [size], work)) == len(into) * make().page_bytes
 
 
 def test_a_link_that_fails_says_so() -> None:

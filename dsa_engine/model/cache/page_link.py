@@ -99,6 +99,12 @@ def _message_pages(page_bytes: int) -> int:
     return max(1, _MESSAGE_BYTES // page_bytes)
 
 
+def dealt(pages: Sequence[int], index: int, size: int) -> list[int]:
+    """What one of ``size`` ranks that all have a request's pages sends: every ``size``-th page, from its index on. The
+    rank that receives deals the pages to fill in the same way."""
+    return list(pages[index::size])
+
+
 def by_rank(moves: Iterable[RankPages]) -> dict[int, list[RankPages]]:
     """Moves with pages, by the other rank."""
     ranks: dict[int, list[RankPages]] = {}

@@ -147,6 +147,11 @@ class EngineOptions(Options):
         help="default: the model's",
     )
     max_num_seqs: int = option(POSITIVE_INT, 64, "maximum number of requests that run at once.")
+    stream_interval: int = option(
+        POSITIVE_INT,
+        1,
+        "tokens that a piece of a stream waits for, after the first token; more of them cost the host less.",
+    )
     max_num_batched_tokens: int = option(
         POSITIVE_INT,
         8192,
@@ -255,7 +260,7 @@ class EngineOptions(Options):
     overlap_shared_expert: bool = option(
         BOOL,
         True,
-        "run the shared expert on a separate CUDA stream, beside gate and dispatch; False shows the gain.",
+        "run the shared expert on a separate CUDA stream, while tokens travel to their experts; False shows the gain.",
         help="run the shared expert in order, not beside dispatch",
     )
     overlap_indexer: bool = option(
@@ -263,6 +268,19 @@ class EngineOptions(Options):
         True,
         "run the indexer's prolog on a separate CUDA stream, beside MLA's; False shows the gain.",
         help="run the indexer's prolog in order, not beside MLA's",
+    )
+    enable_dbo: bool = option(
+        BOOL,
+        False,
+        "cut large steps of several ranks in two batches: one computes attention while the tokens of the other travel "
+        "to their experts and back.",
+        help="cut large steps in two batches, each computed while the tokens of the other travel",
+    )
+    dbo_decode_token_threshold: int = option(
+        POSITIVE_INT, 32, "fewest rows of a rank in a decode step that enable_dbo cuts; of a padded one, padded rows."
+    )
+    dbo_prefill_token_threshold: int = option(
+        POSITIVE_INT, 512, "fewest rows of a rank in a prefill step that enable_dbo cuts."
     )
     seed: int = option(SEED, 0, "seed of dummy weights and of requests without a seed.")
     progress: bool = option(

@@ -86,12 +86,8 @@ _ANSWERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reasoning_config": (f"{_MESSAGE}, with the thought as reasoning_content", (None,)),
     "tool_call_parser": (f"{_MESSAGE}, with tool_calls for chat(tools=…)", (None,)),
     "enable_auto_tool_choice": (f"{_MESSAGE}, with tool_calls for chat(tools=…)", (True, False)),
-    "enable_eplb": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (False,)),
-    "eplb_config": ("experts stay where they are: they are divided evenly over all ranks, without replicas", (None,)),
-    "enable_dbo": (
-        "a step is not cut into two batches; overlap_shared_expert and overlap_indexer hide communication, and are on",
-        (False,),
-    ),
+    "enable_eplb": ("ParallelConfig(redundant_experts=N, expert_loads=FILE) places experts by their loads", (False,)),
+    "eplb_config": ("ParallelConfig(redundant_experts=N, expert_loads=FILE) places experts by their loads", (None,)),
     "all2all_backend": (
         "all-to-alls are NCCL's; ParallelConfig(moe_dispatch=…, decode_dispatch=…) chooses all_to_all or all_gather",
         (None,),

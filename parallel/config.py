@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dsa_engine.config.checks import number
-from dsa_engine.config.fields import POSITIVE_INT, Kind, Options, choice, documented, option
+from dsa_engine.config.checks import integer, is_number, number
+from dsa_engine.config.fields import BOOL, POSITIVE_INT, Kind, Options, choice, documented, option
 from dsa_engine.parallel.context_parallel import CpLayout
 from dsa_engine.parallel.experts import MoeDispatch
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.mesh import Mesh
+
+
+def _check_loads(name: str, value: Any) -> None:
+    if isinstance(value, (str, Path)) and str(value) not in ("", "."):
+        return
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"{name} must be the path of a file, or loads of each expert, not {value!r:.80}")
+    if not all(is_number(load) and load >= 0 for load in value) or not any(value):
+        raise ValueError(f"{name} must be numbers of at least 0, and one above it, not {value!r:.80}")
 
 
 @documented
@@ -58,6 +68,27 @@ class ParallelConfig(Options):
         "served in several rounds, so that skew costs time and not memory; sums add in the same order. "
         "Default: the pairs of balanced routing, max_num_batched_tokens times the experts of a token.",
         help="maximum token-expert pairs that a rank serves at a time; default: a balanced full step",
+    )
+    redundant_experts: int = option(
+        Kind(integer(minimum=0), int, metavar="N"),
+        0,
+        "physical experts in each layer beyond the model's own, on all ranks together: replicas of the experts with "
+        "the largest loads, which share their tokens. Each takes the memory of an expert in every layer.",
+        help="replicas of experts in each layer, on all ranks together",
+    )
+    route_shared_expert: bool = option(
+        BOOL,
+        False,
+        "the shared expert is one more routed expert, which every token chooses: it lies on the ranks that hold its "
+        "replicas, not on all. Give ``redundant_experts`` for it.",
+        help="the shared expert lies on some ranks only, as a routed one",
+    )
+    expert_loads: str | Path | tuple[float, ...] | None = option(
+        Kind(_check_loads, metavar="FILE"),
+        None,
+        "a file with the loads of each layer's experts, by which they are placed on ranks, so that ranks have equal "
+        "loads; or a load of each expert, the same in all layers. Default: equal loads.",
+        help="JSON with the loads of experts, by which they are placed on ranks; default: equal loads",
     )
     cp_layout: CpLayout = option(
         choice(CpLayout),

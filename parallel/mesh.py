@@ -17,7 +17,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,7 +30,8 @@ from dsa_engine.parallel.context_parallel import CpLayout
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.experts import MoeDispatch
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
-from dsa_engine.parallel.experts.placement import ExpertPlacement
+from dsa_engine.parallel.experts.layer_placements import LayerPlacements
+from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.failure.reporter import leave_run, report_failures
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store, store_address
@@ -47,6 +50,12 @@ class MeshOptions(Protocol):
     def decode_dispatch(self) -> MoeDispatch: ...
     @property
     def moe_chunk_size(self) -> int | None: ...
+    @property
+    def redundant_experts(self) -> int: ...
+    @property
+    def route_shared_expert(self) -> bool: ...
+    @property
+    def expert_loads(self) -> str | Path | Sequence[float] | None: ...
     @property
     def cp_layout(self) -> CpLayout: ...
     @property
@@ -90,7 +99,7 @@ class Mesh:
                 )
         self._ranks = ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
-        self._expert_parallel: dict[int, ExpertParallel] = {}
+        self._expert_parallel: dict[tuple[Held, Sequence[float] | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
         self.world = self._group(world_size)
         self.ep = self._group(world_size)
@@ -163,16 +172,27 @@ class Mesh:
         """Whether this process reports for the mesh."""
         return self.processes.index == 0
 
-    def expert_parallel(self, experts: int) -> ExpertParallel:
-        """The division of ``experts`` logical experts over the ranks; the same object for all layers.
+    def expert_parallel(self, experts: int, layer: int, groups: int = 1, shared: float = 0.0) -> ExpertParallel:
+        """The division of a layer's ``experts`` logical experts over the ranks; layers with the same placement and
+        loads share one object.
+
+        Args:
+            groups: number of groups of consecutive experts in the model's router.
+            shared: load of one more expert, over the load of all others together; 0: there is none.
 
         Raises:
-            ValueError: there are more ranks than experts.
+            ValueError: the options do not fit the number of experts, or ``expert_loads`` cannot be read.
         """
-        if experts not in self._expert_parallel:
-            placement = ExpertPlacement.contiguous(experts, self.ep.size, self.device)
-            self._expert_parallel[experts] = self._make_expert_parallel(placement)
-        return self._expert_parallel[experts]
+        held = self._placements.held(experts, layer, groups, shared)
+        loads = self._placements.loads(experts, layer)
+        if (held, loads) not in self._expert_parallel:
+            made = self._make_expert_parallel(ExpertPlacement(held, self.device), loads)
+            self._expert_parallel[held, loads] = made
+        return self._expert_parallel[held, loads]
+
+    @cached_property
+    def _placements(self) -> LayerPlacements:
+        return LayerPlacements.of(self.config, self.machines)
 
     @contextmanager
     def even_routing(self) -> Iterator[None]:
@@ -187,7 +207,7 @@ class Mesh:
             for one, even in before:
                 one.even = even
 
-    def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
+    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
         return ExpertParallel(self.ep, placement)
 
     def set_machines(self, machines: Sequence[int]) -> None:
@@ -223,6 +243,10 @@ class Mesh:
         """
         if not self.world.alone:
             compare({}, self.global_ranks, self.global_ranks[self.rank], wait_s)
+
+    def choices(self, top_k: int) -> int:
+        """Number of experts of a token: those that its router chooses, and the shared one if that is routed."""
+        return top_k + self.config.route_shared_expert
 
     @property
     def static_decode(self) -> bool:

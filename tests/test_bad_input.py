@@ -339,3 +339,14 @@ def test_parameters_of_the_wrong_type(demo_cache: Path) -> None:
 def test_configuration_values_of_the_wrong_type(demo_cache: Path, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(hf_overrides=overrides)
+
+
+def test_a_shared_expert_larger_than_a_routed_one(demo_cache: Path) -> None:
+    with pytest.raises(
+        ValueError, match="route_shared_expert needs a shared expert of the size of a routed one.* has 2"
+    ):
+        load(
+            load_format="dummy",
+            hf_overrides={"n_shared_experts": 2},
+            parallel=ParallelConfig(route_shared_expert=True),
+        )

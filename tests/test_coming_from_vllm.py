@@ -73,8 +73,7 @@ def test_the_recipe_of_the_released_model() -> None:
         ("tokenizer_mode", "mistral", "DeepSeek-V3.2's own form"),
         ("reasoning_parser", "deepseek_v3", "outputs of chat() have a message"),
         ("tool_call_parser", "deepseek_v32", "chat(tools=…)"),
-        ("enable_eplb", True, "divided evenly"),
-        ("enable_dbo", True, "overlap_shared_expert"),
+        ("enable_eplb", True, "redundant_experts=N, expert_loads=FILE"),
         ("all2all_backend", "deepep_low_latency", "moe_dispatch=…"),
     ):
         with pytest.raises(TypeError, match=f"there is no option '{name}'; .*{re.escape(advice)}"):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 from dsa_engine.cli import COMMANDS, main
 from dsa_engine.commands.planner.devices import DEVICES
@@ -22,6 +25,7 @@ PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))
 # Folders in which a path may begin; pages add the folder that they are about.
 FOLDERS = ("", "dsa_engine", "dsa_engine/engine", "dsa_engine/measure", "dsa_engine/commands/bench")
 FOLDERS_OF_PAGES = {
+    "CLUSTERS.md": "docs/clusters",
     "CONTRIBUTING.md": "scripts/kernel_bench",
     "QUANTIZATION.md": "benchmarks/results",
     "RUNNING.md": "scripts",
@@ -197,3 +201,34 @@ def test_the_planner_agrees_with_the_table_of_hardware(case: tuple[str, str, str
         main(["plan", *options, "--devices", str(devices), "--json", str(tmp_path / "plan.json")])
         plan = json.loads((tmp_path / "plan.json").read_text())["together"]
         assert ("lacking_bytes_per_rank" not in plan) == fits, devices
+
+
+CLUSTERS = ROOT / "docs" / "clusters"
+
+
+def test_recipes_for_clusters(tmp_path: Path) -> None:
+    """The files of docs/CLUSTERS.md are well formed, and start torchrun with commands and options that exist."""
+    for name in ("start.sh", "dsa-engine.sbatch"):
+        subprocess.run(["bash", "-n", str(CLUSTERS / name)], check=True)
+    launcher = tmp_path / "torchrun"
+    launcher.write_text('#!/bin/sh\nprintf "%s\\n" "$NCCL_SOCKET_IFNAME" "$@"\n')
+    launcher.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MACHINES": "2", "FIRST_HOST": "a", "NETWORK": "ib0"}
+    command = ["sh", str(CLUSTERS / "start.sh"), "-m", "dsa_engine", "doctor"]
+    words = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=True).stdout.split()
+    assert words[0] == "ib0" and words[-3:] == ["-m", "dsa_engine", "doctor"]
+    lws, service = yaml.safe_load_all((CLUSTERS / "leaderworkerset.yaml").read_text(encoding="utf-8"))
+    template = lws["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    (container,) = template["spec"]["containers"]
+    assert set(template["metadata"]["labels"].items()) <= set(service["spec"]["selector"].items())
+    numbered = [word.replace("$(LWS_GROUP_SIZE)", "2") for word in container["args"]]
+    for launched in (words[1:], numbered):
+        parsed = get_args_parser().parse_args(launched)
+        assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend, parsed.module) == ("2", "8", "c10d", True)
+        assert parsed.training_script == "dsa_engine"
+    parser = argparse.ArgumentParser()
+    COMMANDS["serve"].add_arguments(parser)
+    assert parser.parse_args(parsed.training_script_args[1:]).model_tag == "/srv/DeepSeek-V3.2"
+    commands = [pair for file in CLUSTERS.iterdir() for pair in command_lines(f"```\n{file.read_text()}\n```")]
+    for name, options in commands:
+        assert set(options) <= options_of(name), name

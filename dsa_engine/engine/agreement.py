@@ -21,7 +21,7 @@ from dsa_engine.version import __version__
 _MAY_DIFFER = ("model", "device", "progress", "trust_remote_code")
 _FOLLOWS = "follow"  # the text of a rank that makes no calls
 # Files of a model folder, beside its weights, that affect results.
-_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def start_facts(folder: Path, options: EngineOptions) -> dict[str, str]:
@@ -29,15 +29,22 @@ def start_facts(folder: Path, options: EngineOptions) -> dict[str, str]:
     facts = {"the version of dsa_engine": __version__}
     for name, value in vars(options).items():
         if name == "parallel":
-            facts |= {part: repr(own) for part, own in vars(value).items() if part != "ranks"}
+            facts |= {part: repr(own) for part, own in vars(value).items() if part not in ("ranks", "expert_loads")}
+            facts["expert_loads"] = _content(value.expert_loads)
         elif name not in _MAY_DIFFER:
             facts[name] = json.dumps(value, sort_keys=True, default=_plain)
-    for name in _FILES:
-        path = folder / name
-        facts[name] = blake2b(path.read_bytes(), digest_size=8).hexdigest() if path.is_file() else "not there"
+    for name in MODEL_FILES:
+        facts[name] = _content(folder / name)
     if options.load_format != "dummy":
         facts["the checkpoint's files"] = fingerprint(folder)
     return facts
+
+
+def _content(path: Any) -> str:
+    """A digest of a file; of another value its text."""
+    if not isinstance(path, (str, Path)):
+        return repr(path)
+    return blake2b(Path(path).read_bytes(), digest_size=8).hexdigest() if Path(path).is_file() else "not there"
 
 
 class CallsDiffer(ValueError):

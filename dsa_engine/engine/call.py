@@ -118,8 +118,9 @@ class Call:
         """Sends the requests, each with the tokenizer for its text; raises what :meth:`Callers.send` raises."""
         for add, _ in adds:
             add.id = next(self._callers.loop.engine.ids)
+        interval = self._callers.loop.engine.options.stream_interval if self._streams else None
         self.replies = [
-            Reply(add, tokenizer, self._mailbox, self._streams, index) for index, (add, tokenizer) in enumerate(adds)
+            Reply(add, tokenizer, self._mailbox, interval, index) for index, (add, tokenizer) in enumerate(adds)
         ]
         self._callers.send(kind, [(reply.add, reply) for reply in self.replies])
 

@@ -21,6 +21,9 @@ from dsa_engine.text.tokenizer import Tokenizer
 class Reply:
     """One request as its caller sees it.
 
+    Args:
+        stream_interval: the caller gets pieces: the first token, then so many tokens each; None: it waits for the end.
+
     Attributes:
         index: number of the request in its call.
         add: the message that made the request.
@@ -30,11 +33,18 @@ class Reply:
         ending: how the request ended; None while it runs.
     """
 
-    def __init__(self, add: Add, tokenizer: Tokenizer | None, mailbox: Mailbox, streams: bool = False, index: int = 0):
+    def __init__(
+        self,
+        add: Add,
+        tokenizer: Tokenizer | None,
+        mailbox: Mailbox,
+        stream_interval: int | None = None,
+        index: int = 0,
+    ):
         self.index = index
         self.add = add
         self.mailbox = mailbox
-        self._streams = streams
+        self._stream_interval = stream_interval
         self.request: Request | None = None
         self.output: list[int] = []
         self.ending: Ending | None = None
@@ -87,8 +97,10 @@ class Reply:
 
     def hand_over(self) -> None:
         """Puts new results into the mailbox, if the caller waits for any."""
-        if self._streams:
-            self.mailbox.put(self.piece())
+        if self._stream_interval is not None:
+            waiting = len(self.output) - self._given
+            if self.ending is not None or not self._given or waiting >= self._stream_interval:
+                self.mailbox.put(self.piece())
         elif self.ending is not None:
             self.mailbox.put(None)
 

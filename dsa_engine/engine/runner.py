@@ -16,6 +16,7 @@ from dsa_engine.engine.speculation.drafter import Drafter
 from dsa_engine.engine.steps.batch import build_batch
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.engine.steps.two_batches import TwoBatches
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.kv_cache import KVCache
@@ -29,6 +30,7 @@ class ModelRunner:
         model, cache: this rank's.
         seed: the engine's, for requests that have no seed.
         graphs: see the attribute.
+        two_batches: which steps are cut in two; None: none.
         relaxed: replaces sampled tokens by likely drafts; None accepts drafts strictly.
 
     Attributes:
@@ -45,6 +47,7 @@ class ModelRunner:
         seed: int,
         graphs: DecodeGraphs | None = None,
         relaxed: RelaxedAcceptance | None = None,
+        two_batches: TwoBatches | None = None,
     ):
         self._model = model
         self._cache = cache
@@ -53,6 +56,7 @@ class ModelRunner:
         self._sampler = Sampler(self._config, self._mesh, seed, relaxed)
         self._relaxed = relaxed is not None
         self.graphs = graphs
+        self._two_batches = two_batches
         self.num_drafts = 0
         self.drafter = Drafter(model, cache, self._observed, seed) if model.mtp else None
         self.observers: list[Callable[[StepPlan], None]] = []
@@ -68,6 +72,9 @@ class ModelRunner:
         step = StepPlan.of(chunks, self._mesh.world_size, self._config, layout, rows)
         if self.graphs is not None and self._is_static(step) and self._fits_graph(step):
             step = self.graphs.pad(step, self.num_drafts)
+        # A graph with drafts moves its rows on the device, and is not cut.
+        if self._two_batches is not None and not (step.bucket and self.num_drafts):
+            step = self._two_batches.cut(step, chunks, self._config, layout)
         self._observed(step)
         return step
 

@@ -9,6 +9,7 @@ from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.model.attention import Attention
 from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.in_turn import Pass
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
@@ -35,7 +36,7 @@ class DecoderLayer(Weighted):
         if config.mlp_layer_types[layer] == "dense":
             self.mlp = MLP(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, runtime)
         else:
-            self.moe = MoE(f"{prefix}.mlp", config, runtime, streams)
+            self.moe = MoE(layer, config, runtime, streams)
 
     def forward(
         self,
@@ -44,8 +45,8 @@ class DecoderLayer(Weighted):
         batch: ForwardBatch,
         cache: KVCache,
         topk_slots: torch.Tensor | None,
-    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-        """Runs the layer.
+    ) -> Pass[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]]:
+        """A pass through the layer.
 
         Args:
             delta: one or two tensors ``[T, hidden]`` that the layer before adds to ``residual``. The list is emptied,
@@ -66,7 +67,8 @@ class DecoderLayer(Weighted):
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
         if self.moe is not None:
-            return list(self.moe(normed, batch)), residual, topk_slots
+            added = yield from self.moe(normed, batch)
+            return added, residual, topk_slots
         assert self.mlp is not None
         with stage("dense MLP"):
             return [self.mlp(normed)], residual, topk_slots

@@ -57,6 +57,14 @@ class MHASegments:
 
 
 @dataclass
+class Halves:
+    """The two batches into which a step is cut, each for all layers."""
+
+    batches: tuple[ForwardBatch, ForwardBatch]
+    order: torch.Tensor | None  # [T] int64: the index of each row of the step among those of both; None: the same order
+
+
+@dataclass
 class ForwardBatch:
     """One rank's tensors for one forward pass over T rows; with T = 0 the rank only takes part in collectives.
 
@@ -83,6 +91,7 @@ class ForwardBatch:
     ep_rows: int  # … in the expert-parallel group
     decodes: bool  # whether this is a decode step of all ranks
     live: torch.Tensor | None  # [T] bool: rows that are tokens, in a padded step; None where all are
+    halves: Halves | None = None  # the layers run these instead
 
     @property
     def mha_rows(self) -> int:

@@ -15,6 +15,7 @@ from dsa_engine.checkpoint import Source
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.model.decoder_layer import DecoderLayer, add_delta
 from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.in_turn import Pass, in_turn
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import Weighted
 from dsa_engine.model.mtp import MTPModule
@@ -70,9 +71,16 @@ class Model(Weighted):
         Args:
             layers: the layers to run, for trying out their kernels; the first must have an indexer. Default: all.
         """
+        if batch.halves is None:
+            return in_turn([self._pass(batch, cache, layers)])[0]
+        joined = torch.cat(in_turn([self._pass(half, cache, layers) for half in batch.halves.batches]))
+        return joined if batch.halves.order is None else joined[batch.halves.order]
+
+    def _pass(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None) -> Pass[torch.Tensor]:
+        """A pass of a step, or of a half of it, from the embedding to the last norm."""
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
-            delta, residual, topk_slots = layer(delta, residual, batch, cache, topk_slots)
+            delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)
         assert residual is not None
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import sys
 
 import torch
+import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.moe.experts import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
 from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.in_turn import Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
@@ -24,28 +26,40 @@ from dsa_engine.parallel.experts.dispatch import Dispatch
 
 
 class MoE(Weighted):
-    """A rank holds a part of the routed experts (`parallel/experts/`); router and shared expert are whole."""
+    """A rank holds a part of the routed experts (`parallel/experts/`); router and shared expert are whole.
 
-    def __init__(self, prefix: str, config: ModelConfig, runtime: Runtime, streams: Streams):
+    With ``ParallelConfig.route_shared_expert`` the shared expert is the last of the routed ones, which every token
+    chooses with weight 1.
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
         self.config = config
         self.streams = streams
+        prefix = f"model.layers.{layer}.mlp"
         hidden, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         self.gate = Float32OutputLinear(f"{prefix}.gate.weight", experts, hidden, runtime)
         self.bias = self.weight(f"{prefix}.gate.e_score_correction_bias", experts, dtype=torch.float32)
-        self.expert_parallel = runtime.mesh.expert_parallel(experts)
-        held = [f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
+        mesh, shared, top_k = runtime.mesh, f"{prefix}.shared_experts", config.num_experts_per_tok
+        routed = mesh.config.route_shared_expert
+        if routed and config.n_shared_experts != 1:
+            raise ValueError(
+                "route_shared_expert needs a shared expert of the size of a routed one, n_shared_experts 1; this model "
+                f"has {config.n_shared_experts}"
+            )
+        self.expert_parallel = mesh.expert_parallel(experts, layer, config.n_group, 1 / top_k if routed else 0.0)
+        held = [shared if expert == experts else f"{prefix}.experts.{expert}" for expert in self.expert_parallel.held]
         self.experts = self.grouped_experts(held, hidden, intermediate)
-        chunk = runtime.mesh.config.moe_chunk_size
-        self.max_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
-        self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
+        chunk = mesh.config.moe_chunk_size
+        self.max_pairs = runtime.max_tokens * mesh.choices(top_k) if chunk is None else chunk
+        self.shared = None if routed else MLP(shared, hidden, config.n_shared_experts * intermediate, runtime)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [T, hidden]`` -> the routed experts' sums and the shared expert's output, ``[T, hidden]`` each, which are
-        to be added. The shared expert runs beside gate and dispatch."""
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
+        """``x [T, hidden]`` -> the routed experts' sums and, if it is not among them, the shared expert's output,
+        ``[T, hidden]`` each, which are to be added. The shared expert is launched when the tokens are on their way, so
+        that they do not wait for it.
+        """
         config = self.config
-        with stage("MoE shared"):
-            shared = self.streams.shared_expert.run(lambda: self.shared(x), x)
         with stage("MoE gate"):
             experts, weights = route(
                 self.gate(x),
@@ -57,16 +71,24 @@ class MoE(Weighted):
                 factor=config.routed_scaling_factor,
                 live=batch.live,
             )
+            if self.shared is None:
+                experts, weights = _with_shared(experts, weights, config.n_routed_experts)
         with stage("MoE dispatch"):
             parallel = self.runtime.mesh.config
             method = parallel.decode_dispatch if batch.decodes else parallel.moe_dispatch
             # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
             max_pairs = self.max_pairs if batch.live is None else sys.maxsize
             dispatch = self.expert_parallel.dispatch(x, experts, weights, method, batch.ep_rows, max_pairs)
+        shared = None
+        if (mlp := self.shared) is not None:
+            with stage("MoE shared"):
+                shared = self.streams.shared_expert.run(lambda: mlp(x), x)
+        yield "MoE dispatch"
         for number in range(dispatch.rounds):
             self._serve(dispatch, number, counts=batch.live is None)
+        yield "MoE combine"
         with stage("MoE combine"):
-            return dispatch.combine(), shared()
+            return [dispatch.combine(), *([shared()] if shared else [])]
 
     def _serve(self, dispatch: Dispatch, number: int, counts: bool) -> None:
         """Runs one round.
@@ -81,3 +103,9 @@ class MoE(Weighted):
         del received  # room for what comes back
         with stage("MoE combine"):
             dispatch.send_back(number, sums)
+
+
+def _with_shared(experts: torch.Tensor, weights: torch.Tensor, shared: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[T, k]`` choices and weights -> ``[T, k + 1]``: also the expert ``shared`` with weight 1; −1 for padding."""
+    last = torch.where(experts[:, :1] < 0, -1, shared).to(experts.dtype)
+    return torch.cat((experts, last), dim=1), F.pad(weights, (0, 1), value=1.0)

@@ -32,7 +32,7 @@ class Runtime:
 class Streams(NamedTuple):
     """Side streams for work beside the main stream; on a CPU all work runs in order."""
 
-    shared_expert: SideStream  # the shared expert, beside gate and dispatch
+    shared_expert: SideStream  # the shared expert, while tokens travel to their experts
     indexer: SideStream  # the indexer's prolog, beside MLA's
 
     @classmethod

@@ -8,12 +8,7 @@ from urllib.parse import urlsplit
 
 from dsa_engine.config.checks import integer, number, shown
 from dsa_engine.config.fields import STR, Kind, Options, documented, option
-from dsa_engine.system.sizes import parse_bytes
-
-
-def _check_size(name: str, value: Any) -> None:
-    if parse_bytes(value, name) < 1024:
-        raise ValueError(f"{name} must be 1KiB or more, not {shown(value)}")
+from dsa_engine.server.options import check_size
 
 
 def _check_replicas(name: str, value: Any) -> None:
@@ -73,7 +68,7 @@ class RouterOptions(Options):
         4_000_000,
         "tokens that a replica's prefix cache holds, about: the router remembers as many of what it sent there.",
     )
-    max_body_size: int | str = option(Kind(_check_size, metavar="SIZE"), "16MiB", "maximum size of a request's body.")
+    max_body_size: int | str = option(Kind(check_size, metavar="SIZE"), "16MiB", "maximum size of a request's body.")
     max_concurrent_requests: int = option(
         Kind(integer(1), int), 8192, "requests at once, of all replicas; further ones get status 429."
     )

@@ -8,6 +8,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from dsa_engine.parallel.failure.reporter import is_transport_error
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -75,4 +77,8 @@ def add_handlers(app: FastAPI) -> None:
 
 def failed(error: BaseException) -> ApiError:
     """The answer to an error that is the server's own."""
+    if is_transport_error(error):
+        return ApiError(
+            503, "a rank of this server has ended or does not answer, and so the server ends; try again later"
+        )
     return ApiError(500, f"the server failed: {type(error).__name__}: {error}")

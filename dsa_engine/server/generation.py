@@ -15,6 +15,7 @@ from dsa_engine.llm import LLM
 from dsa_engine.outputs import RequestOutput, StreamPiece
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.server.admission import Admission, ClientLeft
+from dsa_engine.server.connection import CHUNKS
 from dsa_engine.server.errors import ApiError, bad_request, failed
 from dsa_engine.server.events import EventStream, to_json
 from dsa_engine.server.forms.usage import StreamUsage, failure_of, usage_of
@@ -72,7 +73,7 @@ class Generation(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventStream(send)
+        events = EventStream(send, scope.get("extensions", {}).get(CHUNKS, {}).get("writer"))
         error: ApiError | None = None
         try:
             async with self._admission.admit(self._unfinished, receive):

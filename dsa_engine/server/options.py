@@ -11,7 +11,7 @@ from dsa_engine.config.fields import BOOL, STR, Kind, Options, documented, insta
 from dsa_engine.system.sizes import parse_bytes
 
 
-def _check_size(name: str, value: Any) -> None:
+def check_size(name: str, value: Any) -> None:
     if parse_bytes(value, name) < 1024:
         raise ValueError(f"{name} must be 1KiB or more, not {shown(value)}")
 
@@ -39,7 +39,7 @@ class ServerOptions(Options):
         "key that clients must send (Authorization: Bearer …); default: that of the environment variable "
         "DSA_ENGINE_API_KEY, which other users of the machine do not see, or none.",
     )
-    max_body_size: int | str = option(Kind(_check_size, metavar="SIZE"), "16MiB", "maximum size of a request's body.")
+    max_body_size: int | str = option(Kind(check_size, metavar="SIZE"), "16MiB", "maximum size of a request's body.")
     max_waiting_requests: int = option(
         Kind(integer(0), int), 1024, "requests beyond --max-num-seqs that may wait; further ones get status 429."
     )

@@ -30,7 +30,7 @@ from dsa_engine.parallel.group import Group
 
 
 class ExpertParallel:
-    """The experts of a model, divided over a group; one rank's view.
+    """The experts of a layer, divided over a group; one rank's view.
 
     Attributes:
         group: the ranks that hold the experts.
@@ -81,7 +81,7 @@ class ExpertParallel:
         """The physical experts ``[T, k]`` that serve this rank's choices of logical ones."""
         if self.even:
             return self.placement.spread(experts, self.group.index * experts.numel())
-        return self.placement.to_physical(experts)
+        return self.placement.to_physical(experts, self.group.index)
 
     def exchange_counts(self, sent: torch.Tensor) -> tuple[RecvPlan, int]:
         """Tells every rank what comes to it, and the number of choices that the most loaded rank serves. In a dispatch

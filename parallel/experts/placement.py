@@ -1,63 +1,72 @@
 """The placement of experts on ranks.
 
-The model's router chooses *logical* experts. Ranks hold *physical* experts, numbered rank after rank. A dispatch sees
-only physical experts.
+The model's router chooses *logical* experts. Ranks hold *physical* experts, numbered rank after rank. A logical expert
+has one physical expert or several, its replicas, which have the same weights. A dispatch sees only physical experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
+from dsa_engine.kernels.moe.choose_replicas import choose_replicas
+from dsa_engine.kernels.runtime.transfer import upload
+
+Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
+
 
 class ExpertPlacement:
-    """The rank of each expert of a model; the same on every rank. Every logical expert has one physical expert.
+    """The ranks of each expert of a layer; the same on every rank.
 
     Args:
         held: for every rank, its logical experts in the order of its weights. Ranks may hold different numbers of them.
         device: device of the tensors that map choices.
+        changes: whether :meth:`change` may be called, so that CUDA graphs must look every choice up.
 
     Attributes:
-        rank_of: int32 ``[experts]``, the rank of each physical expert.
+        held: as given.
+        experts: number of logical experts.
+        physical: number of physical experts.
+        rank_of: int32 ``[physical]``, the rank of each physical expert.
 
     Raises:
-        ValueError: an expert is missing, or held twice, or a rank has none.
+        ValueError: an expert is missing, or a rank has none.
     """
 
-    def __init__(self, held: Sequence[Sequence[int]], device: torch.device):
-        self.held = tuple(tuple(experts) for experts in held)
-        logical = [expert for experts in self.held for expert in experts]  # the logical expert of each physical one
-        if sorted(logical) != list(range(len(logical))) or not all(self.held):
-            raise ValueError(f"every expert lies on one rank, and every rank holds one; not {held!r:.200}")
-        self.experts = len(logical)
+    def __init__(self, held: Sequence[Sequence[int]], device: torch.device, changes: bool = False):
+        self.held = _checked(held)
+        self.experts = 1 + max(max(experts) for experts in self.held)
         self._first = [0, *accumulate(len(experts) for experts in self.held)]  # physical experts before each rank's
-        physical = [0] * self.experts
-        for number, expert in enumerate(logical):
-            physical[expert] = number
-        self._physical: torch.Tensor | None = None
-        if physical != list(range(self.experts)):
-            # The last entry is for expert −1, which means no expert.
-            self._physical = torch.tensor([*physical, -1], dtype=torch.int32, device=device)
+        self.physical = self._first[-1]
         ranks = [rank for rank, experts in enumerate(self.held) for _ in experts]
         self.rank_of = torch.tensor(ranks, dtype=torch.int32, device=device)
+        self._replicas: torch.Tensor | None = None  # [experts, 1 + n]: see choose_replicas
+        if changes or [*chain(*self.held)] != list(range(self.physical)):
+            self._replicas = self._table().to(device)
 
     @classmethod
     def contiguous(cls, experts: int, ranks: int, device: torch.device) -> ExpertPlacement:
-        """Consecutive experts on each rank, divided evenly; the first ranks hold one more if there is a remainder.
+        """See :func:`contiguous`."""
+        return cls(contiguous(experts, ranks), device)
+
+    def change(self, held: Sequence[Sequence[int]]) -> None:
+        """Replaces ``held``, for the work that is given to the device from now on; CUDA graphs stay valid. The host
+        does not wait.
 
         Raises:
-            ValueError: there are more ranks than experts.
+            ValueError: a rank would hold another number of experts, or see the class.
         """
-        if ranks > experts:
+        assert self._replicas is not None, "made with changes=True"
+        changed = _checked(held)
+        if [*map(len, changed)] != [*map(len, self.held)] or {*chain(*changed)} != set(range(self.experts)):
             raise ValueError(
-                f"n_routed_experts {experts} cannot be divided over {ranks} ranks: each holds at least one; "
-                f"start at most {experts}"
+                f"a placement keeps its {self.experts} logical experts and the number on each rank, "
+                f"{[*map(len, self.held)]!r:.200}; not {held!r:.200}"
             )
-        counts = [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
-        firsts = [0, *accumulate(counts)]
-        return cls([range(first, last) for first, last in zip(firsts, firsts[1:], strict=False)], device)
+        self.held = changed
+        upload(self._table(), self._replicas.device, out=self._replicas)
 
     @property
     def ranks(self) -> int:
@@ -69,15 +78,26 @@ class ExpertPlacement:
 
     def fraction(self, rank: int) -> float:
         """The fraction of all physical experts that a rank holds."""
-        return self.count(rank) / self.experts
+        return self.count(rank) / self.physical
 
     def first(self, rank: int) -> int:
         """The first physical expert of a rank."""
         return self._first[rank]
 
-    def to_physical(self, experts: torch.Tensor) -> torch.Tensor:
-        """The physical experts of logical ones: int32 of any shape, −1 stays −1."""
-        return experts if self._physical is None else self._physical[experts.long()]
+    def replicas(self) -> list[list[int]]:
+        """The physical experts of each logical one, ascending."""
+        of_logical: list[list[int]] = [[] for _ in range(self.experts)]
+        for number, expert in enumerate(chain(*self.held)):
+            of_logical[expert].append(number)
+        return of_logical
+
+    def to_physical(self, experts: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The physical experts of logical ones ``[T, k]``, int32; −1 stays −1.
+
+        Rows are numbered from ``first``; the number decides which replica serves a row, so that each serves equally
+        many.
+        """
+        return experts if self._replicas is None else choose_replicas(experts, self._replicas, first)
 
     def spread(self, experts: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Physical experts instead of ``experts [T, k]``, each on the rank after that of the one before; −1 stays.
@@ -95,3 +115,33 @@ class ExpertPlacement:
         """The same experts counted within those of ``rank``, −1 for experts of other ranks."""
         local = physical - self._first[rank]
         return local.masked_fill((local < 0) | (local >= self.count(rank)), -1)
+
+    def _table(self) -> torch.Tensor:
+        """It is as wide as for the placement with the most replicas of one expert."""
+        table = torch.full((self.experts, 2 + self.physical - self.experts), -1, dtype=torch.int32)
+        for expert, physical in enumerate(self.replicas()):
+            table[expert, : 1 + len(physical)] = torch.tensor([len(physical), *physical], dtype=torch.int32)
+        return table
+
+
+def contiguous(experts: int, ranks: int) -> Held:
+    """Consecutive experts on each rank, divided evenly; the first ranks hold one more if there is a remainder.
+
+    Raises:
+        ValueError: there are more ranks than experts.
+    """
+    if ranks > experts:
+        raise ValueError(
+            f"n_routed_experts {experts} cannot be divided over {ranks} ranks: each holds at least one; "
+            f"start at most {experts}"
+        )
+    counts = [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
+    firsts = [0, *accumulate(counts)]
+    return tuple(tuple(range(first, last)) for first, last in zip(firsts, firsts[1:], strict=False))
+
+
+def _checked(held: Sequence[Sequence[int]]) -> Held:
+    experts = {expert for of_rank in held for expert in of_rank}
+    if experts != set(range(len(experts))) or not all(held) or not held:
+        raise ValueError(f"every expert lies on a rank, and every rank holds one; not {held!r:.200}")
+    return tuple(tuple(of_rank) for of_rank in held)

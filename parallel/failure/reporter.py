@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 
 from dsa_engine.parallel.failure.absence import FATES
 from dsa_engine.parallel.failure.peers import State, machine, name_of, state_of, wake
-from dsa_engine.parallel.failure.store import STORE_WAIT, connect
+from dsa_engine.parallel.failure.store import STORE_WAIT, connect, has_listener
 from dsa_engine.parallel.failure.watch import LEFT, FailureWatch, end_key, see_off
-from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes
+from dsa_engine.parallel.launch_environment import launched_rank, launched_store, several_processes, store_address
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -123,16 +123,21 @@ class _Reporter:
             # torchrun terminates all ranks as soon as one has ended; this one still has to report.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._ending.acquire()
-        interrupted, lost = issubclass(kind, KeyboardInterrupt), _is_transport_error(error)
+        interrupted, lost = issubclass(kind, KeyboardInterrupt), is_transport_error(error)
+        seen: dict[int, State] = {}
         brief = isinstance(error, self.brief) and not lost
         code = 130 if interrupted else 2 if brief else 1
         mine = _printable(f"rank {self._rank}: {kind.__name__}: {_text(error)}").splitlines()[0].removesuffix(": ")
-        seen = self._states() if lost else {}  # at once: torchrun soon ends the other ranks
-        try:
-            first = self._first(mine)
-        except Exception:  # the store has ended with the process that held it
-            first = "its peers and the store of the run are gone" if lost else mine
-            self.store = None
+        if lost and self.store is not None and not has_listener():
+            self.store = None  # its machine may be cut off: a question would wait for many minutes
+            first = self._alone()
+        else:
+            seen = self._states() if lost else {}  # at once: torchrun soon ends the other ranks
+            try:
+                first = self._first(mine)
+            except Exception:  # the store has ended with the process that held it
+                first = self._alone() if lost else mine
+                self.store = None
         if first != mine:
             with suppress(Exception):
                 assert self.store is not None
@@ -199,6 +204,11 @@ class _Reporter:
         self.store.set(str(self._rank), mine)
         return self.store.compare_set("first", "", mine).decode()
 
+    def _alone(self) -> str:
+        """The reason for the end of a rank that can ask no other rank."""
+        host, port = store_address()
+        return f"its peers and the store of the run are gone: {host}:{port} (MASTER_ADDR, MASTER_PORT) does not answer"
+
     def _states(self) -> dict[int, State]:
         """The state of the process of every rank that has not failed."""
         states: dict[int, State] = {}
@@ -238,7 +248,8 @@ class _Reporter:
         return "no word from " + "; from ".join(words)
 
 
-def _is_transport_error(error: BaseException) -> bool:
+def is_transport_error(error: BaseException) -> bool:
+    """Whether an error is that of a collective whose peer is gone or does not answer."""
     return isinstance(error, RuntimeError) and _names_transport(str(error))
 
 

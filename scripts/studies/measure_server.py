@@ -1,9 +1,10 @@
 """The engine's throughput through its HTTP server, against that without it, in turn in one process.
 
-scripts/studies/measure_server.py [--batch-size 32] [--output-len 64] [--repeat 10]
+scripts/studies/measure_server.py [--batch-size 32] [--requests 128] [--output-len 128] [--repeat 10]
 
-Each round generates for the same prompts by ``LLM.generate``, by ``LLM.astream``, through the server with whole answers
-and through the server with streams; the server's clients are another process. The ratio is the median over rounds of
+Each round answers the same requests by ``LLM.generate``, by ``LLM.astream``, through the server with whole answers and
+through the server with streams. All requests are sent at once; the engine runs ``--batch-size`` of them at a time, and
+when one ends, the next begins. The server's clients are another process. The ratio is the median over rounds of
 ``generate``'s time by the time of the other way: 1 if that costs nothing. The processor time is that of this process,
 all threads together.
 Read the load first: on a busy machine only the processor time says something.
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import stream_clients
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.arguments import add_json_argument, argument_parser, run
 from dsa_engine.measure.report import format_table, run_report, write_json
@@ -31,28 +33,40 @@ from dsa_engine.server.listen import bind
 from dsa_engine.server.options import ServerOptions
 from dsa_engine.server.run import HttpServer
 from dsa_engine.system.output_files import check_outputs
+from stream_clients import prompt
 
-_CLIENTS = Path(__file__).with_name("stream_clients.py")
+_CLIENTS = Path(stream_clients.__file__)
 
 
 def parse() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="demo", help="as of LLM")
-    parser.add_argument("--batch-size", type=int, default=32, help="requests at once")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens of an output")
+    parser.add_argument("--batch-size", type=int, default=32, help="requests that the engine runs at a time")
+    parser.add_argument("--requests", type=int, default=128, help="requests of a round")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of an output on average: 3/4 to 5/4 of it")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a piece of a stream")
     parser.add_argument("--repeat", type=int, default=10, help="rounds, after one that is not counted")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_json_argument(parser)
     args = parser.parse_args()
-    if min(args.repeat, args.batch_size, args.output_len) < 1:
-        raise ValueError("--repeat, --batch-size and --output-len must be at least 1")
+    if min(args.repeat, args.batch_size, args.requests) < 1 or args.output_len < 4:
+        raise ValueError("--repeat, --batch-size and --requests must be at least 1, --output-len at least 4")
     return args
+
+
+def output_lengths(requests: int, mean: int) -> list[int]:
+    """3/4 to 5/4 of the mean, in turn; no two neighbours are alike."""
+    return [mean * 3 // 4 + number * 7 % (mean // 2 + 1) for number in range(requests)]
 
 
 def main() -> None:
     args = parse()
     check_outputs(args.json)
-    options = {"max_model_len": args.output_len + 8, "max_num_seqs": args.batch_size, "enable_prefix_caching": False}
+    options = {
+        "max_model_len": 2 * args.output_len + 8,
+        "max_num_seqs": args.batch_size,
+        "enable_prefix_caching": False,
+    }
     with LLM(args.model, device=args.device, progress=False, **options) as llm:
         http = HttpServer(Server(llm, ServerOptions()), bind("127.0.0.1", 0))
         thread = threading.Thread(target=http.run)
@@ -69,9 +83,10 @@ def main() -> None:
 
 def _rounds(llm: LLM, port: str, args: argparse.Namespace) -> list[dict[str, tuple[float, float]]]:
     """Seconds, and seconds of processor time, of each way in each round."""
-    command = [sys.executable, str(_CLIENTS), "127.0.0.1", port, str(args.batch_size), str(args.output_len)]
-    prompts = [[5 + number % 200, 6, 7, 8] for number in range(args.batch_size)]
-    params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
+    lengths = output_lengths(args.requests, args.output_len)
+    command = [sys.executable, str(_CLIENTS), "127.0.0.1", port, *map(str, lengths)]
+    prompts = [prompt(number) for number in range(args.requests)]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
         assert clients.stdin is not None and clients.stdout is not None
 
@@ -100,12 +115,12 @@ def _rounds(llm: LLM, port: str, args: argparse.Namespace) -> list[dict[str, tup
     return rounds[1:]
 
 
-async def _read_streams(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
-    async def read(prompt: list[int]) -> None:
-        async for _ in llm.astream(prompt, params):
+async def _read_streams(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+    async def read(token_ids: list[int], how: SamplingParams) -> None:
+        async for _ in llm.astream(token_ids, how):
             pass
 
-    await asyncio.gather(*map(read, prompts))
+    await asyncio.gather(*map(read, prompts, params))
 
 
 def _with_cpu(way: Callable[[], float]) -> tuple[float, float]:
@@ -115,7 +130,7 @@ def _with_cpu(way: Callable[[], float]) -> tuple[float, float]:
 
 
 def _report(llm: LLM, args: argparse.Namespace, rounds: list[dict[str, tuple[float, float]]]) -> None:
-    tokens = args.batch_size * args.output_len
+    tokens = sum(output_lengths(args.requests, args.output_len))
     result = {
         name: {
             "tokens_per_s": tokens / statistics.median(one[name][0] for one in rounds),
@@ -131,7 +146,7 @@ def _report(llm: LLM, args: argparse.Namespace, rounds: list[dict[str, tuple[flo
         for name, one in result.items()
     ]
     print(format_table(["server", "tokens/s", "of without", "processor ms a token"], rows))
-    print(f"{args.batch_size} requests at once, {len(rounds)} rounds, load {os.getloadavg()[0]:.1f}")
+    print(f"{args.requests} requests, {args.batch_size} at a time, {len(rounds)} rounds, load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

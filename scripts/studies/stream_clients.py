@@ -1,7 +1,7 @@
 """Clients of measure_server.py, in a process of their own: each line "whole" or "stream" on standard input sends the
 requests at once, and prints how long all answers took.
 
-stream_clients.py HOST PORT REQUESTS OUTPUT_LEN
+stream_clients.py HOST PORT OUTPUT_LEN OUTPUT_LEN …
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import sys
 import time
 
 
+def prompt(number: int) -> list[int]:
+    return [5 + number % 200, 6, 7, 8]
+
+
 async def request(host: str, port: int, number: int, output_len: int, stream: bool) -> bytes:
     """One request over a plain socket; returns the bytes of the answer."""
-    prompt = [5 + number % 200, 6, 7, 8]
-    body = {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "temperature": 0, "stream": stream}
+    body = {"prompt": prompt(number), "max_tokens": output_len, "ignore_eos": True, "temperature": 0, "stream": stream}
     text = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(host, port)
@@ -25,8 +28,8 @@ async def request(host: str, port: int, number: int, output_len: int, stream: bo
     return answer
 
 
-async def all_requests(host: str, port: int, requests: int, output_len: int, stream: bool) -> None:
-    answers = await asyncio.gather(*[request(host, port, i, output_len, stream) for i in range(requests)])
+async def all_requests(host: str, port: int, lengths: list[int], stream: bool) -> None:
+    answers = await asyncio.gather(*[request(host, port, i, length, stream) for i, length in enumerate(lengths)])
     wrong = [one for one in answers if not one.startswith(b"HTTP/1.1 200") or b'"error"' in one]
     if wrong:
         raise SystemExit(f"a request failed: {wrong[0][:400]!r}")
@@ -34,10 +37,10 @@ async def all_requests(host: str, port: int, requests: int, output_len: int, str
 
 def main() -> None:
     host = sys.argv[1]
-    port, requests, output_len = map(int, sys.argv[2:5])
+    port, *lengths = map(int, sys.argv[2:])
     for line in sys.stdin:
         begun = time.perf_counter()
-        asyncio.run(all_requests(host, port, requests, output_len, line.strip() == "stream"))
+        asyncio.run(all_requests(host, port, lengths, line.strip() == "stream"))
         print(time.perf_counter() - begun, flush=True)
 
 

@@ -18,7 +18,8 @@ import torch
 
 from dsa_engine.cli import main
 from dsa_engine.commands.doctor import checks as doctor
-from dsa_engine.commands.doctor.checks import NotHere, Unwell, check_device, check_room, doctor_mesh
+from dsa_engine.commands.doctor.checks import check_device, check_room, doctor_mesh
+from dsa_engine.commands.doctor.finding import NotHere, Unwell
 from dsa_engine.kernels.runtime import cpu, operation
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.options import EngineOptions

@@ -88,7 +88,7 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
 def assign_experts(engine: Engine, loads: tuple[float, ...] | None) -> None:
     """Makes true ranks choose experts as emulated ones do."""
     mesh, config = engine.mesh, engine.config
-    placement = mesh.expert_parallel(config.n_routed_experts).placement
+    placement = mesh.expert_parallel(config.n_routed_experts, 0).placement
     assigned = AssignedExperts(placement, mesh.rank, loads)
     assigned.limit(config.n_group, config.topk_group)
     engine.runner.observers.append(lambda step: assigned.begin_step([rank.rows for rank in step.ranks]))

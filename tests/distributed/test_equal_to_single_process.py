@@ -91,11 +91,33 @@ def stored(cp: int, tp: int, dispatch: str) -> dict[str, Any]:
     return case(name, "fp8 weights", parallel=config, options=options, lengths=[65, 150], ragged=RAGGED)
 
 
+def two_batches(model: str, cp: int, dispatch: str, **keys: Any) -> dict[str, Any]:
+    """Every step that can be cut is."""
+    options = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 2}
+    options |= {"max_num_batched_tokens": 48}
+    name = f"two batches of {model} cp{cp} {dispatch} {' '.join(keys)}"
+    more = {"options": options, "lengths": [2, 5, 301], "ragged": RAGGED}
+    return case(name, model, parallel=parallel(cp, 1, dispatch), **more, **keys)
+
+
 def fp8_caches(cp: int, dispatch: str) -> dict[str, Any]:
     """Prompts in several chunks, whose rows are gathered in FP8."""
     options = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 48}
     name = f"FP8 caches cp{cp} {dispatch}"
     return case(name, "v32-fp8", parallel=parallel(cp, 1, dispatch), options=options, lengths=[5, 301], ragged=RAGGED)
+
+
+def replicas(model: str, cp: int, dispatch: str, number: int = 4, shared: bool = False, **keys: Any) -> dict[str, Any]:
+    """Replicas of the experts with the largest loads, which are made up.
+
+    Args:
+        shared: whether the shared expert is a routed one.
+    """
+    loads = [1.0 + (7 * expert) % 12 for expert in range(12)]
+    config = {"redundant_experts": number, "expert_loads": loads, "route_shared_expert": shared}
+    name = f"{number} replicas of {model}{', shared expert routed' * shared} cp{cp} {dispatch}"
+    more = {"lengths": [2, 301], "ragged": RAGGED} | keys
+    return case(name, model, parallel=parallel(cp, 1, dispatch) | config, **more)
 
 
 DISPATCHES = ("all_to_all", "all_gather")
@@ -106,13 +128,23 @@ CASES: dict[int, list[dict[str, Any]]] = {
         whole("v3", 2, 1, "all_to_all"),
         *(fp8_caches(2, dispatch) for dispatch in DISPATCHES),
         *others(2, cp=2, tp=1),
+        *(two_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
+        two_batches("v32", 2, "all_gather", padded=True),
+        two_batches("fp8 weights", 2, "all_to_all"),
         stored(2, 1, "all_to_all"),
         stored(2, 2, "all_gather"),
+        replicas("v32", 2, "all_to_all"),
+        replicas("v32", 2, "all_gather", shared=True, padded=True),
+        replicas("fp8 weights", 2, "all_to_all", shared=True, options={"quantization": "fp8"}),
     ],
     3: [
         *(whole("v32", 3, 1, dispatch, dispatch == "all_to_all") for dispatch in DISPATCHES),
         whole("glm", 3, 1, "all_to_all"),
         *others(3, cp=3, tp=3),
+        *(two_batches("v32", 3, dispatch, preempts=True) for dispatch in DISPATCHES),
+        *(
+            replicas("v32", 3, dispatch, shared=dispatch == "all_to_all") for dispatch in DISPATCHES
+        ),  # they do not divide
     ],
     4: [
         whole("v32", 4, 1, "all_to_all", every_length=True),
@@ -125,6 +157,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *others(4, cp=2, tp=4),
         stored(4, 1, "all_gather"),
         stored(2, 4, "all_to_all"),
+        replicas("v32", 4, "all_gather"),
+        replicas("v32", 2, "all_to_all", number=36),  # every rank has all
+        replicas("v32", 4, "all_to_all", number=3, shared=True),  # 16 physical experts
     ],
     5: [
         case(
@@ -171,6 +206,7 @@ class Runs:
             "folder": str(folder),
             "parallel": described.get("parallel", {}),
             "options": OPTIONS | described["options"],
+            **{key: described[key] for key in ("padded", "preempts") if key in described},
             "prompts": [self._ids(n, 204) for n in described["lengths"]],
             "generate": [{"prompts": prompts, "params": params}] if prompts else [],
         }
@@ -317,6 +353,19 @@ def test_ranks_with_uneven_numbers_of_experts_read_their_own(
     one = 2 * 3 * 48 * 96 * 4  # layers, matrices, their size, float32
     common = runs.single(described)["bytes_read"] - 12 * one
     assert [r["bytes_read"] - common for r in results] == [count * one for count in held]
+
+
+def test_replicas_are_read_as_other_experts(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:
+    named = "{} replicas of v32 cp2 all_to_all"
+    results = [
+        (number, r[named.format(number)])
+        for world, number in ((2, 4), (4, 36))
+        for r in runs.ranks(world, tmp_path_factory.getbasetemp() / f"world{world}")
+    ]
+    common = runs.single(CASES[2][0])["bytes_read"] - 2 * 12 * 3 * 48 * 96 * 4
+    for number, result in results:
+        held = {4: 8, 36: 12}[number]
+        assert result["experts"] == [held] * 2 and result["bytes_read"] == common + 2 * held * 3 * 48 * 96 * 4
 
 
 def test_tensor_parallel_ranks_read_their_shards_only(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> None:

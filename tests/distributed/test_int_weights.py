@@ -64,7 +64,7 @@ def test_tokens_do_not_depend_on_ranks(
 ) -> None:
     parallels = [
         {"moe_dispatch": "all_to_all", "decode_dispatch": "all_to_all"},
-        {"tp_size": 2, "moe_dispatch": "all_gather"},
+        {"tp_size": 2, "moe_dispatch": "all_gather", "redundant_experts": 4},
     ]
     described = cases(stored, random_ids, parallels)
     (tmp_path / "cases.json").write_text(json.dumps(described))

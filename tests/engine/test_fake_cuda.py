@@ -93,6 +93,33 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
     assert not over, f"{over} is more than {held}"
 
 
+def test_two_batches(fake_engine: Callable[..., Any]) -> None:
+    """A prefill in two halves waits for their counts only, and takes no more memory; a decode step is one graph of both
+    halves, which is replayed before the step before is read."""
+    wholes = {}
+    for enabled in (False, True):
+        with FakeDevice() as device:
+            options = {"quantization": "dequantize", "enable_dbo": enabled, "dbo_decode_token_threshold": 2}
+            engine = fake_engine(device, "deepseek_v32", 8, **options)
+            added = prefill(device, engine, 65_536)
+            assert device.waits == ["event in expert_parallel.py:exchange_counts"] * (4 if enabled else 2)
+            exchanges = 2 * (1 + enabled)  # layers with experts, halves
+            assert device.count("collective", "all_to_all") == 2 * exchanges, "tokens, sums"
+            for _ in range(16):
+                add_filled(engine, 100_000, GREEDY)
+            with device.watched():
+                engine.step()
+            (captured,) = device.captures
+            assert sum(launch.name == "reduce_scatter" for launch in captured.launches) == exchanges
+            for _ in range(2):
+                with device.watched():
+                    engine.step()
+                assert device.waits == ["event in result.py:read"] and device.count("graph") == 1
+            wholes[enabled] = added, len(captured.launches)
+    print(wholes)
+    assert wholes[True][0] < 1.1 * wholes[False][0]
+
+
 def test_skewed_routing_costs_time_and_not_memory(fake_engine: Callable[..., Any]) -> None:
     """One rank of 64 whose experts get up to 16 times the tokens of balanced routing, in rounds and in one."""
     peaks, rounds = [], []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsa_engine import LLM
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
 from dsa_engine.engine.startup import memory
 from dsa_engine.engine.startup.memory import default_cache_memory, enough_memory
 from dsa_engine.errors import CapacityError
+from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.peak_memory import peak_bytes
 
 
@@ -67,3 +69,11 @@ def test_what_does_not_fit_is_named() -> None:
         enough_memory("the caches", "lower cache_memory"),
     ):
         torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_weights_with_replicas_that_cannot_be_allocated() -> None:
+    """Experts of 2⁵⁰ bytes, more than a process can address."""
+    parallel = EmulatedConfig(emulate_world=2, redundant_experts=4)
+    wide = {"moe_intermediate_size": 2**24, "hidden_size": 2**20}
+    with pytest.raises(CapacityError, match="weights of this rank .*; lower redundant_experts 4, or use more ranks"):
+        LLM("demo-random", load_format="dummy", hf_overrides=wide, device="cpu", parallel=parallel)

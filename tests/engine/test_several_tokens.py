@@ -162,6 +162,29 @@ def test_how_a_request_ends(tokens: list[int], keys: dict[str, Any], count: int,
     assert reply.output == tokens[:count]
 
 
+@pytest.mark.parametrize(
+    ("interval", "steps", "pieces"),
+    [
+        (1, [1, 1, 1], [1, 1, 1]),
+        (3, [1, 1, 1, 1, 1, 1], [1, 3, 2]),  # the first token at once, and what is there at the end
+        (3, [2, 2, 2, 1], [2, 4, 1]),  # drafts: a step's tokens stay together
+        (100, [1, 1, 1], [1, 2]),
+    ],
+)
+def test_pieces_of_a_stream(interval: int, steps: list[int], pieces: list[int]) -> None:
+    params, mailbox = SamplingParams(max_tokens=sum(steps), ignore_eos=True), SimpleQueue[Any]()
+    reply = Reply(Add([5], params), Letters(), mailbox, interval)  # type: ignore[arg-type]
+    request = Request(0, [5], params)
+    for count in steps:
+        sampled = [SampledToken(1) for _ in range(count)]
+        endings = [request.append(token, ()) for token in sampled]
+        reply.take(sampled, endings[-1])
+        reply.hand_over()
+    given = [mailbox.get_nowait() for _ in range(mailbox.qsize())]
+    assert [len(piece.token_ids) for piece in given] == pieces
+    assert [piece.finish_reason for piece in given] == [None] * (len(pieces) - 1) + ["length"]
+
+
 @pytest.mark.parametrize("back_to", [0, 44, 46, 48, 49])
 def test_a_decoding_request_is_rewound(llm: LLM, back_to: int) -> None:
     """Slots are written again; after a rewind to 0 prompt and output are prefilled again."""

@@ -39,10 +39,11 @@ SMALL = {"max_model_len": 9000, "max_num_seqs": 6, "hf_overrides": {"num_hidden_
 
 
 def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) -> None:
-    """One of 64 ranks, with balanced routing and with 8 times as many tokens."""
-    for skew in (1.0, 8.0):
+    """One of 64 ranks, with balanced routing and with 8 times as many tokens, and in two batches."""
+    for skew, dbo in ((1.0, False), (8.0, False), (1.0, True)):
         with FakeDevice(memory=MEMORY) as device:
-            engine = fake_engine(device, "deepseek_v32", 64, {"skew": skew}, **SIZES, cudagraph_capture_sizes=[2])
+            options = SIZES | {"enable_dbo": dbo, "dbo_decode_token_threshold": 2, "cudagraph_capture_sizes": [2]}
+            engine = fake_engine(device, "deepseek_v32", 64, {"skew": skew}, **options)
             assert len(device.captures) == 4, "contexts from 4,096 to 32,768"
             assert {name for name, _ in device.connected} == {"all_gather", "all_to_all", "reduce_scatter"}
             connected, fixed = len(device.connected), device.live + device.outside
@@ -59,7 +60,7 @@ def test_no_step_takes_more_than_was_set_aside(fake_engine: Callable[..., Any]) 
             for _ in range(3):
                 engine.step()
             used = device.reserved + device.outside
-            print(f"skew {skew}: {engine.step_bytes:,} set aside, {used - fixed:,} used")
+            print(f"skew {skew}, two batches {dbo}: {engine.step_bytes:,} set aside, {used - fixed:,} used")
             assert device.reserved + device.outside <= UTILIZATION * MEMORY
             assert len(device.connected) == connected, "every collective had run"
             assert len(device.captures) == 4, "two requests a rank were captured at the start"
@@ -89,6 +90,14 @@ def test_tables_of_penalties_and_biases_are_set_aside(fake_engine: Callable[...,
 def test_a_step_that_does_not_fit_is_named(fake_engine: Callable[..., Any]) -> None:
     with FakeDevice(memory=8 * 10**9) as device, pytest.raises(CapacityError, match="smaller max_num_batched_tokens"):
         fake_engine(device, "deepseek_v32", 64, **SIZES)
+
+
+def test_more_replicas_than_memory(fake_engine: Callable[..., Any]) -> None:
+    """One of 64 ranks holds 60 experts instead of 4, which leaves no room for caches."""
+    replicas = 56 * 64
+    wanted = f"the cache is too small.*, or fewer redundant_experts than {replicas}"
+    with FakeDevice(memory=8 * 10**9) as device, pytest.raises(CapacityError, match=wanted):
+        fake_engine(device, "deepseek_v32", 64, {"redundant_experts": replicas}, **SIZES)
 
 
 def test_two_engines_capture_apart(fake_engine: Callable[..., Any]) -> None:

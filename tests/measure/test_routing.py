@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.measure.emulation.routing import balanced_choices, check_loads, weighted_choices
 from dsa_engine.parallel.config import MoeDispatch
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.sampling_params import SamplingParams
 
@@ -151,7 +153,7 @@ def test_rows_between_which_there_is_padding() -> None:
     live = [[0, 3, 4, 5], [0, 1, 3], []]
     for rank, rows in enumerate(live):
         mesh = EmulatedConfig(emulate_world=3, emulate_rank=rank).create_mesh("cpu")
-        parallel = mesh.expert_parallel(9)
+        parallel = mesh.expert_parallel(9, 0)
         mesh.begin_step(step)
         several_modules = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5], []]  # with one row before each request's own
         for count, wanted in ((6, live), (2, [[0, 1], [0, 1], []]), (8, several_modules)):
@@ -230,3 +232,25 @@ def test_dispatches_bring_the_assigned_pairs(tokens: list[int], loads: Any, expe
                 assert (
                     counts(torch.tensor(chosen, dtype=torch.int32), held) == expected[firsts[rank] : firsts[rank + 1]]
                 )
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.25])
+def test_an_emulated_rank_with_replicas(shared: float, tmp_path: Path) -> None:
+    """Skewed loads of each layer, in a file: by choices that are assigned with them, ranks serve about as much."""
+    path = tmp_path / "loads.json"
+    heavy = tuple(1.0 + (expert == 7) * 6.0 for expert in range(24))
+    ExpertLoads("m", (1, 2), (heavy, heavy[::-1])).write(path)
+    options = {"redundant_experts": 8, "expert_loads": path, "route_shared_expert": bool(shared)}
+    mesh = EmulatedConfig(emulate_world=4, emulate_rank=2, **options).create_mesh("cpu")
+    for layer in (1, 2, 3):
+        parallel = mesh.expert_parallel(24, layer, shared=shared)
+        k, given = 4 + bool(shared), torch.zeros(400, 4 + bool(shared), dtype=torch.int32)
+        parallel.dispatch(torch.randn(400, 5), given, torch.rand(400, k), "all_gather", 400).receive(0)
+        assigned = mesh.assigned[-1]
+        ranks = parallel.placement.rank_of[assigned.step.physical.flatten().long()].bincount().tolist()
+        assert sum(ranks) == 4 * 400 * k and max(ranks) / min(ranks) < 1.15, ranks
+        assert sum(parallel.placement.count(rank) for rank in range(4)) == 32 + bool(shared)
+        if shared:
+            own = [parallel.placement.replicas()[24].count(number) for number in assigned.step.physical[:, 4].tolist()]
+            assert set(own) == {1}, "every token chooses the shared expert"
+    assert len(mesh.assigned) == 3

@@ -53,8 +53,8 @@ def test_any_order() -> None:
     assert placement.rank_of.tolist() == [0, 1, 1, 1, 2]
     assert placement.local(physical, 1).tolist() == [[0, 2, -1], [-1, 1, -1]]
     for rank, held in enumerate(placement.held):
-        own = placement.local(placement.to_physical(torch.tensor(held, dtype=torch.int32)), rank)
-        assert own.tolist() == list(range(len(held))), "the order of the weights"
+        own = placement.local(placement.to_physical(torch.tensor([held], dtype=torch.int32)), rank)
+        assert own.tolist() == [list(range(len(held)))], "the order of the weights"
 
 
 def test_one_rank_in_any_order() -> None:
@@ -69,9 +69,9 @@ def test_one_rank_in_any_order() -> None:
     assert dispatch.rounds == 1 and here.tokens is tokens and dispatch.combine() is tokens
 
 
-@pytest.mark.parametrize("held", [[[0, 1], [1]], [[0], [2]], [[0, 1], []], [[0, -1]]])
+@pytest.mark.parametrize("held", [[[0], [2]], [[0, 1], []], [[0, -1]], []])
 def test_placements_that_cannot_be(held: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="every expert lies on one rank, and every rank holds one"):
+    with pytest.raises(ValueError, match="every expert lies on a rank, and every rank holds one"):
         ExpertPlacement(held, CPU)
 
 
@@ -82,8 +82,8 @@ def test_more_ranks_than_experts() -> None:
 
 def test_layers_share_one_division() -> None:
     mesh = Mesh(ParallelConfig(), 0, 1, CPU)
-    assert mesh.expert_parallel(12) is mesh.expert_parallel(12)
-    assert mesh.expert_parallel(12).held == tuple(range(12))
+    assert mesh.expert_parallel(12, 0) is mesh.expert_parallel(12, 1)
+    assert mesh.expert_parallel(12, 0).held == tuple(range(12))
 
 
 @pytest.mark.parametrize("ranks", [3, 6])
@@ -96,3 +96,53 @@ def test_even_routing_adds_up_over_the_ranks(ranks: int) -> None:
         part.even = True
     serving = torch.cat([placement.rank_of[part.to_physical(choices).long()] for part in parts])
     assert serving.flatten().bincount(minlength=ranks).tolist() == [28] * ranks
+
+
+HELD = [[3, 0], [0, 1, 3], [2, 0]]
+
+
+def test_replicas_serve_equally_many() -> None:
+    placement = ExpertPlacement(HELD, CPU)
+    assert (placement.experts, placement.physical) == (4, 7)
+    assert placement.replicas() == [[1, 2, 6], [3], [5], [0, 4]]
+    assert [placement.fraction(rank) for rank in range(3)] == [2 / 7, 3 / 7, 2 / 7]
+    logical = torch.tensor([[0, 3, 1, -1]], dtype=torch.int32).expand(60, 4)
+    physical = placement.to_physical(logical)
+    assert torch.equal(physical, placement.to_physical(logical)) and physical.dtype == torch.int32
+    own = physical.t().tolist()
+    assert all(abs(own[0].count(one) - 20) <= 2 for one in (1, 2, 6)), "three replicas"
+    assert all(abs(own[1].count(one) - 30) <= 2 for one in (0, 4)), "two replicas"
+    assert set(own[2]) == {3} and set(own[3]) == {-1}
+    alternate = own[0][::3]
+    assert all(abs(alternate.count(one) - 20 / 3) <= 2 for one in (1, 2, 6)), "also in every third row"
+
+
+def test_one_row_of_each_rank_is_divided_too() -> None:
+    """Decode: the ranks' numbers decide."""
+    placement = ExpertPlacement([[0, 1], [0, 2]], CPU)
+    group = tuple(range(8))
+    row = torch.tensor([[0]], dtype=torch.int32)
+    chosen = [int(ExpertParallel(Group(group, rank, None), placement).to_physical(row)) for rank in group]
+    assert set(chosen) == {0, 2} and abs(chosen.count(0) - 4) <= 1
+
+
+def test_a_placement_that_changes_in_place() -> None:
+    """What a CUDA graph has read before stays where it is."""
+    placement = ExpertPlacement([[0, 1], [2, 3, 3]], CPU, changes=True)
+    logical = torch.tensor([[0, 1, 2, -1]], dtype=torch.int32)
+    assert placement.to_physical(logical).tolist() == [[0, 1, 2, -1]]
+    table, rank_of = placement._replicas, placement.rank_of
+    placement.change([[3, 2], [1, 0, 0]])
+    assert placement.held == ((3, 2), (1, 0, 0)) and placement.to_physical(logical)[0, 1:].tolist() == [2, 1, -1]
+    assert placement._replicas is table and placement.rank_of is rank_of
+    same = ExpertPlacement([[3, 2], [1, 0, 0]], CPU)
+    many = torch.randint(-1, 4, (50, 3), dtype=torch.int32)
+    assert torch.equal(placement.to_physical(many), same.to_physical(many))
+
+
+@pytest.mark.parametrize("held", [[[0, 1, 2], [3, 3]], [[0, 1], [2, 2, 2]], [[0, 1], [2, 3, 4]]])
+def test_changes_that_cannot_be(held: list[list[int]]) -> None:
+    placement = ExpertPlacement([[0, 1], [2, 3, 3]], CPU, changes=True)
+    with pytest.raises(ValueError, match=r"keeps its 4 logical experts and the number on each rank, \[2, 3\]; not"):
+        placement.change(held)
+    assert placement.held == ((0, 1), (2, 3, 3))

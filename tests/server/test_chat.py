@@ -84,7 +84,10 @@ def cut_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
-    given = {"temperature": 0, "max_tokens": 4, "tools": TOOLS}
+    given: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "tools": TOOLS}
+    (choice,) = server.chat(HELLO, **given, return_token_ids=True)["choices"]
+    assert choice["finish_reason"] == "length", "the last call may be cut"
+    given["stop_token_ids"] = choice["token_ids"][-1:]
     (choice,) = server.chat(HELLO, **given)["choices"]
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls" and message["content"] == "so"
@@ -106,7 +109,7 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
     ]
     assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
     message = server.chat(HELLO, **given, tool_choice="none", include_reasoning=False)["choices"][0]["message"]
-    assert cut_reader == [TOOLS, TOOLS, None] and "reasoning" not in message
+    assert cut_reader == [TOOLS, TOOLS, TOOLS, None] and "reasoning" not in message
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,13 @@ def test_thoughts_and_tool_calls(server: Any, cut_reader: list[Any]) -> None:
         ({"tool_choice": "auto"}, "tool_choice needs tools"),
         ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
         ({"tools": "a"}, "tools must be a list"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "not constrained by a grammar"),
+        ({"response_format": {"type": "json_object"}}, "no words for a response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format needs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}},
+            "not constrained by a grammar",
+        ),
+        ({"response_format": {"type": "grammar"}}, "response_format must have the type"),
         ({"modalities": ["text", "audio"]}, "text only"),
         ({"functions": [{}]}, "give tools"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),

@@ -120,6 +120,10 @@ def _sparse(make: Make, dtype: torch.dtype) -> Call:
     return (make.normal(T, HEADS, 144), pool, slots), {"row_format": kind, "scale": 0.1}
 
 
+def _two_replicas() -> torch.Tensor:
+    return torch.tensor([[2, 1 + expert, 1 + expert + EXPERTS] for expert in range(EXPERTS)], dtype=torch.int32)
+
+
 def _unpack(make: Make) -> Call:
     x, experts, weights = make.experts()
     return (pack_tokens_reference(x, experts, weights, None, T), HIDDEN, BF16, CHOICES, 2, 4), {}
@@ -142,6 +146,7 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "block_scaled_experts": _block_experts,
     "block_scaled_linear": lambda m: ((m.normal(T, HIDDEN), *(x.squeeze(0) for x in m.blocks(1, 256, HIDDEN))), {}),
     "combine": lambda m: ((m.normal(T * 4, HIDDEN), m.order(T * 4).view(T, 4), m.floats(T, 4)), {}),
+    "choose_replicas": lambda m: ((m.whole(EXPERTS, T, CHOICES), _two_replicas(), 3), {}),
     "dense_mla": _dense,
     "dequantize_blocks": lambda m: ((*(x.squeeze(0) for x in m.blocks(1, 256, 256)), (128, 128)), {"dtype": BF16}),
     "expert_mlp": lambda m: ((*m.experts(), m.normal(EXPERTS, 128, HIDDEN), m.normal(EXPERTS, HIDDEN, 64)), {}),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import platform
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from dsa_engine.commands.doctor.finding import Finding, NotHere, Unwell
 from dsa_engine.commands.doctor.lost_device import is_lost
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.released import released_config
@@ -48,36 +50,14 @@ _LINK_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}  # bytes of a rank in a collect
 _TWO_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 32}
 
 
-class NotHere(Exception):
-    """The check cannot be made on this machine; the text says why."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check: ``ok`` is None if it could not be made here."""
-
-    check: str
-    ok: bool | None
-    seen: str
-    advice: str = ""
-    seconds: float = 0.0
-
-
-class Unwell(Exception):
-    """A problem, and its remedy."""
-
-    def __init__(self, seen: str, advice: str):
-        super().__init__(seen)
-        self.advice = advice
-
-
-def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None) -> Iterator[Finding]:
-    """Makes all checks, one after the other. Every rank calls it and gets the common findings of all ranks.
+def findings(mesh: Mesh, first: Mapping[str, Callable[[Mesh], str]] | None = None) -> Iterator[Finding]:
+    """Makes ``first`` and all checks, one after the other. Every rank calls it and gets the common findings of all
+    ranks.
 
     After a check that leaves the device in an error, no other check is possible in this process.
     """
     lost = ""
-    for name, check in (CHECKS if checks is None else checks).items():
+    for name, check in {**(first or {}), **CHECKS}.items():
         started = time.perf_counter()
         try:
             if lost:
@@ -95,15 +75,22 @@ def findings(mesh: Mesh, checks: dict[str, Callable[[Mesh], str]] | None = None)
 
 
 def _of_all_ranks(mesh: Mesh, mine: Finding) -> Finding:
-    """The finding of the first rank that failed, else that of rank 0."""
+    """The finding of the first rank that failed, with the names of all that failed, else that of rank 0."""
     if mesh.world_size == 1:
         return mine
     of_ranks: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(of_ranks, asdict(mine))
-    for rank, theirs in enumerate(of_ranks):
-        if theirs["ok"] is False:
-            return Finding(**theirs | {"seen": f"rank {rank}: {theirs['seen']}"})
-    return Finding(**of_ranks[0])
+    dist.all_gather_object(of_ranks, asdict(mine) | {"host": socket.gethostname()})
+    hosts = [theirs.pop("host") for theirs in of_ranks]
+    failed = [rank for rank, theirs in enumerate(of_ranks) if theirs["ok"] is False]
+    if not failed:
+        return Finding(**of_ranks[0])
+    first = of_ranks[failed[0]]
+    if all(
+        theirs == first | {"seconds": theirs["seconds"]} for theirs in of_ranks
+    ):  # about all machines, and said by all
+        return Finding(**first)  # a comparison of the machines
+    names = f"rank {', '.join(map(str, failed))} ({', '.join(dict.fromkeys(hosts[rank] for rank in failed))})"
+    return Finding(**first | {"seen": f"{names}: {first['seen']}"})
 
 
 def check_versions(mesh: Mesh) -> str:

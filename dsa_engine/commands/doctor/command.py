@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from dsa_engine.commands.doctor.checks import Finding, doctor_mesh, findings
+from dsa_engine.commands.doctor.checks import doctor_mesh, findings
+from dsa_engine.commands.doctor.finding import Finding
+from dsa_engine.commands.doctor.machines import machine_checks
 from dsa_engine.measure.report import environment, write_json
 from dsa_engine.system.output_files import check_outputs
 
@@ -27,7 +29,7 @@ def run_doctor(args: argparse.Namespace) -> None:
     about = {"environment": environment(mesh.device, torch.float32, mesh.world_size)}
     results: list[Finding] = []
     with _warnings_only():
-        for finding in findings(mesh):
+        for finding in findings(mesh, machine_checks(args.model) if mesh.world_size > 1 else None):
             results.append(finding)
             if mesh.is_leader:
                 print(f"{_MARKS[finding.ok]} {finding.check:<9} {finding.seen}", flush=True)

@@ -15,7 +15,4 @@ def add_emulation_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the work of one rank of N: computation is measured, communication modelled; tokens mean nothing",
     )
     group.add_argument("--emulate-rank", type=int, metavar="R", help="which rank, from 0 (default: 0)")
-    group.add_argument(
-        "--expert-loads", metavar="PATH", help="JSON list, a relative load per expert; default: balanced"
-    )
     group.add_argument("--links", metavar="PATH", help="JSON with the links' figures; default: NVLink and InfiniBand")

@@ -79,6 +79,8 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     if pages == 0:
         beside = f" beside {format_bytes(for_steps)} for steps" if for_steps else ""
         smaller = ", or a smaller max_num_batched_tokens" if for_steps else ""
+        if replicas := options.parallel.redundant_experts:
+            smaller += f", or fewer redundant_experts than {replicas}"
         raise CapacityError(
             f"the cache is too small: a page of {page_size} tokens takes {format_bytes(one)}, "
             f"{format_bytes(memory)} are there for it{beside}; raise cache_memory or use a smaller page_size{smaller}"

@@ -32,6 +32,7 @@ from dsa_engine.engine.startup.tiers import TierSizes, attach_disk, drop_dear_co
 from dsa_engine.engine.startup.weights import load_weights, mtp_modules, refuse_extra_layers
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.two_batches import TwoBatches
 from dsa_engine.kernels.attention.dense_attention import flash_attn_3_varlen_func, flash_attn_varlen_func
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.model import Model
@@ -81,7 +82,9 @@ def start(folder: Path, options: EngineOptions) -> Engine:
             options.overlap_shared_expert,
             options.overlap_indexer,
         )
-        with enough_memory("the weights of this rank", "use more ranks, another dtype, or fewer layers"):
+        replicas = options.parallel.redundant_experts
+        fewer = f"lower redundant_experts {replicas}, or use" if replicas else "use"
+        with enough_memory("the weights of this rank", f"{fewer} more ranks, another dtype, or fewer layers"):
             model = Model(config, runtime, modules)
         digests = PartDigests() if not mesh.host.alone and options.load_format != "dummy" else None
         bytes_read = load_weights(model, folder, options, progress_of(mesh, options), digests)
@@ -115,7 +118,7 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     )
     contexts = ContextBuckets(max_model_len, options.page_size)
     graphs = DecodeGraphs(model, cache, contexts=contexts) if captures else None
-    runner = ModelRunner(model, cache, options.seed, graphs, relaxed)
+    runner = ModelRunner(model, cache, options.seed, graphs, relaxed, TwoBatches.of(options, mesh))
     engine = Engine(
         options=options,
         model=model,

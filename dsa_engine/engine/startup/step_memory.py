@@ -18,6 +18,7 @@ from dsa_engine.engine.startup.capture import likely_buckets
 from dsa_engine.engine.startup.dummy_steps import DRAWN, WITH_HOST, decode_step, prefill_steps
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.engine.steps.two_batches import TwoBatches
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -53,7 +54,7 @@ def step_bytes(
     cache = KVCache(config.with_mtp(len(model.mtp)), stored, 1, options.page_size, mesh.device)
     contexts = ContextBuckets(max_model_len, options.page_size)
     padded = DecodeGraphs(model, cache, capture=False, contexts=contexts) if graphs else None
-    runner = ModelRunner(model, cache, options.seed, padded, relaxed)
+    runner = ModelRunner(model, cache, options.seed, padded, relaxed, TwoBatches.of(options, mesh))
     runner.num_drafts = drafts
     tokens, page_size = options.max_num_batched_tokens * mesh.cp_size, options.page_size
     kinds = (DRAWN, WITH_HOST) if drafts else (WITH_HOST,)  # with drafts the first is a graph, the second runs eagerly
@@ -84,7 +85,7 @@ def returned_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     """Maximum bytes of experts' results from earlier rounds of an all-to-all; even routing has only one round."""
     if mesh.world_size == 1 or mesh.config.moe_dispatch != "all_to_all" or "sparse" not in config.mlp_layer_types:
         return 0
-    rows = tokens * min(mesh.world_size, config.num_experts_per_tok)
+    rows = tokens * min(mesh.world_size, mesh.choices(config.num_experts_per_tok))
     return rows * config.hidden_size * dtype.itemsize
 
 
@@ -94,7 +95,7 @@ def unfilled_bytes(config: ModelConfig, mesh: Mesh, tokens: int, dtype: torch.dt
     Each further token-expert pair takes its rows between the products, and in an all-to-all at most a token that
     arrives and a sum.
     """
-    size, k, chunk = mesh.world_size, config.num_experts_per_tok, mesh.config.moe_chunk_size
+    size, k, chunk = mesh.world_size, mesh.choices(config.num_experts_per_tok), mesh.config.moe_chunk_size
     if chunk is None or size == 1 or "sparse" not in config.mlp_layer_types:
         return 0
     even = tokens * k

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.capacity import pages_for
 from dsa_engine.engine.steps.plan import Bucket, RankPlan, StepPlan, plans_of
+from dsa_engine.engine.steps.two_batches import row_order
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.block_tables import BlockTables
-from dsa_engine.model.forward_batch import ForwardBatch, MHASegments
+from dsa_engine.model.forward_batch import ForwardBatch, Halves, MHASegments
 from dsa_engine.parallel import Mesh
 
 
@@ -30,6 +33,27 @@ def build_batch(
         sampled: tokens of the step before, if they have not been read; see :func:`known_ids`.
         buffers: an earlier batch of the same bucket; its tensors are overwritten and returned.
     """
+    batch = _build(step, config, mesh, tables, sampled, buffers)
+    if step.halves is None:
+        return batch
+    into = (None, None) if buffers is None or buffers.halves is None else buffers.halves.batches
+    first, second = (
+        replace(_build(half, config, mesh, tables, sampled, of), decodes=step.decodes)
+        for half, of in zip(step.halves, into, strict=True)
+    )
+    order = row_order(step, mesh.rank)
+    return replace(batch, halves=Halves((first, second), None if order is None else upload(order, mesh.device)))
+
+
+def _build(
+    step: StepPlan,
+    config: ModelConfig,
+    mesh: Mesh,
+    tables: BlockTables,
+    sampled: torch.Tensor | None,
+    buffers: ForwardBatch | None,
+) -> ForwardBatch:
+    """The tensors of a step, or of a half of it, without halves."""
     plan, bucket, device = step.ranks[mesh.rank], step.bucket, mesh.device
     rows = [p.rows for p in step.ranks]
     # At least one row: no collective of a group without tokens is empty.

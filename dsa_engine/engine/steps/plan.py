@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -155,16 +156,34 @@ class StepPlan:
     ranks: list[RankPlan]
     max_decode_rows: int = 1  # maximum number of rows of a request in a decode step
     bucket: Bucket | None = None  # set if the step is padded
+    halves: tuple[StepPlan, StepPlan] | None = None  # set if the layers run the step as two (``two_batches.py``)
 
     @classmethod
     def of(
-        cls, chunks: Seq[Chunk], world_size: int, config: ModelConfig, layout: str, max_decode_rows: int = 1
+        cls,
+        chunks: Seq[Chunk],
+        world_size: int,
+        config: ModelConfig,
+        layout: str,
+        max_decode_rows: int = 1,
+        cuts: Mapping[Request, int] | None = None,
     ) -> StepPlan:
+        """Divides the chunks over the ranks.
+
+        Args:
+            cuts: positions at which the chunks of some requests are cut: the tokens before and after are divided each
+                for itself.
+        """
+        cuts = cuts or {}
         plans = [RankPlan() for _ in range(world_size)]
         fewest = mha_min_queries(config)
         for chunk in chunks:
             count = len(chunk.ranks)
-            for i, pieces in enumerate(split_sequence(chunk.start, chunk.length, count, layout)):
+            parts = [(chunk.start, chunk.length)]
+            if (cut := cuts.get(chunk.request)) is not None:
+                parts = [(chunk.start, cut - chunk.start), (cut, chunk.end - cut)]
+            of_parts = [split_sequence(*part, count, layout) for part in parts]
+            for i, pieces in enumerate(chain(*of_rank) for of_rank in zip(*of_parts, strict=True)):
                 # Rotated by request, or the first ranks would get the leftover tokens of all short prompts.
                 plan = plans[chunk.ranks[(i + chunk.request.id) % count]]
                 plan.chunks.append(chunk)

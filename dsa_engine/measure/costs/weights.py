@@ -67,6 +67,7 @@ def _of_layer(layer: DecoderLayer) -> dict[str, float]:
     if moe is not None:
         stages["MoE gate"] = _float32_linear(moe.gate) + _bytes((moe.bias,))
         stages["MoE experts"] = _bytes(moe.experts.tensors) / moe.experts.count
+        assert moe.shared is not None
         stages["MoE shared"] = _bytes((*moe.shared.gate_up.tensors, *moe.shared.down.tensors))
     if layer.mlp is not None:
         stages["dense MLP"] = _bytes((*layer.mlp.gate_up.tensors, *layer.mlp.down.tensors))

@@ -16,6 +16,7 @@ from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.measure.emulation.mesh import emulated
 from dsa_engine.measure.emulation.routing import check_loads
 from dsa_engine.model_folder import model_config
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.links import Links
 
 
@@ -27,27 +28,35 @@ def measured_llm(args: argparse.Namespace) -> tuple[LLM, Links]:
         ValueError, OSError: an option or a file is not possible; then nothing has been loaded.
     """
     if args.emulate_world is None:
-        for option in ("emulate_rank", "expert_loads", "links"):
+        for option in ("emulate_rank", "links"):
             if getattr(args, option) is not None:
                 raise ValueError(f"--{option.replace('_', '-')} needs --emulate-world, the number of ranks to emulate")
         return llm_from(args, enable_prefix_caching=False), Links()
     links = Links.read(args.links) if args.links else Links()
     config = model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
+    own = asdict(parallel_from(args))
+    if args.expert_loads is not None:
+        own["expert_loads"] = _read_loads(args.expert_loads, config)
     parallel = EmulatedConfig(
-        **asdict(parallel_from(args)),
+        **own,
         emulate_world=args.emulate_world,
         emulate_rank=args.emulate_rank or 0,
-        expert_loads=None if args.expert_loads is None else tuple(_read_loads(args.expert_loads, config)),
         machine_size=links.machine_size,
     )
     return llm_from(args, parallel=parallel, enable_prefix_caching=False), links
 
 
-def _read_loads(path: str, config: ModelConfig) -> list[float]:
+def _read_loads(path: str, config: ModelConfig) -> str | tuple[float, ...]:
+    """The loads of a list, the same in all layers; the path of a file of loads of each layer."""
     try:
         loads = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); give a list of numbers, one for each expert") from error
+    if isinstance(loads, dict) and "layers" in loads:
+        for layer in ExpertLoads.read(path).loads:
+            if any(layer):
+                check_loads(layer, config.n_routed_experts, config.num_experts_per_tok)
+        return path
     if not isinstance(loads, list):
         raise ValueError(f"{path} must hold a JSON list of numbers, one for each expert, not {loads!r:.80}")
     try:
@@ -55,7 +64,7 @@ def _read_loads(path: str, config: ModelConfig) -> list[float]:
         check_loads(loads, config.n_routed_experts, config.num_experts_per_tok)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return loads
+    return tuple(loads)
 
 
 def heading(engine: Engine, links: Links) -> str:
@@ -84,5 +93,6 @@ def to_json(engine: Engine, links: Links) -> dict[str, Any]:
     if mesh is None:
         return {}
     loads = mesh.config.expert_loads
-    about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": list(loads) if loads else "balanced"}
+    given = list(loads) if isinstance(loads, tuple) else str(loads or "balanced")
+    about = {"world_size": mesh.world_size, "rank": mesh.rank, "expert_loads": given}
     return {"emulated": {**about, "links": links.to_json()}}

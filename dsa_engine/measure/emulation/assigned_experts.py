@@ -77,12 +77,16 @@ class AssignedExperts:
         placement: the experts of each rank.
         rank: this rank.
         loads: relative load of every logical expert; None: equal loads.
+        shared: whether the last expert is the shared one, which every token chooses; it has no load in ``loads``.
     """
 
-    def __init__(self, placement: ExpertPlacement, rank: int, loads: Sequence[float] | None = None):
+    def __init__(
+        self, placement: ExpertPlacement, rank: int, loads: Sequence[float] | None = None, shared: bool = False
+    ):
         self._placement = placement
         self._rank = rank
         self._loads = loads
+        self._shared = shared
         self._limits = (1, 1)
         self._tokens: tuple[int, ...] = ()
         self._padded: dict[int, tuple[Rows, ...]] = {}
@@ -157,12 +161,13 @@ class AssignedExperts:
 
     def _chosen(self, tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
         """Physical experts ``[tokens, top_k]``."""
-        experts = self._placement.experts
+        experts, shared = self._placement.experts - self._shared, int(self._shared)
+        top_k -= shared
         if self._loads is None:
             logical = balanced_choices(tokens, top_k, experts, *self._limits, device)
         else:
             logical = weighted_choices(tokens, top_k, experts, self._loads, device)
-        return self._placement.to_physical(logical)
+        return self._placement.to_physical(F.pad(logical, (0, shared), value=experts))
 
     def _buffered(
         self, name: tuple[str, int, int, int, torch.device], step: StepChoices, make: Callable[[], torch.Tensor]

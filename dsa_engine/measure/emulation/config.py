@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from dsa_engine.config.checks import integer, is_integer, is_number
+from dsa_engine.config.checks import integer, is_integer
 from dsa_engine.measure.emulation.mesh import EmulatedMesh
 from dsa_engine.parallel import ParallelConfig
 from dsa_engine.parallel.device import choose_device
@@ -22,13 +22,13 @@ class EmulatedConfig(ParallelConfig):
     Attributes:
         emulate_world: number of ranks.
         emulate_rank: the rank of this process.
-        expert_loads: relative load of every routed expert; default: equal loads.
+        expert_loads: experts are also assigned with these loads. Numbers do not change the placement without
+            ``redundant_experts``.
         machine_size: number of consecutive ranks on a machine.
     """
 
     emulate_world: int = 1
     emulate_rank: int = 0
-    expert_loads: tuple[float, ...] | None = None
     machine_size: int = 8
 
     def __post_init__(self) -> None:
@@ -40,14 +40,8 @@ class EmulatedConfig(ParallelConfig):
             raise ValueError(
                 f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {world}, not {rank!r}"
             )
-        if loads is None:
-            return
-        if world < 2:
+        if loads is not None and world < 2:
             raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
-        numbers = isinstance(loads, (tuple, list)) and all(is_number(x) and x >= 0 for x in loads)
-        if not numbers or not any(loads):
-            raise ValueError(f"expert_loads must be numbers of at least 0, and one above it, not {loads!r:.80}")
-        object.__setattr__(self, "expert_loads", tuple(loads))
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> EmulatedMesh:
         """The mesh of the emulated rank.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,6 +16,7 @@ from dsa_engine.measure.emulation.expert_parallel import EmulatedExpertParallel
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
+from dsa_engine.parallel.experts.layer_placements import LayerPlacements
 from dsa_engine.parallel.experts.placement import ExpertPlacement
 from dsa_engine.parallel.group import Group
 
@@ -55,10 +58,19 @@ class EmulatedMesh(Mesh):
         first = self.rank - self.rank % size
         return EmulatedGroup(tuple(range(first, first + size)), self.rank - first, None)
 
-    def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
+    @cached_property
+    def _placements(self) -> LayerPlacements:
+        if isinstance(self.config.expert_loads, (str, Path)) or self.config.redundant_experts:
+            return super()._placements
+        return LayerPlacements(self.ep.size)
+
+    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
         if self.world_size == 1:
-            return super()._make_expert_parallel(placement)
-        self.assigned.append(AssignedExperts(placement, self.rank, self.config.expert_loads))
+            return super()._make_expert_parallel(placement, loads)
+        given = self.config.expert_loads
+        if given is not None and not isinstance(given, (str, Path)):
+            loads = given
+        self.assigned.append(AssignedExperts(placement, self.rank, loads, self.config.route_shared_expert))
         return EmulatedExpertParallel(self.ep, placement, self.assigned[-1])
 
     @torch.inference_mode()  # as the steps, whose graphs hold tensors that are written here

@@ -56,6 +56,7 @@ class ChatForm:
             chat_template_kwargs=asked.chat_template_kwargs or None,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,
+            response_format=_response_format(asked),
         )
         prompt = {
             "prompt": self._prompt_text,
@@ -85,7 +86,7 @@ class ChatForm:
             "index": output.index,
             "message": message | {"refusal": None} | thought,
             "logprobs": self._logprobs(output),
-            "finish_reason": "tool_calls" if called else output.finish_reason,
+            "finish_reason": _finish_reason(output, called),
             "stop_reason": output.stop_reason,
         }
         return choice | ({"token_ids": output.token_ids} if self._asked.return_token_ids else {})
@@ -120,7 +121,7 @@ class ChatForm:
             if ids:
                 last["token_ids"] = piece.token_ids
             if piece.finish_reason is not None:
-                reason = "tool_calls" if piece.index in self._called else piece.finish_reason
+                reason = _finish_reason(piece, piece.index in self._called)
                 last |= {"finish_reason": reason, "stop_reason": piece.stop_reason}
         return chunks
 
@@ -139,6 +140,11 @@ class ChatForm:
 
     def empty_chunk(self) -> dict[str, Any]:
         return self._head | {"object": "chat.completion.chunk", "choices": []}
+
+
+def _finish_reason(output: CompletionOutput | StreamPiece, called: bool) -> str | None:
+    """Calls end an answer only if it is whole: "length" tells a client that the last call is cut."""
+    return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:
@@ -167,6 +173,25 @@ def _tools(asked: ChatParameters) -> list[dict[str, Any]] | None:
     if choice == "auto" and not asked.tools:
         raise ValueError("tool_choice needs tools; give some, or leave it out")
     return asked.tools if asked.tools and choice != "none" else None
+
+
+def _response_format(asked: ChatParameters) -> dict[str, Any] | None:
+    """The form of the answer that the model is told of."""
+    form = asked.response_format
+    if form is None:
+        return None
+    if form.get("type") not in ("text", "json_object", "json_schema"):
+        raise ValueError(f"response_format must have the type text, json_object or json_schema, not {shown(form)}")
+    if form["type"] == "json_schema":
+        about = form.get("json_schema")
+        if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
+            raise ValueError(f'response_format needs {{"json_schema": {{"schema": {{…}}}}}}, not {shown(form)}')
+        if about.get("strict"):
+            raise ValueError(
+                "response_format cannot be strict: output is not constrained by a grammar; without strict the model is "
+                "told of the schema"
+            )
+    return form
 
 
 def _sampling(asked: ChatParameters, given: dict[str, Any]) -> dict[str, Any]:

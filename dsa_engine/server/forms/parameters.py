@@ -100,6 +100,9 @@ class ChatParameters(RequestParameters):
     tools: Any = option(Kind(list_of(instance_of(dict), "tools")), list, "functions that the model may call.")
     tool_choice: Any = option(Kind(lambda name, value: None), None, "auto or none.")
     parallel_tool_calls: bool = option(BOOL, True, "whether an answer may have several calls.")
+    response_format: dict[str, Any] | None = option(
+        JSON_OBJECT, None, "the form of the answer, of which the model is told if its conversations have words for it."
+    )
     include_reasoning: bool = option(BOOL, True, "return the thought too.")
     cache_salt: str | None = option(Kind(_check_salt), None, "only requests with the same one share cached pages.")
     return_token_ids: bool = option(BOOL, False, "return the token ids of prompt and output too.")

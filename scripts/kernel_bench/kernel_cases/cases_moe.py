@@ -12,6 +12,7 @@ from dsa_engine.kernels.grouped.grouped_matmul import (
     grouped_matmul_triton,
     torch_has_it,
 )
+from dsa_engine.kernels.moe.choose_replicas import choose_replicas, choose_replicas_reference
 from dsa_engine.kernels.moe.combine import combine, combine_reference
 from dsa_engine.kernels.moe.expert_order import expert_order, expert_order_reference
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, pack_tokens_reference
@@ -88,6 +89,7 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for tokens in (sizes.tokens, *sizes.batches[:3]):
         yield _route(make, tokens)
         yield _order(make, tokens)
+        yield _replicas(make, tokens)
         yield _ranks(make, tokens)
         yield _combine(make, tokens)
         yield _gate(make, tokens)
@@ -132,6 +134,21 @@ def _ranks(make: Inputs, tokens: int) -> KernelCase:
         flops=0.0,
         bytes=3.0 * choices.nbytes,
         baselines={"torch": lambda: token_ranks_reference(choices, rank_of, 64)},
+    )
+
+
+def _replicas(make: Inputs, tokens: int) -> KernelCase:
+    """The replicas of chosen experts, of which every fourth has two."""
+    choices = torch.randint(EXPERTS, (tokens, CHOICES), device=make.device, dtype=torch.int32)
+    expert = torch.arange(EXPERTS, device=make.device)
+    table = torch.stack((1 + (expert % 4 == 0).long(), expert, EXPERTS + expert // 4), dim=1).int()
+    return KernelCase(
+        "replicas of experts",
+        shape=f"{tokens} x {CHOICES}",
+        run=lambda: choose_replicas(choices, table, 0),
+        flops=0.0,
+        bytes=2.0 * choices.nbytes,
+        baselines={"torch": lambda: choose_replicas_reference(choices, table, 0)},
     )
 
 

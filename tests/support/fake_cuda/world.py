@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class FakeMesh(Mesh):
     def _group(self, size: int) -> FakeGroup:
         return FakeGroup(tuple(range(size)), 0, None, device=self.config.device)
 
-    def _make_expert_parallel(self, placement: ExpertPlacement) -> ExpertParallel:
+    def _make_expert_parallel(self, placement: ExpertPlacement, loads: Sequence[float] | None) -> ExpertParallel:
         parallel = FakeExpertParallel(self.ep, placement)
         parallel.skew = self.config.skew
         return parallel

@@ -1,0 +1,117 @@
+"""Cuts a step into two halves, so that the attention of one runs while the tokens of the other travel to experts.
+
+The chunks of each group of ranks are cut at half of their rows. A chunk of a prefill that crosses is cut itself, and
+each part is divided over the ranks as a chunk is: so one long prompt is cut too. The first half passes each layer
+first, which keeps the order of positions. The cut follows from the plan alone, so all ranks cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.steps.plan import RankPlan, StepPlan
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+
+
+@dataclass(frozen=True)
+class TwoBatches:
+    """The steps that are cut: those in which a rank has at least so many rows."""
+
+    decode_rows: int
+    prefill_rows: int
+
+    @classmethod
+    def of(cls, options: EngineOptions, mesh: Mesh) -> TwoBatches | None:
+        """None if no step is cut: the option is off, or there is one rank and nothing travels."""
+        if not options.enable_dbo or mesh.world_size == 1:
+            return None
+        return cls(options.dbo_decode_token_threshold, options.dbo_prefill_token_threshold)
+
+    def cut(self, step: StepPlan, chunks: Sequence[Chunk], config: ModelConfig, layout: str) -> StepPlan:
+        """The step with its halves, or as it is if it is too small.
+
+        Args:
+            chunks: all chunks of the step.
+        """
+        if max(plan.rows for plan in step.ranks) < (self.decode_rows if step.decodes else self.prefill_rows):
+            return step
+        if step.bucket is not None:
+            return _cut_bucket(step, config)
+        first, second = cut_chunks(chunks, step.decodes)
+        if not (any(chunk.length for chunk in first) and second):
+            return step
+        of = (len(step.ranks), config, layout, step.max_decode_rows)
+        begun = {chunk.request for chunk in first}
+        cuts = {chunk.request: chunk.start for chunk in second if chunk.request in begun}
+        whole = StepPlan.of(chunks, *of, cuts)
+        return replace(whole, halves=(StepPlan.of(first, *of), StepPlan.of(second, *of)))
+
+
+def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[Chunk]]:
+    """The chunks of each group of ranks, cut at half of their rows.
+
+    Args:
+        whole: no chunk is cut itself; one that crosses belongs to the first half.
+    """
+    remaining: dict[range, int] = {}
+    for chunk in chunks:
+        remaining[chunk.ranks] = remaining.get(chunk.ranks, 0) + chunk.length
+    remaining = {ranks: (rows + 1) // 2 for ranks, rows in remaining.items()}
+    first, second = [], []
+    for chunk in chunks:
+        length = min(chunk.length, remaining[chunk.ranks])
+        if whole and length:
+            length = chunk.length
+        remaining[chunk.ranks] = max(0, remaining[chunk.ranks] - length)
+        rest = chunk.length - length
+        # Logits are those of the whole step, not of its halves.
+        if length or not rest:
+            first.append(replace(chunk, length=length, num_logits=0))
+        if rest:
+            second.append(replace(chunk, start=chunk.start + length, length=rest, num_logits=0))
+    return first, second
+
+
+def row_order(step: StepPlan, rank: int) -> torch.Tensor | None:
+    """int64 ``[rows of the rank]``: the index of each row among those of the first half and then of the second one.
+    None if that is the order of the step."""
+    assert step.halves is not None, "the order of a step that is cut"
+    if step.bucket is not None:
+        return None
+    whole = _row_keys(step.ranks[rank])
+    of_halves = torch.cat([_row_keys(half.ranks[rank]) for half in step.halves])
+    assert len(whole) == len(of_halves), "the halves have the rows of the step"
+    order = torch.empty_like(whole)
+    order[whole.argsort()] = of_halves.argsort()
+    return order
+
+
+def _row_keys(plan: RankPlan) -> torch.Tensor:
+    """A different number for each request and position."""
+    keys = torch.empty(plan.rows, dtype=torch.int64)
+    for s in plan.segments:
+        first = plan.chunks[s.sequence].request.id << 32
+        keys[s.row : s.row + s.length] = torch.arange(first + s.start, first + s.end)
+    return keys
+
+
+def _cut_bucket(step: StepPlan, config: ModelConfig) -> StepPlan:
+    """The first and the second half of the requests of each rank's bucket; that of one request is not cut."""
+    bucket = step.bucket
+    assert bucket is not None, "a padded step"
+    count = bucket.requests // 2
+    if count == 0:
+        return step
+    half = replace(bucket, requests=count)
+
+    def of(requests: slice) -> StepPlan:
+        plans = [RankPlan(plan.chunks[requests]).padded(half, config.has_indexer) for plan in step.ranks]
+        return StepPlan(plans, step.max_decode_rows, half)
+
+    return replace(step, halves=(of(slice(count)), of(slice(count, None))))

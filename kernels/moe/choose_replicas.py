@@ -1,0 +1,77 @@
+"""The physical experts that serve choices of logical ones.
+
+turn(t) = frac((first + t) · √2);   physical[t, j] = replica ⌊turn(t) · n⌋ of the n replicas of experts[t, j]
+
+Multiples of √2 divide any run of consecutive rows evenly, and every second or third of them too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.operation import operation
+
+_CHOICES = 1024  # a program; compiled for sm_90, not yet measured
+_ROOT = 0x6A09E667  # 2³² · frac(√2); the product of 32-bit numbers keeps the fraction
+
+
+def choose_replicas_reference(experts: torch.Tensor, replicas: torch.Tensor, first: int) -> torch.Tensor:
+    row = torch.arange(first, first + len(experts), device=experts.device)
+    turn = (row * _ROOT & 0xFFFFFFFF) >> 16
+    entries = replicas[experts.long()]  # an entry for expert −1 too
+    number = 1 + (turn[:, None] * entries[..., 0] >> 16)
+    return entries.gather(2, number[..., None])[..., 0].masked_fill_(experts < 0, -1)
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def choose_replicas_kernel(
+    experts, replicas, physical, count, first, ROOT: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK choices a program."""
+    choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts + choice, mask=choice < count, other=-1)
+    row = (first + choice // K).to(tl.uint32)
+    turn = ((row * tl.full((), ROOT, tl.uint32)) >> 16).to(tl.int32)
+    among = tl.load(replicas + expert * WIDTH, mask=expert >= 0, other=1)
+    number = 1 + ((turn * among) >> 16)
+    chosen = tl.load(replicas + expert * WIDTH + number, mask=expert >= 0, other=-1)
+    tl.store(physical + choice, chosen, mask=choice < count)
+
+
+@operation()
+def choose_replicas(experts: torch.Tensor, replicas: torch.Tensor, first: int) -> torch.Tensor:
+    """Chooses a replica for every choice, evenly and each time the same.
+
+    Args:
+        experts: logical experts, int32 ``[T, k]``; −1: no expert.
+        replicas: int32 ``[experts, 1 + n]``, on the device; for each logical expert the number of its replicas, at
+            least 1, and these. It may be changed between runs of a CUDA graph.
+        first: number of the first row. Ranks begin with different ones, so that few rows of many ranks divide evenly.
+
+    Returns:
+        physical experts, int32 ``[T, k]``; −1 stays.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    shapes = experts.dim() == replicas.dim() == 2 and replicas.shape[1] > 1
+    if not shapes or experts.dtype != torch.int32 or replicas.dtype != torch.int32:
+        raise ValueError(
+            "experts must be int32 [tokens, choices] and replicas int32 [experts, 1 + n], not "
+            f"{experts.dtype} {tuple(experts.shape)} and {replicas.dtype} {tuple(replicas.shape)}"
+        )
+    if not runs_triton(experts):
+        return choose_replicas_reference(experts, replicas, first)
+    experts = experts.contiguous()
+    physical, count = torch.empty_like(experts), experts.numel()
+    if count:
+        choose_replicas_kernel[(cdiv(count, _CHOICES),)](
+            experts, replicas.contiguous(), physical, count, first,
+            ROOT=_ROOT, WIDTH=replicas.shape[1], K=experts.shape[1], BLOCK=_CHOICES, num_warps=4,
+        )  # fmt: skip
+    return physical

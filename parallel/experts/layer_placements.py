@@ -1,0 +1,90 @@
+"""The placement of each layer's experts: consecutive ones, or a plan by loads and with replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsa_engine.parallel.experts.balance import balance_layer
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
+from dsa_engine.parallel.experts.placement import Held, contiguous
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.mesh import MeshOptions
+
+
+class LayerPlacements:
+    """Makes placements; the same on every rank.
+
+    Args:
+        ranks: number of ranks that hold experts.
+        nodes: number of machines that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
+        redundant: number of physical experts more than logical ones.
+        loads: the path of a file (`loads_file.py`), or loads of each expert, the same in all layers; None: equal loads.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+
+    def __init__(
+        self, ranks: int, nodes: int = 1, redundant: int = 0, loads: str | Path | Sequence[float] | None = None
+    ):
+        self._ranks, self._nodes, self._redundant = ranks, nodes, redundant
+        self._loads = ExpertLoads.read(loads) if isinstance(loads, (str, Path)) else loads
+        self._planned: dict[tuple[tuple[float, ...], int], Held] = {}  # by loads and groups
+
+    @classmethod
+    def of(cls, config: MeshOptions, machines: Sequence[int]) -> LayerPlacements:
+        """The placements that the options describe, on ranks of these machines."""
+        ranks, nodes = len(machines), 1 + max(machines)
+        methods: tuple[str, ...] = (config.moe_dispatch, config.decode_dispatch)
+        if "by_machine" not in methods or list(machines) != [rank * nodes // ranks for rank in range(ranks)]:
+            nodes = 1
+        return cls(ranks, nodes, config.redundant_experts, config.expert_loads)
+
+    def loads(self, experts: int, layer: int) -> tuple[float, ...] | None:
+        """The loads of a layer; None: equal ones.
+
+        Raises:
+            ValueError: there are not as many as experts.
+        """
+        given = self._loads
+        if given is None:
+            return None
+        count = given.experts if isinstance(given, ExpertLoads) else len(given)
+        if count != experts:
+            raise ValueError(
+                f"expert_loads have loads of {count} experts, the model has {experts} routed experts; count them with "
+                "this model"
+            )
+        return given.of_layer(layer) if isinstance(given, ExpertLoads) else tuple(given)
+
+    def held(self, experts: int, layer: int, groups: int, shared: float = 0.0) -> Held:
+        """The experts of each rank.
+
+        Args:
+            groups: number of groups of consecutive experts in the model's router.
+            shared: load of one more expert, over the load of all others together; 0: there is none.
+
+        Raises:
+            ValueError: the numbers of experts, replicas and ranks do not fit.
+        """
+        loads = self.loads(experts, layer) or (1.0,) * experts
+        if shared:
+            experts += 1
+            loads = (*loads, shared * math.fsum(loads))
+        elif self._loads is None and not self._redundant:
+            return contiguous(experts, self._ranks)
+        replicas = experts + self._redundant
+        if not self._ranks <= replicas <= experts * self._ranks:
+            raise ValueError(
+                f"redundant_experts {self._redundant}: {experts} routed experts on {self._ranks} ranks need at least "
+                f"{max(0, self._ranks - experts)}, so that each rank holds one, and at most "
+                f"{experts * (self._ranks - 1)}, so that none holds an expert twice"
+            )
+        if (loads, groups) not in self._planned:
+            plan = balance_layer(loads, replicas, groups, self._nodes, self._ranks)
+            self._planned[loads, groups] = tuple(map(tuple, plan))
+        return self._planned[loads, groups]

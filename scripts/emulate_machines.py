@@ -1,0 +1,243 @@
+"""Several "machines" on one computer: a command on all of them under torchrun, with a slow link between the machines.
+
+A machine is a network, UTS and PID namespace: it has its own address, its own host name and its own processes. The
+machines lie in one outer namespace with a bridge, so runs at the same time do not see each other, and nothing is left
+behind: when this process ends, however it ends, the kernel ends all processes inside and removes the links. Ranks of
+one machine reach each other without the slow link. Linux, util-linux and iproute2 are needed; an ordinary user also
+needs user namespaces. Latency is that of the computer.
+
+Example:
+    python scripts/emulate_machines.py --ranks 2 --slow-link 1gbit -- scripts/bench_prefill.py --seq-len 512
+    python scripts/emulate_machines.py --machines 4 --ranks 1 -- -m dsa_engine generate --prompt Hello --max-tokens 8
+    python scripts/emulate_machines.py --lose cut --lose-at tokens: --lost-machine 1 -- scripts/bench_prefill.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+INSIDE = "--inside"  # first argument of the process that runs in the outer namespace
+NETWORK = "10.77.0"  # in the outer namespace only
+PORT = 29500
+TOOLS = ("unshare", "setpriv", "ip", "tc", "mount", "sh", "hostname", "sysctl")
+MARK_OF_LOSS = "emulate_machines:"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machines", type=int, default=2, help="number of machines, 1 to 64 (default 2)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on each machine (default 1)")
+    parser.add_argument(
+        "--slow-link",
+        metavar="RATE[,RATE...]",
+        default="1gbit",
+        help="bandwidth of each machine's link, per direction, as tc writes it: 100mbit, 1gbit (default 1gbit); or one "
+        "for each machine: 1gbit,100mbit",
+    )
+    parser.add_argument(
+        "--lose",
+        choices=("cut", "kill"),
+        help="lose a machine: cut its link, or kill all its processes at once",
+    )
+    parser.add_argument("--lose-at", metavar="TEXT", default="", help="lose it when a line of any output has this text")
+    parser.add_argument("--lost-machine", type=int, metavar="N", help="its number (default: the last)")
+    parser.add_argument("command", nargs="+", help="after --: a script, or -m and a module, with its arguments")
+    args = parser.parse_args(arguments)
+    if not 1 <= args.machines <= 64 or args.ranks < 1:
+        parser.error("--machines must be 1 to 64, and --ranks at least 1")
+    args.rates = args.slow_link.split(",")
+    if not all(re.fullmatch(r"\d+(\.\d+)?[kmg]?(bit|bps)", rate) for rate in args.rates):
+        parser.error(f"--slow-link must be a rate of tc, such as 100mbit or 1gbit, not {args.slow_link!r}")
+    args.rates *= args.machines if len(args.rates) == 1 else 1
+    if len(args.rates) != args.machines:
+        parser.error(f"--slow-link names {len(args.rates)} rates for {args.machines} machines")
+    if args.lost_machine is None:
+        args.lost_machine = args.machines - 1
+    if not 0 <= args.lost_machine < args.machines:
+        parser.error(f"--lost-machine must be 0 to {args.machines - 1}")
+    if bool(args.lose) != bool(args.lose_at):
+        parser.error("--lose and --lose-at belong together")
+    return args
+
+
+def outer_namespace() -> list[str]:
+    """The words before a command that start it as the first process of a network of its own.
+
+    ``setpriv`` and ``--kill-child``: if this process is killed, so is that first process, and with it all others.
+    """
+    words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
+    words += ["--mount-proc", "--kill-child=KILL"]
+    return words if os.geteuid() == 0 else [*words, "--user", "--map-root-user"]
+
+
+def why_not() -> str:
+    """What is missing here to start machines; empty if nothing is."""
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"not installed: {', '.join(missing)} (packages util-linux and iproute2)"
+    tried = "mount -t tmpfs machines /run && ip link add bridge type bridge && ip netns add m && "
+    tried += (
+        "ip link add v type veth peer name eth0 netns m && tc qdisc add dev v root tbf rate 1gbit burst 1mb latency 1s"
+    )
+    done = subprocess.run([*outer_namespace(), "sh", "-c", tried], capture_output=True, text=True)
+    return f"network namespaces are not permitted here: {done.stderr.strip()}" if done.returncode else ""
+
+
+def run_outside(arguments: list[str]) -> int:
+    """Starts this script again in the outer namespace, and passes signals on."""
+    parse(arguments)
+    if reason := why_not():
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    command = [*outer_namespace(), sys.executable, str(Path(__file__).resolve()), INSIDE, *arguments]
+    # Its own group: Ctrl-C in a terminal reaches it once, from here.
+    inside = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        os.killpg(inside.pid, number)  # unshare ignores it
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    status = inside.wait()
+    return status if status >= 0 else 128 - status
+
+
+class Machines:
+    """The machines of a run, in the outer namespace."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
+        self._processes: list[subprocess.Popen[str]] = []
+        self._lost = threading.Event()
+
+    def connect(self) -> None:
+        """Makes the bridge, and for each machine a namespace with a link to it; names resolve in all of them."""
+        args = self._args
+        _do("mount -t tmpfs machines /run")
+        _do("ip link set lo up")
+        _do("ip link add bridge type bridge")
+        _do("ip link set bridge up")
+        hosts = ["127.0.0.1 localhost"]
+        for number in range(args.machines):
+            name, link = f"machine-{number}", f"link{number}"
+            # The bucket holds two of the packets that TCP hands to a link at once.
+            slow = f"root tbf rate {args.rates[number]} burst 128kb latency 200ms"
+            hosts.append(f"{NETWORK}.{number + 1} {name}")
+            _do(f"ip netns add {name}")
+            _do(f"ip link add {link} type veth peer name eth0 netns {name}")
+            _do(f"ip link set {link} master bridge up")
+            _do(f"ip -n {name} link set lo up")
+            _do(f"ip -n {name} addr add {NETWORK}.{number + 1}/24 dev eth0")
+            _do(f"ip -n {name} link set eth0 up")
+            _do(f"tc qdisc add dev {link} {slow}")
+            # As docs/CLUSTERS.md advises: torchrun waits for a machine that is cut off until the kernel gives up.
+            _do(f"ip netns exec {name} sysctl -qw net.ipv4.tcp_retries2=6")
+            _do(f"tc -n {name} qdisc add dev eth0 {slow}")
+        Path("/run/hosts").write_text("\n".join(hosts) + "\n")
+        _do("mount --bind /run/hosts /etc/hosts")
+
+    def start(self) -> None:
+        for number in range(self._args.machines):
+            name = f"machine-{number}"
+            words = ["ip", "netns", "exec", name, "unshare", "--uts", "--pid", "--fork", "--mount-proc"]
+            words += ["--kill-child=KILL", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+            words += [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self._args.machines)]
+            words += ["--nproc-per-node", str(self._args.ranks), "--rdzv-backend", "c10d", "--rdzv-id", "machines"]
+            words += ["--rdzv-endpoint", f"machine-0:{PORT}", *self._args.command]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+            process = subprocess.Popen(
+                words,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._processes.append(process)
+
+    def wait(self) -> int:
+        """Prints what the machines print, each line after the machine's name, until all have ended.
+
+        Returns:
+            the first exit status that is not 0, of the machines that were not lost.
+        """
+        readers = [threading.Thread(target=self._read, args=(number,)) for number in range(len(self._processes))]
+        for reader in readers:
+            reader.start()
+        for number, process in enumerate(self._processes):
+            if not (self._is_lost(number)):
+                while process.poll() is None and not self._is_lost(number):
+                    time.sleep(0.05)
+        if self._lost.is_set():  # a machine behind a cut link would wait for the others
+            self._processes[self._args.lost_machine].kill()
+        statuses = [process.wait() for number, process in enumerate(self._processes) if not self._is_lost(number)]
+        for reader in readers:
+            reader.join()
+        return next((status for status in statuses if status), 0)
+
+    def _is_lost(self, number: int) -> bool:
+        return self._lost.is_set() and number == self._args.lost_machine
+
+    def _read(self, number: int) -> None:
+        output = self._processes[number].stdout
+        assert output is not None
+        for line in output:
+            print(f"machine-{number}: {line}", end="", flush=True)
+            if self._args.lose and self._args.lose_at in line and not self._lost.is_set():
+                self._lose()
+
+    def _lose(self) -> None:
+        number = self._args.lost_machine
+        self._lost.set()
+        if self._args.lose == "cut":
+            _do(f"ip link set link{number} down")
+        else:
+            self._processes[number].kill()  # unshare takes its first process with it, and that all others
+        print(f"{MARK_OF_LOSS} machine-{number} is lost ({self._args.lose})", flush=True)
+
+    def end(self) -> None:
+        """Ends what still runs: with an interrupt, then by force."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            time.sleep(0.05)
+        for process in self._processes:
+            process.kill()
+
+
+def _do(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+def run_inside(arguments: list[str]) -> int:
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupted)
+    machines = Machines(parse(arguments))
+    machines.connect()
+    try:
+        machines.start()
+        return machines.wait()
+    finally:
+        machines.end()
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    sys.exit(run_inside(words[1:]) if words[:1] == [INSIDE] else run_outside(words))

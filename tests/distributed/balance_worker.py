@@ -1,0 +1,86 @@
+"""Skewed routing with experts in order, then with replicas by the loads that were counted: balance_worker.py FOLDER.
+
+Every rank stores, of both runs: the tokens of all requests, and in each layer the logical experts that its own tokens
+chose and how many of these choices each rank must serve, the number of pairs that it served, and the experts of all
+ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.model.moe import MoE
+from dsa_engine.parallel.experts.dispatch import Dispatch, Received
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
+
+PROMPTS = [[5 + (7 * i * n + i * i) % 300 for i in range(n)] for n in (250, 333, 40, 9)]
+
+
+class Counted:
+    """Stands for the expert parallelism and the experts of a layer, and counts."""
+
+    def __init__(self, layer: MoE):
+        self.parallel, self.experts = layer.expert_parallel, layer.experts
+        self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
+        self.served = 0
+        self.sent = [0] * self.parallel.placement.ranks
+        layer.expert_parallel, layer.experts = self, self  # type: ignore[assignment]
+
+    def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor, *more: Any) -> Dispatch:
+        self.chosen += experts[experts >= 0].bincount(minlength=len(self.chosen))
+        self._predict(experts.tolist())
+        return self.parallel.dispatch(tokens, experts, *more)
+
+    def _predict(self, rows: list[list[int]]) -> None:
+        """The rank of each choice by the formula of choose_replicas, in floating point."""
+        replicas, rank_of = self.parallel.placement.replicas(), self.parallel.placement.rank_of.tolist()
+        for number, row in enumerate(rows, self.parallel.group.index):
+            for own in (replicas[expert] for expert in row if expert >= 0):
+                self.sent[rank_of[own[int(number * 2**0.5 % 1 * len(own))]]] += 1
+
+    def __call__(self, received: Received, uncounted_bytes: int) -> torch.Tensor:
+        self.served += int((received.experts >= 0).sum())
+        return self.experts(received, uncounted_bytes)
+
+
+def run(**options: Any) -> tuple[LLM, dict[str, Any]]:
+    parallel = ParallelConfig(decode_dispatch="all_to_all", **options)
+    common = {"device": "cpu", "cache_memory": "32MiB", "max_model_len": 1024, "progress": False}
+    fewer = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
+    llm = LLM("demo-random", load_format="dummy", hf_overrides=fewer, parallel=parallel, **common)
+    counted = []
+    for layer in llm.engine.model.layers:
+        if layer.moe is not None:
+            bias = layer.moe.bias  # it chooses experts and does not weigh them
+            with torch.inference_mode():
+                bias += (torch.arange(len(bias)) * 5 % len(bias) / len(bias)) ** 3
+            counted.append(Counted(layer.moe))
+    outs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    return llm, {
+        "tokens": [out.token_ids for out in outs],
+        "chosen": torch.stack([one.chosen for one in counted]),
+        "served": [one.served for one in counted],
+        "sent": [one.sent for one in counted],
+        "held": [one.parallel.placement.held for one in counted],
+    }
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    llm, first = run()
+    loads = llm.engine.mesh.world.all_gather(first["chosen"]).view(-1, *first["chosen"].shape).sum(dim=0)
+    layers = [number for number, layer in enumerate(llm.engine.model.layers) if layer.moe is not None]
+    path = folder / f"loads{rank}.json"
+    ExpertLoads("demo-random", tuple(layers), tuple(map(tuple, loads.tolist()))).write(path)
+    _, second = run(expert_loads=path, redundant_experts=8)
+    torch.save([first, second], folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Replicas on four processes under skewed routing: what each rank serves, counted exactly, against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_engine.parallel.experts.balance import imbalance
+
+
+def test_the_busiest_rank_serves_what_the_plan_says(
+    fork_ranks: Callable[..., Any], demo_cache: Path, tmp_path: Path
+) -> None:
+    done = fork_ranks(4, "balance_worker.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
+    before, after = ([rank[run] for rank in ranks] for run in (0, 1))
+    assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after), "the same tokens"
+    assert len(before[0]["held"]) == 2
+    for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
+        loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))
+        assert loads == later, "the same routing"
+        was, now = ([rank["served"][layer] for rank in run] for run in (before, after))
+        assert sum(was) == sum(now) == sum(loads), "every pair is served once"
+        for served, run in ((was, before), (now, after)):
+            assert served == [sum(to_rank) for to_rank in zip(*(rank["sent"][layer] for rank in run), strict=True)]
+        assert was == [sum(loads[expert] for expert in held) for held in in_order]
+        assert all(rank["held"][layer] == planned for rank in after) and [len(held) for held in planned] == [8] * 4
+        predicted = imbalance(loads, in_order) / imbalance(loads, planned)
+        measured = max(was) / max(now)
+        print(f"layer {layer}: {was} → {now}, {measured:.3f} times fewer on the busiest rank, planned {predicted:.3f}")
+        # The rows that choose an expert are divided like random ones, with an error of about the root of their number.
+        assert predicted > 1.5 and abs(measured / predicted - 1) < 0.05

@@ -1,0 +1,155 @@
+"""Runs over several machines, which are namespaces of this one: equal tokens, and the end of a run that loses one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import emulate_machines
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.measure.random_prompt import random_prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADED = "weights loaded on this rank"
+Emulate = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "emulate_machines.py"), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+@pytest.fixture(scope="module")
+def emulate(demo_cache: Path) -> Emulate:
+    """``emulate(*arguments)``: the finished run, with the output of all machines."""
+    if reason := emulate_machines.why_not():
+        pytest.skip(reason)
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        process = start(*arguments)
+        try:
+            out, _ = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(process.communicate()[0])
+        return subprocess.CompletedProcess(process.args, process.returncode, out, "")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("machines", "ranks"), [(2, 1), *(pytest.param(m, r, marks=pytest.mark.slow) for m, r in ((2, 2), (4, 1)))]
+)
+def test_generate(machines: int, ranks: int, emulate: Emulate) -> None:
+    words = "key 4821 is 97. " * 20 + "key"
+    options = ["--prompt", words, "--max-tokens", 6, "--temperature", 0, "--device", "cpu", "--max-model-len", 800]
+    shape = ["--machines", machines, "--ranks", ranks, "--slow-link", "200mbit"]
+    done = emulate(*shape, "--", "-m", "dsa_engine", "generate", *options)
+    assert done.returncode == 0, done.stdout
+    llm = LLM("demo", device="cpu", max_model_len=800)
+    text = llm.generate(words, SamplingParams(temperature=0.0, max_tokens=6))[0].text
+    said = [line.removeprefix("machine-0: ") for line in done.stdout.splitlines() if line.startswith("machine-0: ")]
+    assert text in "\n".join(said), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bench_prefill(ranks: int, emulate: Emulate, tmp_path: Path) -> None:
+    logits, report = tmp_path / "out.npy", tmp_path / "out.json"
+    options = ["--seq-len", 512, "--warmup", 0, "--repeat", 1, "--device", "cpu", "--tp-size", ranks]
+    outputs = ["--json", report, "--dump-logits", logits]
+    done = emulate("--ranks", ranks, "--", "scripts/bench_prefill.py", *options, *outputs)
+    assert done.returncode == 0, done.stdout
+    assert json.loads(report.read_text())["world_size"] == 2 * ranks and "but not a machine" not in done.stdout
+    llm = LLM("demo", device="cpu")
+    expected = llm.engine.prefill(random_prompt(llm.engine, 512)).numpy()
+    assert np.load(logits) == pytest.approx(expected, abs=1e-2)
+
+
+@pytest.mark.slow
+def test_serve(emulate: Emulate, tmp_path: Path) -> None:
+    answer = tmp_path / "answer.json"
+    done = emulate("--ranks", 2, "--", "tests/distributed/machine_server.py", answer, 8123)
+    assert done.returncode == 0, done.stdout
+    (choice,) = json.loads(answer.read_text())["choices"]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    assert choice["text"] == LLM("demo", device="cpu").generate([[5, 6, 7] * 50], params)[0].text
+
+
+@pytest.mark.slow
+def test_doctor_names_the_slow_machine(emulate: Emulate) -> None:
+    options = ["--machines", 3, "--slow-link", "1gbit,1gbit,100mbit", "--"]
+    done = emulate(*options, "-m", "dsa_engine", "doctor", "--device", "cpu", "--model", "demo")
+    assert done.returncode != 0, "one check has failed"
+    for line in ("✓ machines  3 machine(s) are alike", "✓ clocks", "✓ files", "✗ between   machine-2: no link above"):
+        assert f"machine-0: {line}" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cut", "kill"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_disappears_ends_the_run(lost: int, how: str, emulate: Emulate) -> None:
+    """Machine 0 has the store of the run; its loss leaves no process to ask for a reason."""
+    loss = ["--lose", how, "--lose-at", LOADED, "--lost-machine", lost]
+    options = ["--seq-len", 256, "--warmup", 0, "--repeat", 100_000, "--device", "cpu", "--timeout", 5]
+    done = emulate(*loss, "--", "scripts/bench_prefill.py", *options)
+    assert done.returncode == 1, done.stdout
+    assert f"machine-{lost} is lost ({how})" in done.stdout
+    if lost == 1:
+        assert "machine-0: [rank 0] no word from rank 1" in done.stdout
+    else:  # after a kill torchrun sees the loss at once too, and may have ended the rank before it says anything
+        reason = "its peers and the store of the run are gone"
+        reason += "|Connection was likely closed|RendezvousConnectionError" if how == "kill" else ""
+        assert re.search(f"machine-1: .*({reason})", done.stdout), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_remains(number: signal.Signals, emulate: Emulate) -> None:
+    """The processes inside hold the script's output open, so its end is theirs."""
+    options = ["--seq-len", 256, "--repeat", 100_000, "--device", "cpu", "--warmup", 0]
+    process = start("--", "scripts/bench_prefill.py", *options)
+    assert process.stdout is not None
+    assert any(LOADED in line for line in process.stdout)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--machines", "65", "x"], "--machines must be 1 to 64"),
+        (["--slow-link", "fast", "x"], "must be a rate of tc, such as 100mbit or 1gbit, not 'fast'"),
+        (["--slow-link", "1gbit,1gbit,1gbit", "x"], "names 3 rates for 2 machines"),
+        (["--lose", "cut", "x"], "--lose and --lose-at belong together"),
+        (["--lost-machine", "2", "x"], "--lost-machine must be 0 to 1"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        emulate_machines.parse(options)
+    assert message in capsys.readouterr().err
+
+
+def test_where_namespaces_are_not_permitted(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(emulate_machines, "outer_namespace", lambda: ["sh", "-c", "echo not allowed >&2; exit 1"])
+    assert emulate_machines.run_outside(["--", "x.py"]) == 2
+    assert "not permitted here: not allowed" in capfd.readouterr().err
+    monkeypatch.setattr(emulate_machines, "TOOLS", ("sh", "no-such-tool"))
+    assert emulate_machines.why_not() == "not installed: no-such-tool (packages util-linux and iproute2)"

@@ -1,0 +1,82 @@
+"""Steps in two halves: the cut, and what is computed while tokens travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.steps.two_batches import cut_chunks
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.model.profile_stages import set_observer
+from dsa_engine.parallel.collective_log import CollectiveLog
+
+DISPATCHES = ("all_to_all", "all_gather")
+
+
+def chunk(number: int, start: int, length: int, ranks: range) -> Chunk:
+    return Chunk(Request(number, [5] * 100, SamplingParams(max_tokens=1)), start, length, ranks, num_logits=1)
+
+
+def test_each_group_is_cut_at_half_of_its_rows() -> None:
+    pair, other = range(2), range(2, 4)
+    chunks = [chunk(0, 4, 3, pair), chunk(1, 0, 8, pair), chunk(2, 10, 5, other), chunk(3, 0, 0, other)]
+    first, second = cut_chunks(chunks, whole=False)
+    assert [(c.request.id, c.start, c.length) for c in first] == [(0, 4, 3), (1, 0, 3), (2, 10, 3), (3, 0, 0)]
+    assert [(c.request.id, c.start, c.length) for c in second] == [(1, 3, 5), (2, 13, 2)]
+    assert {c.num_logits for c in first + second} == {0}, "logits are those of the whole step"
+
+
+def test_drafts_of_a_request_stay_together() -> None:
+    chunks = [chunk(number, 50, 3, range(1)) for number in range(3)]
+    first, second = cut_chunks(chunks, whole=True)
+    assert [c.request.id for c in first] == [0, 1] and [c.request.id for c in second] == [2]
+
+
+class Stages(list[str]):
+    """The stages that a pass has entered."""
+
+    def enter(self, name: str) -> None:
+        self.append(name)
+
+    def leave(self) -> None:
+        pass
+
+
+@pytest.fixture
+def entered() -> Iterator[Stages]:
+    stages = Stages()
+    set_observer(stages)
+    yield stages
+    set_observer(None)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("decodes", [False, True], ids=["prefill", "decode"])
+def test_tokens_travel_under_the_other_half(entered: Stages, demo_cache: object, dispatch: str, decodes: bool) -> None:
+    """Between the start of each exchange and the wait for it, the other half computes: attention or experts."""
+    options = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+    parallel = EmulatedConfig(emulate_world=2, moe_dispatch=dispatch, decode_dispatch=dispatch)  # type: ignore[arg-type]
+    with LLM("demo-random", device="cpu", progress=False, parallel=parallel, max_model_len=512, **options) as llm:
+        engine = llm.engine
+        for number in range(4 if decodes else 1):
+            engine.add([7 + number] * (20 if decodes else 300), SamplingParams(max_tokens=4, ignore_eos=True))
+        while decodes and not all(request.output for request in engine.scheduler.running):
+            engine.step()
+        log = CollectiveLog(mark=lambda: len(entered), stage=lambda: entered[-1])
+        engine.mesh.ep.log = log
+        entered.clear()
+        engine.step()
+        engine.mesh.ep.log = None
+        layers = sum(layer.moe is not None for layer in engine.model.layers)
+    travels = [number for number, one in enumerate(log.collectives) if one.asynchronous]
+    assert len(travels) == 2 * 2 * layers, "there and back, for each half and layer"
+    computing, covered = {"sparse flash attention", "MLA prolog", "MoE experts"}, []
+    for number in travels:
+        begin, wait = sorted((e for e in log.events if e.number == number), key=lambda event: event.what)
+        covered.append(set(entered[begin.after : wait.before]) & computing)
+    # Nothing is left to compute beside the very last sums.
+    assert all(covered[:-1]), [(log.collectives[n].stage, under) for n, under in zip(travels, covered, strict=True)]
+    assert {name for under in covered for name in under} >= {"MLA prolog", "MoE experts"}

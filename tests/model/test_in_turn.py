@@ -1,0 +1,22 @@
+"""The order of passes through the layers."""
+
+from __future__ import annotations
+
+from dsa_engine.model.in_turn import Pass, in_turn
+
+
+def test_passes_run_in_turn_up_to_their_transfers() -> None:
+    ran: list[str] = []
+
+    def one(name: str, transfers: int) -> Pass[str]:
+        for number in range(transfers):
+            ran.append(f"{name}{number}")
+            yield "MoE dispatch"
+        ran.append(f"{name} end")
+        return name
+
+    assert in_turn([one("a", 2), one("b", 2)]) == ["a", "b"]
+    assert ran == ["a0", "b0", "a1", "b1", "a end", "b end"]
+    ran.clear()
+    assert in_turn([one("a", 2)]) == ["a"]
+    assert ran == ["a0", "a1", "a end"]

@@ -1,0 +1,159 @@
+"""The file of expert loads, and the placements that follow from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsa_engine.engine.agreement import start_facts
+from dsa_engine.measure.emulation.config import EmulatedConfig
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import ParallelConfig
+from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.layer_placements import LayerPlacements
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
+
+GOOD: dict[str, Any] = {"version": 1, "model": "m", "layers": [3, 5], "loads": [[1, 2.5, 0], [0, 0, 0]]}
+
+
+def test_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    ExpertLoads("m", (3, 5), ((1.0, 2.5, 0.0), (0.0, 0.0, 0.0))).write(path)
+    loads = ExpertLoads.read(path)
+    assert json.loads(path.read_text()) == GOOD and [*tmp_path.iterdir()] == [path]
+    assert (loads.experts, loads.of_layer(3)) == (3, (1.0, 2.5, 0.0))
+    assert loads.of_layer(5) is None and loads.of_layer(4) is None, "equal loads"
+    path.write_text(json.dumps(GOOD | {"steps": 7}))
+    assert ExpertLoads.read(path) == loads, "keys of other programs"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loads": None}, "loads must be a list of the loads of each layer, not None"),
+        ({"loads": [[1, 2, 3]]}, "there are 2 layers and loads of 1; give one list of loads for each layer"),
+        ({"loads": [[1, 2, 3], [1, 2]]}, "layer 3 has loads of 3 experts, layer 5 of 2"),
+        ({"loads": [[1, 2, 3], [1, float("nan"), 3]]}, "load of expert 1 in layer 5 must be a number of at least 0"),
+        ({"loads": [[1, 2, 3], [1, 2, -3]]}, "load of expert 2 in layer 5 must be a number of at least 0, not -3"),
+        ({"loads": [[1, "a", 3], [1, 2, 3]]}, "load of expert 1 in layer 3 must be a number of at least 0, not 'a'"),
+        ({"layers": [5, 3]}, r"layers must be ascending, each there once, not \[5, 3\]"),
+        ({"layers": [3, -5]}, "layers must be a list of numbers of layers, from 0"),
+        ({"layers": []}, "layers must be a list of numbers of layers, from 0"),
+        ({"model": 3}, "model must be a name, not 3"),
+        ({"version": 2}, "has version 2, this program reads 1; count the loads again"),
+    ],
+)
+def test_bad_content(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps(GOOD | change))
+    with pytest.raises(ValueError, match=f"expert_loads: .*loads.json.*{message}"):
+        ExpertLoads.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1, 2]", "must hold a JSON object with version, model, layers, loads"),
+        ('{"version": 1}', "must hold a JSON object"),
+        (b"\xff", "is not valid JSON"),
+        (None, "cannot read .*: No such file or directory"),
+    ],
+)
+def test_no_such_file(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+    path = tmp_path / "loads.json"
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=f"expert_loads: .*{message}"):
+        ExpertLoads.read(path)
+
+
+def test_nothing_is_half_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are 1 layers and loads of 2"):
+        ExpertLoads("m", (3,), ((1.0,), (2.0,)))
+    with pytest.raises(OSError):
+        ExpertLoads("m", (3,), ((1.0,),)).write(tmp_path / "nowhere" / "loads.json")
+    assert not [*tmp_path.iterdir()]
+
+
+def placements(ranks: int, **options: Any) -> LayerPlacements:
+    return LayerPlacements.of(ParallelConfig(**options), [0] * ranks)
+
+
+def test_each_layer_has_its_placement(tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    heavy = [(9.0, *(1.0,) * 11), (*(1.0,) * 11, 9.0)]
+    ExpertLoads("m", (1, 2, 3), (*heavy, heavy[0])).write(path)
+    options = {"expert_loads": path, "redundant_experts": 4}
+    ranks = placements(3, **options)
+    for layer, loads in ((1, heavy[0]), (2, heavy[1]), (3, heavy[0]), (4, (1.0,) * 12)):
+        held = ranks.held(12, layer, groups=1)
+        assert [len(experts) for experts in held] == [6, 5, 5] and imbalance(loads, held) < 1.06
+        heaviest = loads.index(max(loads))
+        assert max(loads) == 1.0 or all(heaviest in experts for experts in held)
+    assert placements(3, expert_loads=heavy[0], redundant_experts=4).held(12, 7, 1) == ranks.held(12, 1, 1)
+    mesh = EmulatedConfig(emulate_world=3, emulate_rank=1, **options).create_mesh("cpu")
+    first, second, again = (mesh.expert_parallel(12, layer) for layer in (1, 2, 3))
+    assert again is first and second is not first and first.held == ranks.held(12, 1, 1)[1]
+
+
+def test_loads_alone_move_experts() -> None:
+    loads = (5.0, 5.0, 1.0, 1.0)
+    assert placements(2).held(4, 0, groups=1) == ((0, 1), (2, 3))
+    assert imbalance(loads, placements(2, expert_loads=loads).held(4, 0, groups=1)) == 1.0
+
+
+def test_machines_matter_to_the_dispatch_by_machines_only() -> None:
+    loads = [1.0 + expert for expert in range(16)]
+    by_machine = LayerPlacements(4, 2, 4, loads).held(16, 0, groups=4)
+    assert all(len({expert // 4 for rank in half for expert in rank}) == 2 for half in (by_machine[:2], by_machine[2:]))
+    options = ParallelConfig(redundant_experts=4, expert_loads=tuple(loads))
+    other = LayerPlacements.of(options, [0, 0, 1, 1]).held(16, 0, groups=4)
+    assert other == LayerPlacements(4, 1, 4, loads).held(16, 0, groups=4) != by_machine
+
+
+def test_replicas_let_more_ranks_than_experts_run() -> None:
+    assert sorted(placements(5, redundant_experts=1).held(4, 0, groups=1)) == [(0,), (0,), (1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "message"),
+    [
+        (1, {"redundant_experts": 1}, "redundant_experts 1: 4 routed experts on 1 ranks need at least 0.* at most 0"),
+        (3, {"redundant_experts": 9}, "redundant_experts 9: 4 routed experts on 3 ranks need .* at most 8, so that"),
+        (6, {"redundant_experts": 1}, "redundant_experts 1: 4 routed experts on 6 ranks need at least 2, so that"),
+        (2, {"expert_loads": (1.0, 2.0)}, "expert_loads have loads of 2 experts, the model has 4 routed experts"),
+        (2, {"expert_loads": "/nowhere/loads.json"}, "cannot read /nowhere/loads.json: No such file"),
+    ],
+)
+def test_options_that_do_not_fit(world: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        placements(world, **options).held(4, 0, groups=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"redundant_experts": -1}, "redundant_experts must be an integer of at least 0, not -1"),
+        ({"expert_loads": ""}, "expert_loads must be the path of a file, or loads of each expert, not ''"),
+        ({"expert_loads": 3}, "must be the path of a file, .*, not 3"),
+        ({"expert_loads": (0.0, 0.0)}, "expert_loads must be numbers of at least 0, and one above it"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**options)
+
+
+def test_ranks_compare_the_content_and_not_the_path(tmp_path: Path) -> None:
+    """Machines may have the file in different folders."""
+    facts = []
+    for name, load in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        path = tmp_path / name
+        ExpertLoads("m", (3,), ((1.0, load),)).write(path)
+        options = EngineOptions("m", load_format="dummy", parallel=ParallelConfig(expert_loads=path))
+        facts.append(start_facts(tmp_path, options))
+    assert facts[0] == facts[1] and {key for key in facts[0] if facts[0][key] != facts[2][key]} == {"expert_loads"}

@@ -36,5 +36,6 @@ def test_a_chunk_that_even_routing_does_not_fill(chunk: int | None, pairs: int) 
     config: Any = SimpleNamespace(
         num_experts_per_tok=8, moe_intermediate_size=10, hidden_size=100, mlp_layer_types=("sparse",)
     )
-    mesh: Any = SimpleNamespace(world_size=4, config=SimpleNamespace(moe_dispatch="all_to_all", moe_chunk_size=chunk))
+    parallel = SimpleNamespace(moe_dispatch="all_to_all", moe_chunk_size=chunk)
+    mesh: Any = SimpleNamespace(world_size=4, config=parallel, choices=lambda top_k: top_k)
     assert unfilled_bytes(config, mesh, 100, torch.bfloat16) == pairs * (2 * 10 + 4 * 100) * 2

@@ -61,13 +61,13 @@ class PrefillLoop(SideLoop):
         assert isinstance(scheduler, PrefillScheduler) and isinstance(tiers, SendingTiers)
         self._scheduler = scheduler
         self._journeys: dict[int, _Journey] = {}  # by id: requests whose pages have not all come
-        self._leaving: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
+        self._departing: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
         tiers.leaving = self._leaving_under
         super().__init__(engine)
 
     @property
     def _idle(self) -> bool:
-        runs = bool(self._backlog) and not self._requests and not self._leaving  # a job waits for all requests
+        runs = bool(self._backlog) and not self._requests and not self._departing  # a job waits for all requests
         return not (runs or self.engine.has_work or self._unread)
 
     def _take(self, message: object) -> None:
@@ -182,7 +182,7 @@ class PrefillLoop(SideLoop):
 
     def _arrived(self, number: int) -> None:
         journey = self._journeys.pop(number, None)
-        request = self._leaving.pop(number, None) if journey is None else journey.request
+        request = self._departing.pop(number, None) if journey is None else journey.request
         if request is not None:
             self._scheduler.sent(request)
 
@@ -197,11 +197,11 @@ class PrefillLoop(SideLoop):
         """Ends a request's journey, if it is on one; its pages stay as long as they are being sent."""
         journey = self._journeys.pop(request.id, None)
         if journey is not None and journey.begun:
-            self._leaving[request.id] = request
+            self._departing[request.id] = request
         return journey is not None
 
     def _run(self, run: Add | Run) -> None:
-        if self._leaving:
+        if self._departing:
             return
         if isinstance(run, Run) and run.job == "reset_prefix_cache":
             self.tell(Reset())

@@ -1,4 +1,4 @@
-"""What the loops of both sides have in common: messages from the other side come between two steps, as a caller's do."""
+"""What both loops have in common: messages of the other side come between two steps, as a caller's do."""
 
 from __future__ import annotations
 

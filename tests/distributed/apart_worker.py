@@ -1,7 +1,8 @@
 """Runs cases with prefill apart from decode: apart_worker.py PREFILL_RANKS CASES.json FOLDER.
 
 Cases: ``options`` of ``LLM``; ``generate``, a list of ``[prompt, params]`` that run together; ``cancelled``, the number
-of streams that are closed early meanwhile; ``repeated``, how often all of that runs.
+of streams that are closed early meanwhile; ``repeated``, how often all of that runs. Or ``soak``, a number of streams in
+threads that arrive at random. ``killed``: this rank kills itself after some steps.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,41 @@ def cancel(llm: LLM, generate: list[Any], number: int) -> None:
         with closing(llm.stream(prompt, SamplingParams(**params | {"prompt_logprobs": None, "n": 1}))) as pieces:
             for _ in range(rng.randrange(3)):
                 next(pieces, None)
+
+
+def soak(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of streams that arrive at random, a part of them closed early, and the memory before and after."""
+    kinds = case["generate"]
+
+    def stream(number: int) -> tuple[int, list[int], str | None]:
+        rng = random.Random(number)
+        kind, tokens, reason = rng.randrange(len(kinds)), list[int](), None
+        time.sleep(rng.expovariate(10))
+        stop = rng.randrange(1, 20) if rng.random() < 0.2 else 1000
+        with closing(llm.stream(kinds[kind][0], SamplingParams(**kinds[kind][1]))) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
+                tokens, reason = tokens + piece.token_ids, piece.finish_reason
+                if len(tokens) >= stop:
+                    break
+        return kind, tokens, reason
+
+    with ThreadPoolExecutor(24) as pool:
+        streams = list(pool.map(stream, range(case["soak"] // 3)))
+        begun = resident()
+        streams += pool.map(stream, range(case["soak"] // 3, case["soak"]))
+    llm.wait_idle()
+    return {"streams": streams, "memory": [begun, resident()]}
+
+
+def resident() -> int:
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def die_after(llm: LLM, steps: int) -> None:
+    while llm.loop.steps < steps:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
@@ -78,9 +117,11 @@ def main() -> None:
     parallel = ParallelConfig(prefill_ranks=prefill, timeout=case.get("timeout", 300))
     llm = LLM(device="cpu", parallel=parallel, **case["options"])
     rank, result = int(os.environ["RANK"]), dict[str, Any]()
+    if rank == case.get("killed"):
+        threading.Thread(target=die_after, args=(llm, case["steps"]), daemon=True).start()
     if rank == 0:
         with llm:
-            result = run(llm, case)
+            result = soak(llm, case) if "soak" in case else run(llm, case)
     else:
         llm.follow()
     (folder / f"rank{rank}.json").write_text(json.dumps(result | counts(llm)))

@@ -1,9 +1,11 @@
 """The loop of a rank that prefills: callers' requests come in here, and their results go out from here.
 
-A request is offered to the decode side when it comes. When that has room for it, its pages leave under the steps that
-fill them, or, if these are over, at once. With its first token the request is handed over, and its further tokens come
-from the decode side. A request that loses its pages there comes back, and is prefilled with all tokens that it has.
-Pages stay as they are until the decode side says that they have come, also if the request ends meanwhile.
+A request is offered to the decode side when its prefill begins. When that has room for it, its pages leave under the
+steps that fill them, or, if these are over, at once. Room is for requests with pages on this side only: those that are
+prefilled and wait for room could otherwise fill the caches here, while room is kept for one that cannot enter. With its
+first token the request is handed over, and its further tokens come from the decode side. A request that loses its pages
+there comes back, and is prefilled with all tokens that it has. Pages stay as they are until the decode side says that
+they have come, also if the request ends meanwhile.
 
 All ranks of this side take the same decisions, as they take the same messages.
 """
@@ -87,10 +89,6 @@ class PrefillLoop(SideLoop):
                 self.tell(message)
             super()._take(message)
 
-    def _begin(self, add: Add | Run) -> None:
-        super()._begin(add)
-        self._offer(self._requests[add.id])
-
     def _offer(self, request: Request) -> None:
         """Asks for room for a request, unless its next token is its last one."""
         if request.max_tokens - len(request.output) > 1:
@@ -113,6 +111,8 @@ class PrefillLoop(SideLoop):
         """The pages that a step of these chunks fills and this rank sends; and tells the other side."""
         size, complete = self.engine.cache.page_size, []
         for chunk in chunks:
+            if chunk.request.id in self._requests and chunk.request.id not in self._journeys:
+                self._offer(chunk.request)
             journey = self._journeys.get(chunk.request.id)
             if journey is not None and journey.rank is not None and chunk.length:
                 last = chunk.end >= chunk.request.num_prefill_tokens
@@ -178,7 +178,6 @@ class PrefillLoop(SideLoop):
         request.preemptions += 1
         request.num_computed_tokens, request.num_prefill_tokens, request.drafts = 0, len(request), []
         self._scheduler.add(request)
-        self._offer(request)
 
     def _arrived(self, number: int) -> None:
         journey = self._journeys.pop(number, None)

@@ -49,6 +49,8 @@ class SideLoop(EngineLoop):
 
     def _take(self, message: Message | Any) -> None:
         if isinstance(message, LineBroken):
+            if self._closing:
+                return
             other = "decode" if self.side.prefills else "prefill"
             raise RuntimeError(f"the ranks that {other} cannot be reached any more: {message.error}")
         super()._take(message)

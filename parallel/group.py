@@ -43,6 +43,11 @@ class Group:
     def alone(self) -> bool:
         return self.handle is None
 
+    @property
+    def parts(self) -> tuple[Group, ...]:
+        """The groups that carry collectives of this one; none, if it carries all of them itself."""
+        return ()
+
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts gathering ``rows [R, ...]``, R the same on every rank.
 

@@ -35,8 +35,10 @@ from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
 from dsa_engine.parallel.experts.traffic import has_two_levels, rails_of
 from dsa_engine.parallel.failure.joining import join_run
 from dsa_engine.parallel.failure.reporter import report_failures
+from dsa_engine.parallel.gather_by_machine import gather_group
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
+from dsa_engine.parallel.links import Links
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import MeshOptions
@@ -151,9 +153,9 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All but ``host``: world, ep, cp, tp, and those inside and between machines."""
+        """All but ``host``: world, ep, cp, tp, and those inside and between machines of experts and cp."""
         by_machine = (self.machine_groups.machine, self.machine_groups.rail) if self.machine_groups else ()
-        return self.world, self.ep, self.cp, self.tp, *by_machine
+        return self.world, self.ep, self.cp, self.tp, *by_machine, *self.cp.parts
 
     @property
     def processes(self) -> Group:
@@ -237,6 +239,10 @@ class Mesh:
                     stacklevel=3,
                 )
                 break
+        if self.communicates:
+            cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
+            links = Links() if self.device.type == "cuda" else None  # Gloo's ranks share the adapter of their machine
+            self.cp = gather_group(self.cp, cp_groups, self.machines, links, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
             self.machine_groups = self._make_machine_groups()

@@ -10,13 +10,14 @@ import torch
 
 from dsa_engine.demo import demo_config
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.traffic import RowBytes
 
 
 def _bytes_between_machines(*runs: list[dict[str, Any]]) -> None:
     """Bytes that cross are those of the choices: of tokens for each rank of the other machine, and for that machine."""
     config = demo_config()
-    row = RowBytes.of(config["hidden_size"], 4, config["num_experts_per_tok"])
+    row = RowBytes.of(4 * config["hidden_size"], config["num_experts_per_tok"])
     for run, number in zip(runs, (0, 0, 1), strict=True):
         predicted = sum(rank["crossing"][number] for rank in run) * sum(row)
         assert sum(rank["crossed_bytes"] for rank in run) == predicted
@@ -32,6 +33,8 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     assert all(rank["tokens"] == before[0]["tokens"] for rank in before + after + by_machine), "the same tokens"
     _bytes_between_machines(before, after, by_machine)
     assert len(before[0]["held"]) == 2
+    recorded = ExpertLoads.read(tmp_path / "loads.json")
+    assert torch.equal(sum(rank["chosen"] for rank in before), torch.tensor(recorded.loads).long()), "ranks added"
     for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
         loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))
         assert loads == later, "the same routing"

@@ -40,6 +40,8 @@ class EmulatedConfig(ParallelConfig):
             raise ValueError(
                 f"emulate_rank must be one of the ranks 0 … {world - 1} of emulate_world {world}, not {rank!r}"
             )
+        if self.prefill_ranks is not None:
+            raise ValueError("emulate_world emulates one part of a run; leave out prefill_ranks")
         if loads is not None and world < 2:
             raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
 

@@ -1,8 +1,8 @@
 """Runs cases with prefill apart from decode: apart_worker.py PREFILL_RANKS CASES.json FOLDER.
 
 Cases: ``options`` of ``LLM``; ``generate``, a list of ``[prompt, params]`` that run together; ``cancelled``, the number
-of streams that are closed early meanwhile; ``repeated``, how often all of that runs. Or ``soak``, a number of streams
-in threads that arrive at random. ``killed``: this rank kills itself after some steps.
+of streams that are closed early meanwhile; ``repeated``, how often all of that runs. Or ``soak``, a number of
+streams in threads that arrive at random. ``killed``: this rank kills itself after some steps.
 """
 
 from __future__ import annotations

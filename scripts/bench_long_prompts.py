@@ -19,6 +19,7 @@ from dsa_engine.commands.bench.serving.result import ServingResult
 from dsa_engine.commands.bench.serving.side_by_side import measure_side_by_side
 from dsa_engine.measure.plots import check_plot, load_pyplot, save
 from dsa_engine.measure.report import caption, format_table, run_report, write_json
+from dsa_engine.parallel.launch_environment import launched_rank
 from dsa_engine.system.output_files import check_outputs
 
 ALONE, BESIDE = "alone", "beside long prompts"
@@ -50,14 +51,15 @@ def main() -> None:
         RandomPrompts(args.num_long, args.long_input_len, 1), request_rate=args.request_rate, seed=args.seed
     )
     with llm_from(args) as llm:
-        if llm.engine.mesh.rank > 0:
+        rank, ranks = launched_rank()
+        if rank > 0:
             llm.follow()
             return
         passes = {
             ALONE: measure_side_by_side(llm, {DECODING: decoding}),
             BESIDE: measure_side_by_side(llm, {DECODING: decoding, LONG: long}),
         }
-        about = run_report(llm, reported(args), llm.engine.mesh.world_size)
+        about = run_report(llm, reported(args), ranks)
     results = {name: {load: one.to_json() for load, one in loads.items()} for name, loads in passes.items()}
     try:
         if args.json:

@@ -15,7 +15,15 @@ from dsa_engine.commands.bench.serving.load import ServingLoad
 from dsa_engine.commands.bench.serving.side_by_side import measure_side_by_side
 from dsa_engine.errors import CapacityError
 
-SIZES = {"max-model-len": 200, "num-prompts": 3, "input-len": 7, "output-len": 5, "num-long": 2, "long-input-len": 90}
+SIZES = {
+    "max-model-len": 200,
+    "cache-memory": "8MB",
+    "num-prompts": 2,
+    "input-len": 7,
+    "output-len": 3,
+    "num-long": 2,
+    "long-input-len": 40,
+}
 
 
 def test_bench_long_prompts(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -32,11 +40,11 @@ def test_bench_long_prompts(run: Callable[..., Any], tmp_path: Path) -> None:
     }
     for loads in results.values():
         decoding = loads["decoding"]
-        assert (decoding["completed"], decoding["failed"], decoding["max_concurrent_requests"]) == (3, 0, 3)
-        assert [(r["input_len"], r["output_len"]) for r in decoding["requests"]] == [(7, 5)] * 3
-        assert all(len(r["itl"]) == 4 for r in decoding["requests"])
+        assert (decoding["completed"], decoding["failed"], decoding["max_concurrent_requests"]) == (2, 0, 2)
+        assert [(r["input_len"], r["output_len"]) for r in decoding["requests"]] == [(7, 3)] * 2
+        assert all(len(r["itl"]) == 2 for r in decoding["requests"])
     long = results["beside long prompts"]["long"]
-    assert [(r["input_len"], r["output_len"], r["tpot"]) for r in long["requests"]] == [(90, 1, None)] * 2
+    assert [(r["input_len"], r["output_len"], r["tpot"]) for r in long["requests"]] == [(40, 1, None)] * 2
     assert long["total_cached_tokens"] == 0, "no request may use the rows of another"
     assert "decoding requests, beside long prompts   ITL" in done.stdout and plot.stat().st_size > 1000
 

@@ -248,7 +248,9 @@ class Group:
         dist.send(rows, group=self.handle, group_dst=to)
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
-        dist.recv(into, group=self.handle, group_src=source)
+        work = dist.irecv(into, group=self.handle, group_src=source)
+        if work is not None:
+            work.wait()
 
 
 def _waited(work: dist.Work | None, result: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import record_function
@@ -38,6 +38,9 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from dsa_engine.engine.disaggregation.side import Side
+
 
 @dataclass(eq=False)
 class Engine:
@@ -52,6 +55,7 @@ class Engine:
         async_scheduling: whether a decode step is launched before the previous step's tokens are read.
         launched_ahead: number of steps launched that way.
         num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
+        side: this engine's part of a run that prefills and decodes apart; None: it does both.
         tiers: pages on other ranks, in host memory and on the disk.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
@@ -74,6 +78,7 @@ class Engine:
         self.launched_ahead = self.num_prefilled_tokens = self.num_generated_tokens = 0
         self.ids = count()
         self.tiers = PageTiers(self.cache, self.scheduler.ledger)
+        self.side: Side | None = None
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.draft(self._max_drafts)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from dsa_engine.parallel.agreement import compare
-from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.launch_environment import launched_rank
 from dsa_engine.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.config import ParallelConfig
 
 
 def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping[str, str]] | None) -> Mesh:

@@ -119,7 +119,7 @@ class DecodeLoop(SideLoop):
         receives, rank = [], self.engine.mesh.rank
         for one in sent:
             arrival = self._arrivals[one.id]
-            first, arrival.posted = arrival.posted, arrival.posted + one.count
+            first, arrival.posted = arrival.posted, arrival.posted + one.pages
             arrival.pending = arrival.sends = True
             arrival.complete = one.last
             if arrival.request.owner == rank:

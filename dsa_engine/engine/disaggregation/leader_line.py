@@ -93,3 +93,5 @@ class LeaderLine:
             ended = None in messages
             if messages := [message for message in messages if message is not None]:
                 self._deliver(messages)
+        if not self._closing:
+            self._broken(RuntimeError("their leader has left"))

@@ -23,10 +23,10 @@ class Offer:
 
 
 class Sent(NamedTuple):
-    """The next ``count`` pages of a request leave; each rank of ``ranks`` (numbers in the run) sends its part."""
+    """The next ``pages`` pages of a request leave; each rank of ``ranks`` (numbers in the run) sends its part."""
 
     id: int
-    count: int
+    pages: int
     ranks: tuple[int, ...]
     last: bool  # whether these are the request's last pages
 

@@ -1,9 +1,11 @@
 """The loop of a rank that prefills: callers' requests come in here, and their results go out from here.
 
-A request is offered to the decode side when it comes. When that has room for it, its pages leave under the steps that
-fill them, or, if these are over, at once. With its first token the request is handed over, and its further tokens come
-from the decode side. A request that loses its pages there comes back, and is prefilled with all tokens that it has.
-Pages stay as they are until the decode side says that they have come, also if the request ends meanwhile.
+A request is offered to the decode side when its prefill begins. When that has room for it, its pages leave under the
+steps that fill them, or, if these are over, at once. Room is for requests with pages on this side only: those that are
+prefilled and wait for room could otherwise fill the caches here, while room is kept for one that cannot enter. With its
+first token the request is handed over, and its further tokens come from the decode side. A request that loses its pages
+there comes back, and is prefilled with all tokens that it has. Pages stay as they are until the decode side says that
+they have come, also if the request ends meanwhile.
 
 All ranks of this side take the same decisions, as they take the same messages.
 """
@@ -61,13 +63,13 @@ class PrefillLoop(SideLoop):
         assert isinstance(scheduler, PrefillScheduler) and isinstance(tiers, SendingTiers)
         self._scheduler = scheduler
         self._journeys: dict[int, _Journey] = {}  # by id: requests whose pages have not all come
-        self._leaving: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
+        self._departing: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
         tiers.leaving = self._leaving_under
         super().__init__(engine)
 
     @property
     def _idle(self) -> bool:
-        runs = bool(self._backlog) and not self._requests and not self._leaving  # a job waits for all requests
+        runs = bool(self._backlog) and not self._requests and not self._departing  # a job waits for all requests
         return not (runs or self.engine.has_work or self._unread)
 
     def _take(self, message: object) -> None:
@@ -86,10 +88,6 @@ class PrefillLoop(SideLoop):
             if isinstance(message, Shutdown):
                 self.tell(message)
             super()._take(message)
-
-    def _begin(self, add: Add | Run) -> None:
-        super()._begin(add)
-        self._offer(self._requests[add.id])
 
     def _offer(self, request: Request) -> None:
         """Asks for room for a request, unless its next token is its last one."""
@@ -113,6 +111,8 @@ class PrefillLoop(SideLoop):
         """The pages that a step of these chunks fills and this rank sends; and tells the other side."""
         size, complete = self.engine.cache.page_size, []
         for chunk in chunks:
+            if chunk.request.id in self._requests and chunk.request.id not in self._journeys:
+                self._offer(chunk.request)
             journey = self._journeys.get(chunk.request.id)
             if journey is not None and journey.rank is not None and chunk.length:
                 last = chunk.end >= chunk.request.num_prefill_tokens
@@ -178,11 +178,10 @@ class PrefillLoop(SideLoop):
         request.preemptions += 1
         request.num_computed_tokens, request.num_prefill_tokens, request.drafts = 0, len(request), []
         self._scheduler.add(request)
-        self._offer(request)
 
     def _arrived(self, number: int) -> None:
         journey = self._journeys.pop(number, None)
-        request = self._leaving.pop(number, None) if journey is None else journey.request
+        request = self._departing.pop(number, None) if journey is None else journey.request
         if request is not None:
             self._scheduler.sent(request)
 
@@ -197,11 +196,11 @@ class PrefillLoop(SideLoop):
         """Ends a request's journey, if it is on one; its pages stay as long as they are being sent."""
         journey = self._journeys.pop(request.id, None)
         if journey is not None and journey.begun:
-            self._leaving[request.id] = request
+            self._departing[request.id] = request
         return journey is not None
 
     def _run(self, run: Add | Run) -> None:
-        if self._leaving:
+        if self._departing:
             return
         if isinstance(run, Run) and run.job == "reset_prefix_cache":
             self.tell(Reset())

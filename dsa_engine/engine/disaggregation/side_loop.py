@@ -1,4 +1,4 @@
-"""What the loops of both sides have in common: messages from the other side come between two steps, as a caller's do."""
+"""What both loops have in common: messages of the other side come between two steps, as a caller's do."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ class SideLoop(EngineLoop):
 
     def _take(self, message: Message | Any) -> None:
         if isinstance(message, LineBroken):
+            if self._closing:
+                return
             other = "decode" if self.side.prefills else "prefill"
             raise RuntimeError(f"the ranks that {other} cannot be reached any more: {message.error}")
         super()._take(message)

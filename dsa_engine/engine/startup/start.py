@@ -94,11 +94,11 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     if digests is not None:
         compare_weights(mesh, folder, digests, load_seconds)
     waits = check_kernels(model, stored, options)
-    captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits
     cached = config.with_mtp(modules)
     sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
     warm_up(mesh, sizes)
     side = Side.of(options, mesh, modules)
+    captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits and not (side and side.prefills)
     for_steps = None
     if mesh.device.type == "cuda" and options.cache_memory is None:
         static = captures and mesh.static_decode

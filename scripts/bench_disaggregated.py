@@ -113,8 +113,8 @@ def sent(llm: LLM, loads: Iterable[ServingLoad]) -> dict[str, Any]:
 def transfer_line(transfer: Mapping[str, Any]) -> str:
     part = "" if transfer["hidden"] is None else f", {transfer['hidden']:.1%} of them under the prefill"
     due = f"the prompts' {transfer['pages']:,} pages have {format_bytes(transfer['bytes_of_pages'])}"
-    left = f"{transfer['exposed_ms']:.3g} ms after it in all"
-    return f"Sent: {format_bytes(transfer['bytes_sent'])} ({due}){part}; {left}"
+    after = f"{transfer['exposed_ms']:.3g} ms after it in all"
+    return f"Sent: {format_bytes(transfer['bytes_sent'])} ({due}){part}; {after}"
 
 
 def table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:

@@ -38,7 +38,6 @@ from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.parallel.gather_by_machine import gather_group
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
-from dsa_engine.parallel.links import Links
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import MeshOptions
@@ -56,6 +55,8 @@ class Mesh:
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
+        run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one
+            part of the run prefills and another decodes.
         communicates: whether collectives carry bytes between processes; False if the other ranks are emulated.
 
     Args:
@@ -91,6 +92,7 @@ class Mesh:
         if config.record_expert_loads is not None and not self.communicates:
             raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
+        self.run_ranks = self.global_ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
         self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
@@ -161,6 +163,21 @@ class Mesh:
     def processes(self) -> Group:
         """The ranks that are processes: all ranks, if the mesh communicates."""
         return self.world
+
+    @property
+    def run_rank(self) -> int:
+        """This process's number in the run."""
+        return self.global_ranks[self.rank]
+
+    @property
+    def is_front(self) -> bool:
+        """Whether callers call here if they call on one rank only."""
+        return self.run_rank == self.run_ranks[0]
+
+    @property
+    def has_counterpart(self) -> bool:
+        """Whether this mesh is the part of a run that prefills, or that decodes."""
+        return len(self.run_ranks) > self.world_size
 
     @property
     def is_leader(self) -> bool:
@@ -241,8 +258,7 @@ class Mesh:
                 break
         if self.communicates:
             cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
-            links = Links() if self.device.type == "cuda" else None  # Gloo's ranks share the adapter of their machine
-            self.cp = gather_group(self.cp, cp_groups, self.machines, links, self._part)
+            self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
             self.machine_groups = self._make_machine_groups()

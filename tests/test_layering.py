@@ -30,6 +30,8 @@ LAYERS = (
     ("engine",),
     ("engine.startup",),
     ("engine.engine", "engine.runner", "engine.agreement"),
+    ("engine.disaggregation.side",),
+    ("engine.disaggregation.leader_line", "engine.disaggregation.schedulers", "engine.disaggregation.sending_tiers"),
     ("engine.load_recorder",),
     ("engine.tiers", "engine.rebalancing"),
     ("engine.speculation",),

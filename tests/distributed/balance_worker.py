@@ -1,5 +1,5 @@
-"""Skewed routing with experts in order, then with replicas by the loads that were counted, then so by machine:
-balance_worker.py FOLDER.
+"""Skewed routing with experts in order, then with replicas by the loads that were counted, then so by machine; then in
+order and by machine with FP8 weights: balance_worker.py FOLDER.
 
 Every rank stores, of all runs: the tokens of all requests, and in each layer the logical experts that its own tokens
 chose and how many of these choices each rank must serve, the number of pairs that it served, and the experts of all
@@ -32,6 +32,7 @@ class Counted:
 
     def __init__(self, layer: MoE):
         self.parallel, self.experts = layer.expert_parallel, layer.experts
+        self.group, self.to_send = self.parallel.group, self.experts.to_send
         self.chosen = torch.zeros(len(layer.bias), dtype=torch.int64)
         self.served = 0
         self.sent = [0] * self.parallel.placement.ranks
@@ -60,12 +61,13 @@ class Counted:
         return self.experts(received, uncounted_bytes)
 
 
-def run(**options: Any) -> tuple[LLM, dict[str, Any]]:
+def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str, Any]]:
     parallel = ParallelConfig(**{"decode_dispatch": "all_to_all"} | options)
-    common = {"device": "cpu", "cache_memory": "32MiB", "max_model_len": 1024, "progress": False}
+    common: dict[str, Any] = {"device": "cpu", "cache_memory": "32MiB", "max_model_len": 1024, "progress": False}
     fewer = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
     with patch.object(Mesh, "_exchange_machines", lambda _: MACHINES):
-        llm = LLM("demo-random", load_format="dummy", hf_overrides=fewer, parallel=parallel, **common)
+        common |= {"load_format": "dummy", "hf_overrides": fewer, "quantization": quantization}
+        llm = LLM("demo-random", parallel=parallel, **common)
     mesh, counted = llm.engine.mesh, []
     for group in (mesh.ep, *([mesh.machine_groups.rail] if mesh.machine_groups else [])):
         group.log = CollectiveLog()
@@ -102,8 +104,10 @@ def main() -> None:
     llm.close()
     torch.distributed.barrier()  # rank 0 has written the file
     _, second = run(expert_loads=path, redundant_experts=8)
-    _, third = run(expert_loads=path, redundant_experts=8, moe_dispatch="by_machine", decode_dispatch="by_machine")
-    torch.save([first, second, third], folder / f"rank{rank}.pt")
+    by_machine = {"moe_dispatch": "by_machine", "decode_dispatch": "by_machine"}
+    _, third = run(expert_loads=path, redundant_experts=8, **by_machine)
+    fp8 = [run("fp8", **chosen)[1] for chosen in ({}, by_machine)]
+    torch.save([first, second, third, *fp8], folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":

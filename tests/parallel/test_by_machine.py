@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dsa_engine.kernels.formats.quantize import FP8
 from dsa_engine.parallel.collective_log import Collective, CollectiveLog
 from dsa_engine.parallel.experts import DispatchMethod
 from dsa_engine.parallel.experts.by_machine import MachineGroups
 from dsa_engine.parallel.experts.expert_parallel import ExpertParallel
 from dsa_engine.parallel.experts.placement import ExpertPlacement, Held
-from dsa_engine.parallel.experts.traffic import RowBytes, Tokens, collectives, peers_of, rails_of
+from dsa_engine.parallel.experts.traffic import RowBytes, Tokens, collectives, peers_of, quantized_bytes, rails_of
 from dsa_engine.parallel.group import Group
+from dsa_engine.quantization.block_fp8 import BlockFP8Experts
 from gloo_ranks import gloo_group, on_ranks
 
 HIDDEN, K, EXPERTS = 8, 4, 13
@@ -208,3 +211,47 @@ def test_a_sum_is_rounded_once_more_in_bfloat16() -> None:
             errors[i] += float((ours.double() - exact).norm() / exact.norm()) / 4
     print({method: f"{float(error):.2e}" for method, error in zip(METHODS, errors, strict=True)})
     assert errors[0] < errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("max_pairs", [1000, 20])
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_to_fp8_experts_travel_quantised(method: DispatchMethod, max_pairs: int) -> None:
+    """The same bits as if bfloat16 had travelled, and the bytes of the formula."""
+    machines, hidden = (0, 0, 1, 1), 160
+    g = torch.Generator().manual_seed(0)
+    codes = [torch.randn(EXPERTS, *shape, generator=g).to(FP8) for shape in ((2, 128, hidden), (hidden, 128))]
+    scales = [torch.rand(EXPERTS, *shape, generator=g) for shape in ((2, 1, 2), (2, 1))]
+
+    def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _, chosen, weights = inputs(rank)
+        return torch.randn(len(chosen), hidden, generator=g.manual_seed(rank)).bfloat16(), chosen, weights
+
+    all_given = [given(rank) for rank in range(4)]
+
+    def work(parallel: ExpertParallel, log: CollectiveLog) -> Any:
+        held = list(parallel.held)
+        experts = BlockFP8Experts([*map(str, held)], hidden, 128, True, torch.bfloat16, CPU)
+        for stored, whole in zip(experts.tensors, (codes[0], scales[0], codes[1], scales[1]), strict=True):
+            stored.copy_(whole[held])
+        x, chosen, weights = all_given[parallel.group.index]
+        results = []
+        for tokens in (x, experts.to_send(x)):
+            log.collectives.clear()
+            dispatch = parallel.dispatch(tokens, chosen, weights, method, 12, max_pairs, 2 * hidden)
+            for number in range(rounds := dispatch.rounds):
+                dispatch.send_back(number, experts(dispatch.receive(number), sys.maxsize))
+            results.append((dispatch.combine(), rounds, [*log.collectives]))
+        return results
+
+    case = Case(machines)
+    tokens = chosen_tokens(case.placement(), machines, all_given.__getitem__)._replace(counts=[12] * 4)
+    rows = RowBytes.of(2 * hidden, K), RowBytes.of(quantized_bytes(hidden), K, 2 * hidden)
+    assert rows[1].there < rows[0].there
+    ranks = case.run(work)
+    assert any(rounds > 1 for results in ranks for _, rounds, _ in results) == (max_pairs == 20)
+    for rank, results in enumerate(ranks):
+        assert torch.equal(results[0][0], results[1][0]) and results[0][0].any() == (rank != 1)
+        for (_, _, seen), row in zip(results, rows, strict=True):
+            if max_pairs == 1000:
+                predicted = collectives(method, tokens, machines, row, rank)
+                assert [(one.sent, one.received) for one in seen] == [(one.sent, one.received) for one in predicted]

@@ -65,6 +65,7 @@ def main() -> None:
         "max_model_len": 2 * args.output_len + 8,
         "max_num_seqs": args.batch_size,
         "enable_prefix_caching": False,
+        "stream_interval": args.stream_interval,
     }
     with LLM(args.model, device=args.device, progress=False, **options) as llm:
         bound = bind("127.0.0.1", 0)

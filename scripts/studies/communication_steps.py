@@ -20,6 +20,7 @@ from dsa_engine.config.released import released_config
 from dsa_engine.measure.report import format_table, write_json
 
 RANKS, TOKENS, OUTPUT, REQUESTS = 64, 131_072, 1024, 64
+MANY = 512  # requests, so that each rank can cut its own into two batches in decode
 DRAFTED = 2.5  # tokens of a step with three drafts; 2.16 times the speed is published for 8 B200
 SKEW = {0: 2.1, RANKS: 1.1}  # busiest rank over the mean by redundant experts: a load by Zipf's law, assumed
 
@@ -49,7 +50,7 @@ def steps() -> Iterator[Step]:
         yield Step(name, prefill, decode)
 
 
-def predicted(step: Step, skewed: bool) -> tuple[float, float, float]:
+def predicted(step: Step, skewed: bool, requests: int = REQUESTS) -> tuple[float, float, float]:
     """TTFT and TPOT in milliseconds, and GiB that remain on a rank in decode."""
     config, reached = ModelConfig.from_dict(released_config("deepseek_v32")), Efficiencies.assumed()
     prefill, decode = (
@@ -58,8 +59,14 @@ def predicted(step: Step, skewed: bool) -> tuple[float, float, float]:
     ttft = predict_prefill(Placed(config, DEVICES["H200"], prefill), reached, TOKENS).ttft
     gained = DRAFTED if decode.drafts else 1.0
     placed, context = Placed(config, DEVICES["H200"], decode), TOKENS + OUTPUT // 2
-    one = predict_decode(placed, reached, REQUESTS, context, gained, TOKENS + OUTPUT)
+    one = predict_decode(placed, reached, requests, context, gained, TOKENS + OUTPUT)
     return ttft * 1e3, one.tpot * 1e3, one.room / 2**30
+
+
+def in_decode(step: Step) -> tuple[float, float]:
+    """TPOT in milliseconds of ``MANY`` requests in one batch and in two."""
+    one, two = (step._replace(decode=replace(step.decode, two_batches=cut)) for cut in (False, True))
+    return predicted(one, False, MANY)[1], predicted(two, False, MANY)[1]
 
 
 def main() -> None:
@@ -74,11 +81,15 @@ def main() -> None:
         )
         names = ("ttft_ms", "tpot_ms", "room_gib")
         results.append({"step": step.name, "even": dict(zip(names, even)), "skewed": dict(zip(names, skewed))})
+    one, two = in_decode(next(step for step in steps() if step.prefill.two_batches))
     if args.json:
-        write_json(args.json, {"modelled": True, "skew": SKEW, "tokens_per_step": DRAFTED, "steps": results})
+        about = {"modelled": True, "skew": SKEW, "tokens_per_step": DRAFTED}
+        decode = {"requests": MANY, "tpot_ms": one, "tpot_ms_two_batches": two}
+        write_json(args.json, {**about, "steps": results, "two_batches_in_decode": decode})
     header = ("change", "TTFT ms", "TTFT ms, skewed", "TPOT ms", "TPOT ms, skewed")
     print(f"Modelled, DeepSeek-V3.2 on {RANKS} H200, {TOKENS:,} tokens, {REQUESTS} requests; nothing was measured")
     print(format_table(header, rows))
+    print(f"TPOT of {MANY} requests without drafts: {one:.1f} ms, with two batches in decode {two:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_page_has_its_figures(run: Callable[..., Any], tmp_path: Path) -> None:
     run("studies/communication_steps.py", "--json", tmp_path / "steps.json")
-    steps = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))["steps"]
+    result = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))
+    steps, decode = result["steps"], result["two_batches_in_decode"]
     text = (ROOT / "docs" / "PLANNING.md").read_text(encoding="utf-8")
     table = text.partition("| change | TTFT ms |")[2].partition("\n\n")[0].splitlines()[2:]
     assert table == [
@@ -20,3 +21,6 @@ def test_the_page_has_its_figures(run: Callable[..., Any], tmp_path: Path) -> No
         for s in steps
     ]
     assert all(s["skewed"]["ttft_ms"] >= s["even"]["ttft_ms"] for s in steps)
+    assert f"{decode['tpot_ms']:.1f} to {decode['tpot_ms_two_batches']:.1f} ms with 512 requests" in " ".join(
+        text.split()
+    )

@@ -14,7 +14,7 @@ import torch
 from dsa_engine.async_calls import AsyncCalls, PreparedPrompt, outputs_of, requests_of
 from dsa_engine.config.fields import takes_options_of
 from dsa_engine.engine.call import Call, Callers
-from dsa_engine.engine.loop import EngineLoop
+from dsa_engine.engine.disaggregation.loop_for import loop_for
 from dsa_engine.engine.reply import Reply
 from dsa_engine.engine.requests.messages import Add
 from dsa_engine.engine.sampling.result import check_finite
@@ -63,7 +63,7 @@ class LLM(AsyncCalls):
         super().__init__(folder, options.trust_remote_code, default_sampling(folder, options.generation_config))
         self.engine = start(self.folder, options)
         log_start(self.engine, self.folder)
-        self.loop = EngineLoop(self.engine)
+        self.loop = loop_for(self.engine)
         weakref.finalize(self, self.loop.stop).atexit = False  # the loop's own hook for the exit waits
         self._callers = Callers(self.loop)
 
@@ -212,7 +212,7 @@ class LLM(AsyncCalls):
         """Serves rank 0's calls on another rank; returns when rank 0 has closed its LLM::
 
             llm = LLM(…)
-            if llm.engine.mesh.rank == 0:
+            if llm.engine.mesh.is_front:
                 ...  # any calls, from any threads and event loops
             else:
                 llm.follow()

@@ -147,6 +147,14 @@ class ParallelConfig(Options):
         '"head_tail" balances causal work over the ranks; "contiguous" is there to measure the gain.',
         help="the tokens of a sequence that a rank prefills",
     )
+    prefill_ranks: int | None = option(
+        POSITIVE_INT,
+        None,
+        "the first so many ranks of the run only prefill, and the others only decode: each part has its own weights, "
+        "caches and steps, and the cache rows of a prompt travel between them. Rank 0 calls, all others follow. "
+        "cp_size divides the part that prefills, tp_size both. Default: all ranks do both.",
+        help="the first N ranks only prefill, the others only decode; default: all do both",
+    )
     timeout: float = option(
         Kind(number(above=0, what=" (seconds)"), float, metavar="SECONDS"),
         600.0,
@@ -156,6 +164,10 @@ class ParallelConfig(Options):
 
     def create_mesh(self, device: str = "auto", same: Callable[[], Mapping[str, str]] | None = None) -> Mesh:
         """The mesh of this process, as :meth:`Mesh.create`; a subclass may make another kind of mesh."""
+        if self.prefill_ranks is not None:
+            from dsa_engine.parallel.apart.roles import mesh_of_part
+
+            return mesh_of_part(self, device, same)
         from dsa_engine.parallel.mesh import Mesh  # it imports torch
 
         return Mesh.create(self, device, same=same)

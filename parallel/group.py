@@ -259,7 +259,9 @@ class Group:
         dist.send(rows, group=self.handle, group_dst=to)
 
     def _recv(self, into: torch.Tensor, source: int) -> None:
-        dist.recv(into, group=self.handle, group_src=source)
+        work = dist.irecv(into, group=self.handle, group_src=source)
+        if work is not None:
+            work.wait()
 
     def _exchange_pairs(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]

@@ -56,6 +56,8 @@ class Mesh:
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
+        run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one
+            part of the run prefills and another decodes.
         communicates: whether collectives carry bytes between processes; False if the other ranks are emulated.
 
     Args:
@@ -91,6 +93,7 @@ class Mesh:
         if config.record_expert_loads is not None and not self.communicates:
             raise ValueError("record_expert_loads: experts are assigned on an emulated rank, not chosen; leave it out")
         self._ranks = ranks
+        self.run_ranks = self.global_ranks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of the same ranks share one
         self._expert_parallel: dict[tuple[Held, Sequence[float] | None, int | None], ExpertParallel] = {}
         self.machines = (0,) * world_size
@@ -161,6 +164,21 @@ class Mesh:
     def processes(self) -> Group:
         """The ranks that are processes: all ranks, if the mesh communicates."""
         return self.world
+
+    @property
+    def run_rank(self) -> int:
+        """This process's number in the run."""
+        return self.global_ranks[self.rank]
+
+    @property
+    def is_front(self) -> bool:
+        """Whether callers call here if they call on one rank only."""
+        return self.run_rank == self.run_ranks[0]
+
+    @property
+    def has_counterpart(self) -> bool:
+        """Whether this mesh is the part of a run that prefills, or that decodes."""
+        return len(self.run_ranks) > self.world_size
 
     @property
     def is_leader(self) -> bool:

@@ -40,7 +40,7 @@ def run_chat(args: argparse.Namespace) -> None:
         standard_input("chat")
         _prompt(Early(args).conversation_format(), [*_beginning(args), {"role": "user", "content": "Hello"}], args)
     llm = llm_from(args)
-    if llm.engine.mesh.rank > 0:
+    if not llm.engine.mesh.is_front:
         llm.follow()
         return
     with llm:

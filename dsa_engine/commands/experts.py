@@ -18,9 +18,9 @@ from dsa_engine.parallel.experts.layer_placements import LayerPlacements
 from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.system.output_files import check_outputs, keep_stdout
 
-_LIMITS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of a load over its layer's mean, from one level to the next
+_LIMITS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # between levels of a load over its layer's mean
 _CHARACTERS = " .:-=+*#%@"
-_COLORS = (17, 18, 19, 26, 31, 36, 71, 142, 208, 196)  # of 256 terminal colours: dark blue to red
+_COLORS = (17, 18, 19, 26, 31, 36, 71, 142, 208, 196)  # numbers of the 256 terminal colours: dark blue to red
 
 
 class LayerLoads(NamedTuple):
@@ -29,7 +29,7 @@ class LayerLoads(NamedTuple):
     Attributes:
         relative: of each expert, over the layer's mean.
         in_order, planned: the largest load of a rank over the mean of all ranks, with experts in order, and as the
-            engine places them by these loads; None: no ranks are given.
+            engine places them by these loads; None: no ranks are given. Without replicas there may be too few experts.
     """
 
     layer: int
@@ -72,7 +72,7 @@ def run_experts(args: argparse.Namespace) -> None:
                 "layer": one.layer,
                 "busiest": one.busiest,
                 "max_over_mean": max(one.relative),
-                "rank_max_over_mean": None if one.in_order is None else {"before": one.in_order, "after": one.planned},
+                "rank_max_over_mean": {"in_order": one.in_order, "planned": one.planned} if args.ranks else None,
                 "relative_loads": one.relative,
             }
             for one in layers
@@ -94,12 +94,15 @@ def layer_loads(loads: ExpertLoads, ranks: int | None, redundant: int) -> Iterat
     Raises:
         ValueError: the numbers of experts, replicas and ranks do not fit.
     """
-    placements = None if ranks is None else (LayerPlacements(ranks), LayerPlacements(ranks, 1, redundant, loads))
+    in_order = LayerPlacements(ranks) if ranks is not None and ranks <= loads.experts else None
+    plan = None if ranks is None else LayerPlacements(ranks, 1, redundant, loads)
     for layer in loads.layers:
         own = loads.of_layer(layer) or (1.0,) * loads.experts
-        mean, even = math.fsum(own) / len(own), [None, None]
-        of_ranks = even if placements is None else [imbalance(own, p.held(len(own), layer, 1)) for p in placements]
-        yield LayerLoads(layer, tuple(load / mean for load in own), *of_ranks)
+        mean = math.fsum(own) / len(own)
+        before, after = (
+            None if one is None else imbalance(own, one.held(len(own), layer, groups=1)) for one in (in_order, plan)
+        )
+        yield LayerLoads(layer, tuple(load / mean for load in own), before, after)
 
 
 def heat_map(layers: Sequence[LayerLoads], columns: int, colored: bool) -> list[str]:
@@ -113,7 +116,7 @@ def heat_map(layers: Sequence[LayerLoads], columns: int, colored: bool) -> list[
         bins = [max(one.relative[first : first + each]) for first in range(0, experts, each)]
         lines.append(f"{one.layer:<{label}}" + "".join(_cell(bisect_right(_LIMITS, load), colored) for load in bins))
     scale = [(level, f"{limit:g}") for level, limit in enumerate((0.0, *_LIMITS))]
-    legend = " ".join(f"{_cell(level, colored)}{limit}" for level, limit in scale)
+    legend = "  ".join(f"{_cell(level, colored)} {limit}" for level, limit in scale)
     return [*lines, f"{'':<{label}}load over the layer's mean, from: {legend}"]
 
 
@@ -142,7 +145,7 @@ def _table(layers: Sequence[LayerLoads], ranks: int | None, redundant: int) -> s
         header += [f"{ranks} ranks, max/mean in order", f"as planned{replicas}"]
     rows: list[list[object]] = []
     for one in layers:
-        of_ranks = [] if one.in_order is None else [f"{one.in_order:.2f}", f"{one.planned:.2f}"]
+        of_ranks = [] if ranks is None else ["–" if x is None else f"{x:.2f}" for x in (one.in_order, one.planned)]
         rows.append([str(one.layer), str(one.busiest), f"{max(one.relative):.2f}", *of_ranks])
     return format_table(header, rows)
 

@@ -41,7 +41,7 @@ def run_generate(args: argparse.Namespace) -> None:
     sampling_params(args)  # checks them before anything is loaded
     prompt = _prompt(args) if leads() else []
     llm = llm_from(args)
-    if llm.engine.mesh.rank > 0:
+    if not llm.engine.mesh.is_front:
         llm.follow()
         return
     params = sampling_params(args, llm.default_sampling)

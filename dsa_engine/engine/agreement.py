@@ -105,7 +105,7 @@ def agree_on_call(
     def judge(calls: Mapping[int, str]) -> str:
         return json.dumps([difference(calls), ids[-1] + 1 if ids else None])
 
-    meeting = Meeting(mesh.global_ranks, mesh.global_ranks[mesh.rank])
+    meeting = Meeting(mesh.run_ranks, mesh.run_rank)
     verdict, next_id = json.loads(meeting.hold(mine, judge, mesh.config.timeout, check))
     if verdict:
         error = CallsDiffer(
@@ -119,7 +119,7 @@ def agree_on_call(
 
 def declare_following(mesh: Mesh) -> None:
     """Tells rank 0, which learns it in its next call, that this rank makes no calls."""
-    Meeting(mesh.global_ranks, mesh.global_ranks[mesh.rank]).say(_FOLLOWS)
+    Meeting(mesh.run_ranks, mesh.run_rank).say(_FOLLOWS)
 
 
 def others_follow(mesh: Mesh, check: Callable[[], None]) -> bool:
@@ -128,7 +128,7 @@ def others_follow(mesh: Mesh, check: Callable[[], None]) -> bool:
     Raises:
         TimeoutError: a rank leaves no text.
     """
-    meeting = Meeting(mesh.global_ranks, mesh.global_ranks[mesh.rank])
+    meeting = Meeting(mesh.run_ranks, mesh.run_rank)
     return all(text == _FOLLOWS for text in meeting.texts(mesh.config.timeout, check).values())
 
 

@@ -68,11 +68,15 @@ class Callers:
                 that made the engine.
         """
         self.loop.check()
-        if self.loop.serves or not (asynchronous or self._thread != threading.get_ident()):
+        if self.loop.serves:
             return
-        if self._mesh.rank == 0 and others_follow(self._mesh, self.loop.check):
+        if not (asynchronous or self._thread != threading.get_ident() or self._mesh.has_counterpart):
+            return
+        if self._mesh.is_front and others_follow(self._mesh, self.loop.check):
             self.loop.serves = True
             return
+        if self._mesh.has_counterpart:
+            raise RuntimeError("with prefill_ranks rank 0 alone calls; let all other ranks follow()")
         raise RuntimeError(
             "on several ranks, only the thread that has made the LLM may use it (and no asynchronous call), unless all "
             "ranks but rank 0 follow(): requests of several threads would come in another order on each rank"
@@ -125,7 +129,7 @@ class Callers:
             BaseException: the error that ends this rank's loop.
         """
         self.loop.check()
-        if self._mesh.rank == 0:
+        if self._mesh.is_front:
             raise RuntimeError("rank 0 is the rank that the others follow(); it calls, and closes the LLM at the end")
         declare_following(self._mesh)
         self.loop.wait()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import record_function
@@ -40,6 +40,9 @@ from dsa_engine.options import EngineOptions
 from dsa_engine.sampling_params import SamplingParams
 from dsa_engine.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from dsa_engine.engine.disaggregation.side import Side
+
 
 @dataclass(eq=False)
 class Engine:
@@ -56,6 +59,7 @@ class Engine:
         num_prefilled_tokens, num_generated_tokens: tokens of prompts computed by steps so far, and tokens sampled.
         rebalancing: moves experts between steps; None: they stay.
         recorder: writes the loads of experts to a file; None: there is none.
+        side: this engine's part of a run that prefills and decodes apart; None: it does both.
         tiers: pages on other ranks, in host memory and on the disk.
         ids: gives the next requests their numbers; a request without a seed gets one made from its number.
     """
@@ -80,6 +84,7 @@ class Engine:
         self.tiers = PageTiers(self.cache, self.scheduler.ledger)
         self.rebalancing: Rebalancing | None = None
         self.recorder: LoadRecorder | None = None
+        self.side: Side | None = None
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.draft(self._max_drafts)
 

@@ -57,7 +57,8 @@ class EngineLoop:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.error: BaseException | None = None
-        self.serves = engine.mesh.host.alone
+        self._several = not engine.mesh.host.alone or engine.mesh.has_counterpart
+        self.serves = not self._several
         self.steps, self.step_s, self.messages_s = 0, 0.0, 0.0
         self.channel = None if engine.mesh.host.alone else MessageChannel(engine.mesh.host)
         self._sends = self.channel is None or self.channel.sends
@@ -251,7 +252,7 @@ class EngineLoop:
         try:
             sampled = self.engine.step()
         except BaseException as error:
-            if self.channel is not None:
+            if self._several:
                 raise  # the other ranks are in the middle of the step
             failed = [request for request in self._requests.values() if request.exception is error]
             if not failed:
@@ -292,7 +293,7 @@ class EngineLoop:
         except StopIteration as end:
             result = end.value
         except BaseException as error:
-            if self.channel is not None:
+            if self._several:
                 raise
             result = error
         self._job = None
@@ -321,7 +322,7 @@ class EngineLoop:
         for mailbox in waiting:
             mailbox.put(self._refusal())
         self._refuse_waiting()
-        if self.error is not None and self.channel is not None and self.serves:
+        if self.error is not None and self._several and self.serves:
             time.sleep(_ANSWER_S)
             sys.excepthook(type(self.error), self.error, self.error.__traceback__)
 

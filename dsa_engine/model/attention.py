@@ -120,6 +120,8 @@ class Attention(Weighted):
                 rows = gathering()
             with stage("MLA prolog"):
                 self._store_gathered(rows, latent_pool, key_pool, batch.slot_mapping, cache_format)
+        if cache.sender is not None:
+            cache.sender.arrive(self.layer)
 
         if indexer and index_query and key_pool is not None:
             topk_slots = indexer.select(index_query[0], index_query[1], key_pool, batch, cache_format)

@@ -15,6 +15,7 @@ from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat
 from dsa_engine.model.block_tables import BlockTables
 
 if TYPE_CHECKING:
+    from dsa_engine.model.cache.page_sender import PageSender
     from dsa_engine.model.cache.page_transfer import PageTransfer
 
 
@@ -75,7 +76,7 @@ class KVCache:
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
     ``block_tables`` has the pages of requests that steps have run. ``transfer`` moves pages: a layer waits for its own
-    before it uses its pools.
+    before it uses its pools. ``sender`` sends pages to other ranks: a layer says when it has stored the step's rows.
     """
 
     def __init__(self, config: ModelConfig, format: CacheFormat, pages: int, page_size: int, device: torch.device):
@@ -84,6 +85,7 @@ class KVCache:
         self.page_size = page_size
         self.block_tables = BlockTables(page_size, device)
         self.transfer: PageTransfer | None = None
+        self.sender: PageSender | None = None
         # Not cleared: no row is read before it is written.
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]

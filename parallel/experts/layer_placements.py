@@ -25,7 +25,8 @@ class LayerPlacements:
         ranks: number of ranks that hold experts.
         nodes: number of machines that groups of experts are to be divided over; 1: experts of a group may lie anywhere.
         redundant: number of physical experts more than logical ones.
-        loads: the path of a file (`loads_file.py`), or loads of each expert, the same in all layers; None: equal loads.
+        loads: of each layer, or the path of their file (`loads_file.py`), or loads of each expert, the same in all
+            layers; None: equal loads.
 
     Raises:
         ValueError: the file is missing or damaged.

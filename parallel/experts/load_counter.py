@@ -29,7 +29,7 @@ class LoadCounter:
         self._model, self._layers, self._group = model, tuple(layers), group
         # The first column is for choices that are none.
         self._counts = torch.zeros(len(self._layers), 1 + experts, dtype=torch.int64, device=device)
-        self._taken = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)  # of all ranks
+        self._taken = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)  # all ranks together
 
     def counts(self, layer: int) -> torch.Tensor:
         """int64 ``[1 + experts]``, to which :func:`count_choices` adds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from dsa_engine.cli import main
-from dsa_engine.commands.planner import deployment
+from dsa_engine.commands.planner import exchange
 from dsa_engine.commands.planner.choices import DISPATCHES
 from dsa_engine.commands.planner.deployment import UTILIZATION, Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
@@ -81,8 +82,8 @@ def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
 def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kind and order of collectives in a decode step of an emulated rank of 4; for counts also bytes, which do not
     depend on the dtype."""
-    for dispatch in DISPATCHES:
-        how = EmulatedConfig(emulate_world=4, decode_dispatch=dispatch)
+    for dispatch in ("all_gather", "all_to_all"):
+        how = EmulatedConfig(emulate_world=4, decode_dispatch=dispatch)  # type: ignore[arg-type]
         llm = LLM("demo-random", load_format="dummy", device="cpu", max_model_len=128, progress=False, parallel=how)
         follow_steps(llm.engine)
         run = generate_batch(llm.engine, [[5] * 20] * 8, 2, watch=True, fill_cache=True)
@@ -95,9 +96,9 @@ def test_collectives_of_the_experts_are_those_of_the_engine(demo_cache: Path, mo
             into.append((kind, part))
             return 0.0
 
-        monkeypatch.setattr(deployment, "_collective_seconds", note)
+        monkeypatch.setattr(exchange, "even_seconds", note)
         placed = Placed(llm.engine.config, H200, Deployment(4, dispatch=dispatch, weights="bfloat16"))
-        list(placed.collectives(2, 0, 2))
+        placed.exchange.seconds(dispatch, 2)
         layers = llm.engine.config.mlp_layer_types.count("sparse")
         kinds = [kind for kind, _ in sorted(modelled)]
         assert sorted(kind for kind, _ in made) == sorted(kinds * layers)
@@ -115,17 +116,53 @@ def test_prefill_takes_the_dispatch_that_is_faster(config: ModelConfig) -> None:
         plan = Planner(config, H200, Efficiencies.assumed(), fixed).best(Demand(16, 32_768, ttft=0.3))
         plans[dispatch] = (plan.ttft, plan.prefill.how.dispatch)
     assert plans["all_gather"][1] == "all_gather" and plans["all_to_all"][1] == "all_to_all"
-    assert plans[None] == min(plans["all_gather"], plans["all_to_all"])
+    assert plans[None] == min(plans[dispatch] for dispatch in DISPATCHES)
     combines = [
         predict_prefill(Placed(config, H200, Deployment(16, 16, dispatch=dispatch)), Efficiencies.assumed(), 32_768)
-        for dispatch in DISPATCHES
+        for dispatch in ("all_gather", "all_to_all")
     ]
     gathered, direct = (one.stages["MoE combine"].computed for one in combines)
     assert gathered > 4 * direct, "a sum is written for every token of all ranks"
     stages = {"MoE experts": Work(), "MoE combine": Work()}
     for weights, quantised in (("fp8", 3 * 7168 * 58), ("bfloat16", 0)):
         placed = Placed(config, H200, Deployment(16, dispatch="all_gather", weights=weights))
-        assert placed.dispatched(stages, 1, 16)["MoE experts"].activations == 16 * quantised
+        assert placed.dispatched(stages, 1, 16, "all_gather")["MoE experts"].activations == 16 * quantised
+
+
+def test_each_change_of_the_exchange_shortens_it(config: ModelConfig) -> None:
+    """Bytes and hops by hand: 64 ranks of 8 machines, 2,048 rows each, 8 experts from 4 of 8 groups of experts."""
+    ranks = exchange.ExpertExchange(config, Placed(config, H200, Deployment(64)).links, 64)
+    codes = exchange.ExpertExchange(config, ranks.links, 64, narrow=True)
+    assert ranks.reached(8) == pytest.approx(0.5 * (1 - comb(96, 8) / comb(128, 8))), "a machine holds a group"
+    assert ranks.reached(64) == pytest.approx(0.5 * (1 - comb(124, 8) / comb(128, 8))) and ranks.reached(1) == 1
+    wide, narrow = (one.seconds("all_to_all", 2048) for one in (ranks, codes))
+    assert narrow.combine == wide.combine and wide.dispatch / narrow.dispatch == pytest.approx(14_400 / 7_456, rel=0.05)
+    crossing, direct = codes.seconds("by_machine", 2048), codes.seconds("all_to_all", 2048)
+    across = 7 * 2048 * codes.reached(8) * 7_456 / 45e9
+    assert across < crossing.dispatch < 1.6 * across and crossing.dispatch < 0.7 * direct.dispatch
+    assert codes.method("auto", 2048) == "by_machine" and codes.method("auto", 1, static=True) == "all_gather"
+
+
+def test_what_each_step_brings(config: ModelConfig) -> None:
+    """Two batches hide most of the exchange in prefill and cost launches in decode; replicas take memory."""
+    reached, base = Efficiencies.assumed(), Deployment(64, 64, dispatch="by_machine", cache="fp8", beside_shared=True)
+    halved = replace(base, two_batches=True)
+    one, two = (predict_prefill(Placed(config, H200, how), reached, 131_072) for how in (base, halved))
+    assert two.ttft < 0.85 * one.ttft
+    waited, hidden = (sum(getattr(t, n) for t in two.stages.values()) for n in ("communicated", "hidden"))
+    assert hidden > waited and two.stages["beside collectives"].computed > 0
+    assert two.stages["MoE experts"].computed == pytest.approx(one.stages["MoE experts"].computed, rel=0.05)
+    gathered = replace(base, dispatch="all_gather")
+    steps = [
+        predict_decode(Placed(config, H200, how), reached, 256, 131_072, 1.0, 132_096)
+        for how in (gathered, replace(gathered, two_batches=True))
+    ]
+    assert steps[1].tpot > 1.2 * steps[0].tpot
+    uneven = Placed(config, H200, replace(base, imbalance=2.0))
+    mended = Placed(config, H200, replace(base, imbalance=1.1, redundant=64))
+    slow, fast = (predict_prefill(placed, reached, 131_072).stages["MoE experts"] for placed in (uneven, mended))
+    assert slow.computed / fast.computed == pytest.approx(2 / 1.1, rel=0.02)
+    assert mended.weight_bytes - uneven.weight_bytes == pytest.approx(mended.expert_bytes)
 
 
 def test_the_best_plan_keeps_to_the_load(config: ModelConfig) -> None:

@@ -22,7 +22,6 @@ from dsa_engine.model.moe import MoE
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.experts.dispatch import Dispatch, Received
-from dsa_engine.parallel.experts.loads_file import ExpertLoads
 
 MACHINES = [0, 0, 1, 1]
 PROMPTS = [[5 + (7 * i * n + i * i) % 300 for i in range(n)] for n in (250, 333, 40, 9)]
@@ -100,11 +99,10 @@ def run(quantization: str | None = None, **options: Any) -> tuple[LLM, dict[str,
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    llm, first = run()
-    loads = llm.engine.mesh.world.all_gather(first["chosen"]).view(-1, *first["chosen"].shape).sum(dim=0)
-    layers = [number for number, layer in enumerate(llm.engine.model.layers) if layer.moe is not None]
-    path = folder / f"loads{rank}.json"
-    ExpertLoads("demo-random", tuple(layers), tuple(map(tuple, loads.tolist()))).write(path)
+    path = folder / "loads.json"
+    llm, first = run(record_expert_loads=path)
+    llm.close()
+    torch.distributed.barrier()  # rank 0 has written the file
     _, second = run(expert_loads=path, redundant_experts=8)
     by_machine = {"moe_dispatch": "by_machine", "decode_dispatch": "by_machine"}
     _, third = run(expert_loads=path, redundant_experts=8, **by_machine)

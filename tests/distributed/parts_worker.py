@@ -17,6 +17,7 @@ from worker import run_case
 
 from dsa_engine import ParallelConfig
 from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.apart.pair_groups import pair_groups
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ def exchange(mesh: Mesh) -> list[float]:
     return into.tolist()
 
 
+def exchange_between_parts(rank: int, timeout: float) -> dict[int, int]:
+    """Ranks 0 and 1 send their number to ranks 2 and 3; returns what each other rank of a pair sent, or was sent."""
+    sends, numbers = rank < 2, {}
+    for other, group in pair_groups(rank, (0, 1), (2, 3), torch.device("cpu"), timeout).items():
+        word = torch.tensor([rank])
+        group.send(word, 1 - group.index) if sends else group.recv(word, 1 - group.index)
+        numbers[other] = int(word)
+    return numbers
+
+
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
@@ -50,6 +61,7 @@ def main() -> None:
     before = mesh.world.bytes_sent
     result["exchanged"] = exchange(mesh)
     result["exchanged_bytes"] = mesh.world.bytes_sent - before
+    result["between_parts"] = exchange_between_parts(rank, config.timeout)
     result["mesh"] = (mesh.rank, mesh.world_size, mesh.machines)
     torch.save(result, folder / f"rank{rank}.pt")
 

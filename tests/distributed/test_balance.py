@@ -10,6 +10,7 @@ import torch
 
 from dsa_engine.demo import demo_config
 from dsa_engine.parallel.experts.balance import imbalance
+from dsa_engine.parallel.experts.loads_file import ExpertLoads
 from dsa_engine.parallel.experts.traffic import RowBytes, quantized_bytes
 
 
@@ -35,6 +36,8 @@ def test_the_busiest_rank_serves_what_the_plan_says(
     assert all(rank["tokens"] == fp8[0][0]["tokens"] for run in fp8 for rank in run)
     _bytes_between_machines(before, after, by_machine, *fp8)
     assert len(before[0]["held"]) == 2
+    recorded = ExpertLoads.read(tmp_path / "loads.json")
+    assert torch.equal(sum(rank["chosen"] for rank in before), torch.tensor(recorded.loads).long()), "ranks added"
     for layer, (in_order, planned) in enumerate(zip(before[0]["held"], after[0]["held"], strict=True)):
         loads, later = (sum(rank["chosen"][layer] for rank in run).tolist() for run in (before, after))
         assert loads == later, "the same routing"

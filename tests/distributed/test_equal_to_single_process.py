@@ -133,6 +133,7 @@ def by_machine(machines: list[int]) -> list[dict[str, Any]]:
         case("chosen by size", "glm", parallel=parallel(cp, 1, "auto"), lengths=[17, 333], ragged=RAGGED),
         two_batches("v32", cp, "by_machine", preempts=True),
         stored(cp, 1, "by_machine"),
+        rebalanced("v32", cp, "by_machine"),
     ]
     return [one | at | {"name": f"by machine {machines}, {one['name']}"} for one in cases]
 

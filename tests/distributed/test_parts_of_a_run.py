@@ -45,6 +45,8 @@ def test_equal_to_single_process(
             assert result["mesh"] == (number, 2, (0, 0))
             assert result["tokens"] == single["tokens"]
             assert result["pages_lost"] == 0
+            rank = described["ranks"][number]
+            assert result["between_parts"] == ({2: rank, 3: rank} if rank < 2 else {0: 0, 1: 1})
             assert result["experts"] == [6] * len(single["experts"])
             assert_same_logits(result["last"][0][None], single["last"][0][None], what="last")
         assert [r["exchanged"] for r in results] == [[2.0, 4.0, 6.0], [1.0, 2.0, 3.0]]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from dsa_engine.parallel.apart import pair_groups as pairs
 from dsa_engine.parallel.collective_log import CollectiveLog
 from dsa_engine.parallel.group import Group
 
@@ -22,11 +26,7 @@ def gloo_group(store: dist.Store, ranks: Sequence[int], rank: int) -> Group:
     index, name = list(ranks).index(rank), "-".join(map(str, ranks))
     if len(ranks) == 1:
         return Group(tuple(ranks), 0, None)
-    store, gloo = dist.PrefixStore(name, store), dist.ProcessGroup.BackendType.GLOO
-    handle = dist.ProcessGroup(store, index, len(ranks))
-    backend = dist.ProcessGroupGloo(store, index, len(ranks), timedelta(seconds=30))
-    handle._register_backend(torch.device("cpu"), gloo, backend)
-    handle._set_default_backend(gloo)
+    handle = _gloo(dist.PrefixStore(name, store), index, len(ranks))
     return Group(tuple(ranks), index, handle, log=CollectiveLog())
 
 
@@ -50,3 +50,29 @@ def exchange_unregistered(
     works += [group.handle.recv([rows], peer, 0) for rows, peer in receives]
     for work in works:
         work.wait()
+
+
+def on_linked_ranks(
+    senders: Sequence[int], receivers: Sequence[int], work: Callable[[int, dict[int, Group]], Result]
+) -> list[Result]:
+    """Runs ``work`` on each rank of two parts of a run, with its groups of two; returns all results, by rank."""
+    store, this = dist.HashStore(), threading.local()
+
+    def new_group(pair: list[int], **_: object) -> dist.ProcessGroup | None:
+        return None if this.rank not in pair else _gloo(dist.PrefixStore(str(pair), store), pair.index(this.rank), 2)
+
+    def run(rank: int) -> Result:
+        this.rank = rank
+        return work(rank, pairs.pair_groups(rank, senders, receivers, torch.device("cpu"), 30))
+
+    ranks = [*senders, *receivers]
+    with patch.object(pairs, "dist", SimpleNamespace(new_group=new_group)), ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(run, sorted(ranks)))
+
+
+def _gloo(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    handle, gloo = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+    handle._register_backend(torch.device("cpu"), gloo, backend)
+    handle._set_default_backend(gloo)
+    return handle

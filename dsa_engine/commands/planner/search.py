@@ -37,6 +37,8 @@ class Planner:
         for name in ("cp_size", "tp_size", "chunk"):
             if self.fixed.get(name, 1) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {self.fixed[name]}")
+        if self.fixed.get("redundant_experts", 0) < 0 or not self.fixed.get("imbalance", 1.0) >= 1:
+            raise ValueError("--redundant-experts must be at least 0, and --imbalance at least 1")
         drafts = self.fixed.get("drafts", 0)
         if drafts not in DRAFTS:
             raise ValueError(f"--drafts must be one of {DRAFTS}, not {drafts}")
@@ -170,7 +172,16 @@ class Planner:
             for cache in self._choices("cache", CACHES if self.config.has_indexer else CACHES[:1]):
                 for tp in self._choices("tp_size", (1, 8)):
                     if ranks % tp == 0:
-                        yield Deployment(ranks, tp_size=tp, weights=weights, cache=cache)
+                        yield Deployment(
+                            ranks,
+                            tp_size=tp,
+                            weights=weights,
+                            cache=cache,
+                            dispatch_dtype=self.fixed.get("dispatch_dtype", "fp8"),
+                            beside_shared=True,
+                            redundant=self.fixed.get("redundant_experts", 0),
+                            imbalance=self.fixed.get("imbalance", 1.0),
+                        )
 
     def _weights(self) -> list[str]:
         """Weight formats that the device multiplies; 4-bit ones are expanded within the product."""
@@ -188,8 +199,8 @@ class Planner:
             fitting = []
             whole = cdiv(demand.input_len, cp)
             for chunk in self._choices("chunk", sorted({min(n, whole) for n in CHUNKS})):
-                for dispatch in self._choices("moe_dispatch", DISPATCHES):
-                    how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch)
+                for dispatch, two_batches in self._exchanges("moe_dispatch", base.ranks):
+                    how = replace(base, cp_size=cp, chunk=chunk, dispatch=dispatch, two_batches=two_batches)
                     one = predict_prefill(self._placed(how), self.reached, demand.input_len)
                     if one.room >= 0:
                         fitting.append(one)
@@ -214,8 +225,18 @@ class Planner:
     def _decodes(self, base: Deployment) -> Iterator[Deployment]:
         max_drafts = max(DRAFTS) if self.config.num_nextn_predict_layers else 0
         for drafts in self._choices("drafts", [n for n in DRAFTS if n <= max_drafts]):
-            for dispatch in self._choices("decode_dispatch", DISPATCHES):
-                yield replace(base, drafts=drafts, dispatch=dispatch)
+            for dispatch, two_batches in self._exchanges("decode_dispatch", base.ranks):
+                yield replace(base, drafts=drafts, dispatch=dispatch, two_batches=two_batches)
+
+    def _exchanges(self, name: str, ranks: int) -> Iterator[tuple[str, bool]]:
+        """Dispatches, each in one batch and in two."""
+        machine = self.device.machine_size
+        possible = [one for one in DISPATCHES if one != "by_machine" or ranks > machine]
+        if ranks == 1:
+            possible = possible[:1]
+        for dispatch in self._choices(name, possible):
+            for two_batches in self._choices("two_batches", (False, True) if ranks > 1 else (False,)):
+                yield dispatch, two_batches
 
     def _batches(self, how: Deployment, demand: Demand, count: int, wait: float = 0.0, reserved: int = 0) -> list[int]:
         """Numbers of requests of an instance to consider. The rate rises with them, so as many as memory or TPOT allow.

@@ -18,6 +18,7 @@ import torch
 from dsa_engine.checkpoint.part_digests import PartDigests
 from dsa_engine.config.model import DTYPES, ModelConfig
 from dsa_engine.engine.agreement import start_facts
+from dsa_engine.engine.disaggregation.side import Side
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.load_recorder import LoadRecorder, check_record, count_loads
 from dsa_engine.engine.rebalancing import Rebalancing
@@ -98,20 +99,22 @@ def start(folder: Path, options: EngineOptions) -> Engine:
     model.loads = count_loads(model, folder.name)
     rebalancing = Rebalancing.of(model)
     waits = check_kernels(model, stored, options)
-    captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits
     cached = config.with_mtp(modules)
     sizes = TierSizes.of(options, mesh, cached, stored, max_model_len)
     warm_up(mesh, sizes)
+    side = Side.of(options, mesh, modules)
+    captures = mesh.device.type == "cuda" and not options.enforce_eager and not waits and not (side and side.prefills)
     for_steps = None
     if mesh.device.type == "cuda" and options.cache_memory is None:
         static = captures and mesh.static_decode
         for_steps = step_bytes(model, stored, options, max_model_len, relaxed, static)
     beside = (for_steps or 0) + sizes.device_bytes(mesh, cached, stored, options.page_size)
+    beside += side.device_bytes(cached, stored, options.page_size) if side else 0
     pages = affordable_pages(options, mesh, max_model_len, cache_bytes_per_token(cached, stored), beside)
     with enough_memory("the caches", "lower cache_memory"):
         cache = KVCache(cached, stored, pages, options.page_size, mesh.device)
     cache.transfer = make_transfer(cache, mesh, sizes)
-    scheduler = Scheduler(
+    scheduler = (side.scheduler if side else Scheduler)(
         Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
@@ -136,6 +139,8 @@ def start(folder: Path, options: EngineOptions) -> Engine:
         load_seconds=load_seconds,
         step_bytes=for_steps,
     )
+    if side:
+        side.attach(engine)
     if sizes.slots and options.cache_folder is None:
         drop_dear_copies(engine)
     if options.cache_folder is not None:
@@ -152,7 +157,7 @@ def progress_of(mesh: Mesh, options: EngineOptions) -> Callable[..., Any]:
     """``progress(total, unit, title, shown=True)``, see :func:`progress_bar`; only rank 0 shows bars, if any."""
 
     def progress(total: int, unit: str, title: str, shown: bool = True) -> Any:
-        return progress_bar(total, unit, title, shown and options.progress and mesh.rank == 0)
+        return progress_bar(total, unit, title, shown and options.progress and mesh.is_front)
 
     return progress
 

@@ -46,6 +46,8 @@ class EmulatedConfig(ParallelConfig):
                     f"{name} {method!r} cannot be emulated yet; emulate all_to_all or all_gather, or ask "
                     "dsa-engine plan"
                 )
+        if self.prefill_ranks is not None:
+            raise ValueError("emulate_world emulates one part of a run; leave out prefill_ranks")
         if loads is not None and world < 2:
             raise ValueError("expert_loads need an emulate_world of at least 2; elsewhere the router chooses")
 

@@ -59,6 +59,12 @@ def replaced(device: FakeDevice) -> Iterator[None]:
         def synchronize(self) -> None:
             device.wait("event")
 
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.0
+
     streams, pools = itertools.count(1), itertools.count(1)
 
     class Graph:

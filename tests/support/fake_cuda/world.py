@@ -108,6 +108,12 @@ class FakeGroup(Group):
     ) -> None:
         self._launched("exchange", 0, like=(*sends, *receives)[0][0])
 
+    def _send(self, rows: torch.Tensor, to: int) -> None:
+        self._launched("send", 0, like=rows)
+
+    def _recv(self, into: torch.Tensor, source: int) -> None:
+        self._launched("recv", 0, like=into)
+
 
 class FakeExpertParallel(ExpertParallel):
     """Routing that sends each token to the maximum number of ranks, and equally many tokens to every rank; ``skew``

@@ -1,0 +1,202 @@
+"""The loop of a rank that decodes: requests come from the prefill side with their pages, and their tokens go back.
+
+An offered request waits, in the order of arrival, until a rank has room for it. Its pages are posted when the prefill
+side begins to send them. It decodes when all of them have come and it has been handed over. All ranks of this side
+take the same decisions; which pages have come is known to the rank that receives them, so the ranks agree on that.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsa_engine.engine.disaggregation.messages import (
+    Arrived,
+    Back,
+    Begun,
+    Handover,
+    NewTokens,
+    Offer,
+    Reset,
+    Room,
+    Sent,
+    Tokens,
+)
+from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler
+from dsa_engine.engine.disaggregation.side_loop import SideLoop
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.model.cache.page_link import RankPages, dealt
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A request that has room.
+
+    Attributes:
+        posted: number of its first pages that have come, are under way, or were there already.
+        under_way: transfers of its pages that have not ended; counted on its owner only.
+        pending: whether there may be any, as all ranks know.
+        sends: whether any page has been sent.
+        complete: whether its last page has been sent.
+        aborted: whether it has ended while pages are under way.
+    """
+
+    request: Request
+    posted: int
+    under_way: int = 0
+    pending: bool = False
+    sends: bool = False
+    complete: bool = False
+    aborted: bool = False
+
+
+class DecodeLoop(SideLoop):
+    """See the module."""
+
+    def __init__(self, engine: Engine):
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, DecodeScheduler) and engine.side is not None
+        self._scheduler = scheduler
+        self._offered: list[Request] = []  # without room, in order of arrival
+        self._arrivals: dict[int, _Arrival] = {}  # by id: with room
+        self._handovers: dict[int, Handover] = {}  # by id: of requests that do not decode yet
+        super().__init__(engine)
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._requests or self._unread or self._pending or self._scheduler.returned)
+
+    @property
+    def _pending(self) -> list[_Arrival]:
+        return [arrival for arrival in self._arrivals.values() if arrival.pending]
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Offer):
+            self._offered_now(message)
+        elif isinstance(message, Begun):
+            self._post(message.sent)
+        elif isinstance(message, Handover):
+            self._handovers[message.id] = message
+        elif isinstance(message, Reset):
+            self._scheduler.prefix_cache.reset()
+        else:
+            super()._take(message)
+
+    def _turn(self) -> None:
+        super()._turn()
+        for request in list(self._scheduler.returned):
+            self._return(request)
+        if self._pending:
+            self._look()
+            if self._pending and not self._requests:
+                self._rest()
+        self._start_arrived()
+        self._give_room()
+
+    # Requests on their way.
+
+    def _offered_now(self, offer: Offer) -> None:
+        add = offer.add
+        request = Request(add.id, add.prompt_ids, add.params, add.bad_words, offer.output, cache_salt=add.cache_salt)
+        request.num_prefill_tokens = len(request)
+        self._scheduler.prefix_cache.enter(request)
+        insort(self._offered, request, key=lambda one: one.id)
+
+    def _give_room(self) -> None:
+        """Gives room to offered requests, the oldest first, as long as there is any."""
+        while self._offered and self._scheduler.reserve(self._offered[0]):
+            request = self._offered.pop(0)
+            self._arrivals[request.id] = _Arrival(request, request.num_found_pages)
+            self.tell(Room(request.id, self.engine.mesh.global_ranks[request.owner], request.num_found_pages))
+
+    def _post(self, sent: Sequence[Sent]) -> None:
+        """Receives the pages that one step of the prefill side sends."""
+        receives, rank = [], self.engine.mesh.rank
+        for one in sent:
+            arrival = self._arrivals[one.id]
+            first, arrival.posted = arrival.posted, arrival.posted + one.pages
+            arrival.pending = arrival.sends = True
+            arrival.complete = one.last
+            if arrival.request.owner == rank:
+                pages = arrival.request.pages[first : arrival.posted]
+                arrival.under_way += len(one.ranks)
+                for index, source in enumerate(one.ranks):
+                    receives.append(RankPages(one.id, source, dealt(pages, index, len(one.ranks))))
+        if receives:
+            assert self.side.receiver is not None
+            self.side.receiver.post(receives)
+
+    def _look(self) -> None:
+        """Finds out which pages have come, and lets their senders free them."""
+        assert self.side.receiver is not None
+        mesh, pending = self.engine.mesh, self._pending
+        for move in self.side.receiver.poll():
+            self._arrivals[move.id].under_way -= 1
+        counts = torch.tensor([[arrival.under_way for arrival in pending]], dtype=torch.int64)
+        counts = mesh.host.all_gather(counts)
+        landed = []
+        for arrival, under_way in zip(pending, counts.sum(dim=0).tolist(), strict=True):
+            if under_way:
+                continue
+            arrival.pending = False
+            if arrival.complete or arrival.aborted:
+                landed.append(arrival.request.id)
+            if arrival.aborted:
+                self._drop(arrival)
+        if landed:
+            self.tell(Arrived(tuple(landed)))
+
+    def _start_arrived(self) -> None:
+        """Lets requests decode whose pages and first token have come."""
+        for number, handover in list(self._handovers.items()):
+            arrival = self._arrivals.get(number)
+            if arrival is None or arrival.pending or not arrival.complete:
+                continue
+            del self._arrivals[number], self._handovers[number]
+            request = arrival.request
+            request.output, request.preemptions = handover.output, handover.preemptions
+            self._scheduler.start(request, handover.drafts)
+            self._requests[number] = request
+
+    def _drop(self, arrival: _Arrival) -> None:
+        del self._arrivals[arrival.request.id]
+        self.engine.finish(arrival.request, "abort")
+
+    def _abort(self, ids: Sequence[int]) -> None:
+        self._offered = [request for request in self._offered if request.id not in ids]
+        for number in ids:
+            self._handovers.pop(number, None)
+            arrival = self._arrivals.get(number)
+            if arrival is None:
+                continue
+            if arrival.pending:
+                arrival.aborted = True
+                continue
+            self._drop(arrival)
+            if arrival.sends and not arrival.complete:
+                self.tell(Arrived((number,)))
+        super()._abort(ids)
+
+    # Requests that decode.
+
+    def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
+        news = []
+        for request, tokens, drafts in sampled:
+            stats = (drafts.offered, drafts.accepted) if drafts is not None and drafts.offered else None
+            news.append(NewTokens(request.id, tokens, request.ending, stats))
+        if news:
+            self.tell(Tokens(news))
+        super()._hand_over(sampled)
+
+    def _return(self, request: Request) -> None:
+        """Sends a preempted request back, when its last tokens have been read."""
+        if request.placeholders:
+            return
+        self._scheduler.returned.remove(request)
+        del self._requests[request.id]
+        self.tell(Back(request.id))

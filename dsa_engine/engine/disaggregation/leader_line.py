@@ -1,0 +1,97 @@
+"""Messages between the leaders of the two sides, in order, while both run steps."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from dsa_engine.parallel.group import Group
+
+_HEARTBEAT_S = 5.0  # most seconds between two messages, so that an idle line is no broken one
+
+
+class LeaderLine:
+    """One leader's end. A thread sends, another receives; no call waits.
+
+    Args:
+        outgoing, incoming: groups of both leaders; messages of one direction take one of them.
+        timeout: seconds after which a message that does not come ends the line.
+        deliver: called in a thread with messages as they come.
+        broken: called in a thread with the error that ends the line.
+    """
+
+    def __init__(
+        self,
+        outgoing: Group,
+        incoming: Group,
+        timeout: float,
+        deliver: Callable[[list[Any]], None],
+        broken: Callable[[BaseException], None],
+    ):
+        self._outgoing, self._incoming = outgoing, incoming
+        self._pause = min(_HEARTBEAT_S, timeout / 4)
+        self._deliver, self._broken = deliver, broken
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # None: the end
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._watched, args=(work,), name="dsa_engine leaders", daemon=True)
+            for work in (self._send_all, self._receive_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Any) -> None:
+        """Sends a message soon."""
+        self._queue.put(message)
+
+    def close(self, wait_s: float) -> None:
+        """Sends what is left, and waits for the end of the other leader's messages."""
+        self._closing = True
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join(wait_s)
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            if not self._closing:
+                self._broken(error)
+
+    def _send_all(self) -> None:
+        to = 1 - self._outgoing.index
+        while True:
+            messages = self._next()
+            payload = pickle.dumps(messages)
+            self._outgoing.send(torch.tensor([len(payload)]), to)
+            self._outgoing.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
+            if None in messages:
+                return
+
+    def _next(self) -> list[Any]:
+        """All messages that are there, or none after a while."""
+        messages: list[Any] = []
+        try:
+            messages.append(self._queue.get(timeout=self._pause))
+            while True:
+                messages.append(self._queue.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def _receive_all(self) -> None:
+        source, ended = 1 - self._incoming.index, False
+        while not ended:
+            length = int(self._incoming.recv(torch.empty(1, dtype=torch.int64), source))
+            payload = self._incoming.recv(torch.empty(length, dtype=torch.uint8), source)
+            messages = pickle.loads(bytes(payload.numpy()))
+            ended = None in messages
+            if messages := [message for message in messages if message is not None]:
+                self._deliver(messages)
+        if not self._closing:
+            self._broken(RuntimeError("their leader has left"))

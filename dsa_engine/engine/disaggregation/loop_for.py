@@ -1,0 +1,15 @@
+"""The loop that runs an engine, by its part in the run."""
+
+from __future__ import annotations
+
+from dsa_engine.engine.disaggregation.decode_loop import DecodeLoop
+from dsa_engine.engine.disaggregation.prefill_loop import PrefillLoop
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.loop import EngineLoop
+
+
+def loop_for(engine: Engine) -> EngineLoop:
+    """Starts the loop of an engine."""
+    if engine.side is None:
+        return EngineLoop(engine)
+    return PrefillLoop(engine) if engine.side.prefills else DecodeLoop(engine)

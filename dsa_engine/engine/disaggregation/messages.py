@@ -1,0 +1,116 @@
+"""Messages between the leaders of the two sides: plain data. Each arrives between two steps of the other side.
+
+Both sides know a request by its id. ``Abort`` and ``Shutdown`` of callers go from prefill to decode too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsa_engine.engine.requests.messages import Add
+from dsa_engine.engine.requests.request import Ending, SampledToken
+
+# From prefill to decode.
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A request will need room; ``output`` is what it has from before a preemption."""
+
+    add: Add
+    output: list[int]
+
+
+class Sent(NamedTuple):
+    """The next ``pages`` pages of a request leave; each rank of ``ranks`` (numbers in the run) sends its part."""
+
+    id: int
+    pages: int
+    ranks: tuple[int, ...]
+    last: bool  # whether these are the request's last pages
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What one ``PageSender.begin`` of each rank of the prefill side sends."""
+
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class Handover:
+    """The prefill is complete; the request decodes from here once its pages have come.
+
+    Attributes:
+        output: its tokens so far.
+        drafts: of the tokens after them.
+        preemptions: how often it has lost its pages.
+    """
+
+    id: int
+    output: list[int]
+    drafts: list[int]
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Forget all cached pages that no request holds."""
+
+
+# From decode to prefill.
+
+
+@dataclass(frozen=True)
+class Room:
+    """There are pages for a request.
+
+    Attributes:
+        rank: the rank that will decode it, numbered in the run.
+        first: number of its first pages that the rank has already.
+    """
+
+    id: int
+    rank: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """All pages of these requests that were sent have come, or are not needed any more: their senders may free them."""
+
+    ids: tuple[int, ...]
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of one request."""
+
+    id: int
+    tokens: list[SampledToken]
+    ending: Ending | None
+    drafts: tuple[int, int] | None  # (verified, accepted) drafts of the step, if there were any
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a step has sampled."""
+
+    of: list[NewTokens]
+
+
+@dataclass(frozen=True)
+class Back:
+    """A request has lost its pages and is to be prefilled again, with all tokens that it has."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class LineBroken:
+    """The other side cannot be reached, for this reason."""
+
+    error: str
+
+
+SideMessage = Offer | Begun | Handover | Reset | Room | Arrived | Tokens | Back | LineBroken

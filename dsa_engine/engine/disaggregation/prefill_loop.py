@@ -1,0 +1,207 @@
+"""The loop of a rank that prefills: callers' requests come in here, and their results go out from here.
+
+A request is offered to the decode side when its prefill begins. When that has room for it, its pages leave under the
+steps that fill them, or, if these are over, at once. Room is for requests with pages on this side only: those that are
+prefilled and wait for room could otherwise fill the caches here, while room is kept for one that cannot enter. With its
+first token the request is handed over, and its further tokens come from the decode side. A request that loses its pages
+there comes back, and is prefilled with all tokens that it has. Pages stay as they are until the decode side says that
+they have come, also if the request ends meanwhile.
+
+All ranks of this side take the same decisions, as they take the same messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dsa_engine.engine.disaggregation.messages import (
+    Arrived,
+    Back,
+    Begun,
+    Handover,
+    NewTokens,
+    Offer,
+    Reset,
+    Room,
+    Sent,
+    Tokens,
+)
+from dsa_engine.engine.disaggregation.schedulers import PrefillScheduler
+from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
+from dsa_engine.engine.disaggregation.side_loop import SideLoop
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.mailbox import waking_together
+from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.messages import Abort, Add, Run, Shutdown
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.sampling.result import RequestTokens
+from dsa_engine.model.cache.page_link import RankPages, dealt
+
+
+@dataclass(eq=False)
+class _Journey:
+    """A request's way to the decode side.
+
+    Attributes:
+        rank: the rank that it goes to, numbered in the run; None while there is no room.
+        gone: number of its first pages that have left, or that the rank had already.
+        begun: whether a page has left.
+    """
+
+    request: Request
+    rank: int | None = None
+    gone: int = 0
+    begun: bool = False
+
+
+class PrefillLoop(SideLoop):
+    """See the module."""
+
+    def __init__(self, engine: Engine):
+        scheduler, tiers = engine.scheduler, engine.tiers
+        assert isinstance(scheduler, PrefillScheduler) and isinstance(tiers, SendingTiers)
+        self._scheduler = scheduler
+        self._journeys: dict[int, _Journey] = {}  # by id: requests whose pages have not all come
+        self._departing: dict[int, Request] = {}  # by id: requests that have ended, whose pages are still being sent
+        tiers.leaving = self._leaving_under
+        super().__init__(engine)
+
+    @property
+    def _idle(self) -> bool:
+        runs = bool(self._backlog) and not self._requests and not self._departing  # a job waits for all requests
+        return not (runs or self.engine.has_work or self._unread)
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Tokens):
+            with waking_together():
+                for one in message.of:
+                    self._continue(one)
+        elif isinstance(message, Room):
+            self._give_room(message)
+        elif isinstance(message, Arrived):
+            for number in message.ids:
+                self._arrived(number)
+        elif isinstance(message, Back):
+            self._take_back(message.id)
+        else:
+            if isinstance(message, Shutdown):
+                self.tell(message)
+            super()._take(message)
+
+    def _offer(self, request: Request) -> None:
+        """Asks for room for a request, unless its next token is its last one."""
+        if request.max_tokens - len(request.output) > 1:
+            self._journeys[request.id] = _Journey(request)
+            params = replace(request.params, prompt_logprobs=None)  # they are computed here
+            add = Add(request.prompt, params, request.bad_words, id=request.id, cache_salt=request.cache_salt)
+            self.tell(Offer(add, list(request.output)))
+
+    def _give_room(self, room: Room) -> None:
+        journey = self._journeys.get(room.id)
+        if journey is None:
+            return
+        journey.rank, journey.gone = room.rank, room.first
+        if journey.request.prefilled:
+            assert self.side.sender is not None
+            self.side.sender.begin(self._send([(journey, self._pages(journey.request))]))
+            self.side.sender.finish()
+
+    def _leaving_under(self, chunks: Sequence[Chunk]) -> list[RankPages]:
+        """The pages that a step of these chunks fills and this rank sends; and tells the other side."""
+        size, complete = self.engine.cache.page_size, []
+        for chunk in chunks:
+            if chunk.request.id in self._requests and chunk.request.id not in self._journeys:
+                self._offer(chunk.request)
+            journey = self._journeys.get(chunk.request.id)
+            if journey is not None and journey.rank is not None and chunk.length:
+                last = chunk.end >= chunk.request.num_prefill_tokens
+                complete.append((journey, self._pages(chunk.request) if last else chunk.end // size))
+        return self._send(complete)
+
+    def _pages(self, request: Request) -> int:
+        return pages_for(request.num_prefill_tokens, self.engine.cache.page_size)
+
+    def _send(self, complete: list[tuple[_Journey, int]]) -> list[RankPages]:
+        """Tells the other side that these requests' pages up to a number leave now; returns those of this rank."""
+        mesh, sends, sent = self.engine.mesh, [], []
+        for journey, end in complete:
+            request, first = journey.request, journey.gone
+            if end <= first:
+                continue
+            ranks = mesh.cp_ranks(request.cp_group)
+            in_run = tuple(mesh.global_ranks[rank] for rank in ranks)
+            sent.append(Sent(request.id, end - first, in_run, end == self._pages(request)))
+            if mesh.rank in ranks:
+                assert journey.rank is not None
+                pages = dealt(request.pages[first:end], ranks.index(mesh.rank), len(ranks))
+                sends.append(RankPages(request.id, journey.rank, pages))
+            journey.gone, journey.begun = end, True
+            self._scheduler.sending.add(request)
+        if sent:
+            self.tell(Begun(tuple(sent)))
+        return sends
+
+    def _step(self) -> None:
+        if self.engine.has_work or self._unread:
+            super()._step()
+        if self.side.sender is not None:
+            self.side.sender.poll()
+
+    def _hand_over(self, sampled: Sequence[RequestTokens]) -> None:
+        for request, _, _ in sampled:
+            if request.ending is not None:
+                if self._withdraw(request):
+                    self.tell(Abort((request.id,)))
+            elif request.id in self._journeys:
+                output, drafts = list(request.output), list(request.drafts)
+                self.tell(Handover(request.id, output, drafts, request.preemptions))
+        super()._hand_over(sampled)
+
+    def _continue(self, new: NewTokens) -> None:
+        """Takes tokens from the decode side."""
+        request = self._requests.get(new.id)
+        if request is None:
+            return  # it was aborted meanwhile
+        request.output += [sampled.token for sampled in new.tokens if sampled.error is None]
+        if new.drafts is not None:
+            request.draft_stats.append(new.drafts)
+        if new.ending is not None:
+            request.finish_reason, request.error, request.stop_reason = new.ending
+        super()._hand_over([RequestTokens(request, new.tokens)])
+
+    def _take_back(self, number: int) -> None:
+        """Prefills a request again that has lost its pages on the decode side."""
+        request = self._requests.get(number)
+        if request is None:
+            return
+        request.preemptions += 1
+        request.num_computed_tokens, request.num_prefill_tokens, request.drafts = 0, len(request), []
+        self._scheduler.add(request)
+
+    def _arrived(self, number: int) -> None:
+        journey = self._journeys.pop(number, None)
+        request = self._departing.pop(number, None) if journey is None else journey.request
+        if request is not None:
+            self._scheduler.sent(request)
+
+    def _abort(self, ids: Sequence[int]) -> None:
+        for number in ids:
+            if number in self._requests:
+                self._withdraw(self._requests[number])
+                self.tell(Abort((number,)))
+        super()._abort(ids)
+
+    def _withdraw(self, request: Request) -> bool:
+        """Ends a request's journey, if it is on one; its pages stay as long as they are being sent."""
+        journey = self._journeys.pop(request.id, None)
+        if journey is not None and journey.begun:
+            self._departing[request.id] = request
+        return journey is not None
+
+    def _run(self, run: Add | Run) -> None:
+        if self._departing:
+            return
+        if isinstance(run, Run) and run.job == "reset_prefix_cache":
+            self.tell(Reset())
+        super()._run(run)

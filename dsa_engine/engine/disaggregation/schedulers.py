@@ -1,0 +1,125 @@
+"""The schedulers of the two sides."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import Any
+
+from dsa_engine.engine.requests.capacity import pages_for
+from dsa_engine.engine.requests.owners import Load, choose_owner
+from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.requests.scheduler import Scheduler
+
+
+class PrefillScheduler(Scheduler):
+    """Prefills, and never decodes: a request that is prefilled has left the queue, and keeps its pages on all ranks of
+    its group until :meth:`sent` or :meth:`finish`.
+
+    Attributes:
+        sending: requests whose pages are being sent; they keep them also if they end.
+    """
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self.sending: set[Request] = set()
+
+    def computed(self, chunks: list[Chunk]) -> None:
+        self._credit = self._credit_after
+        for chunk in chunks:
+            request = chunk.request
+            request.num_computed_tokens = chunk.end
+            self.ledger.fetched(request, chunk.fetches)
+            self.prefix_cache.name(request)
+            if request.prefilled:
+                self._running.remove(request)
+
+    def finish(self, request: Request) -> None:
+        if request not in self.sending:
+            super().finish(request)
+        elif request in self._running:
+            self._running.remove(request)
+
+    def sent(self, request: Request) -> None:
+        """Frees the pages of a request that has been sent; others may still find them."""
+        self.sending.discard(request)
+        self.prefix_cache.release(request, failed=request.finish_reason == "error")
+
+
+class DecodeScheduler(Scheduler):
+    """Decodes requests that come with their pages, and never prefills.
+
+    Attributes:
+        reserved: requests that have pages, and whose rows have not all come.
+        returned: requests that have lost their pages, to be prefilled on the other side.
+    """
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self.reserved: list[Request] = []
+        self.returned: list[Request] = []
+
+    def reserve(self, request: Request) -> bool:
+        """Gives a request its owner and the pages for its prefilled tokens and its next step; returns False if there is
+        no room. ``request.num_found_pages`` of its first pages are there already.
+
+        No room is given that a running request may need in its next step.
+        """
+        ledger, size = self.ledger, self.capacity.page_size
+        holding = self._running + self.reserved
+        if len(holding) >= self._max_num_seqs:
+            return False
+        free, load = ledger.free, Load.of(holding, ledger, self.capacity)
+        limit = self.capacity.max_pages(len(request.prompt), request.max_tokens)
+        need = min(limit, pages_for(request.num_prefill_tokens + 1 + 2 * self.num_drafts, size))
+        usable = self.prefix_cache.usable(request)
+        fits = [
+            rank
+            for rank in range(len(free))
+            if ledger.fits(usable[: ledger.known(usable, [rank])], rank, need, free[rank] - load.reserved_pages[rank])
+        ]
+        if not fits:
+            return False
+        absent = {rank: need - ledger.known(usable, [rank]) for rank in fits}
+        owner = choose_owner(request, fits, load, free, self.capacity, absent)
+        hits = usable[: ledger.known(usable, [owner])]
+        ledger.begin(request, [owner], hits, need)
+        request.cp_group = request.owner = owner
+        self.prefix_cache.admitted(request, len(hits))
+        self.reserved.append(request)
+        return True
+
+    def start(self, request: Request, drafts: Sequence[int]) -> None:
+        """Lets a reserved request decode, as its rows have come: all but that of its last token."""
+        self.reserved.remove(request)
+        request.num_prefill_tokens = request.num_computed_tokens = len(request) - 1
+        request.drafts = list(drafts)
+        self.prefix_cache.name(request)
+        insort(self._running, request, key=lambda one: one.id)
+
+    def preempt(self, request: Request) -> None:
+        super().preempt(request)
+        self._waiting.remove(request)
+        self.returned.append(request)
+
+    def finish(self, request: Request) -> None:
+        if request in self.reserved:
+            self.reserved.remove(request)
+        elif request in self.returned:
+            self.returned.remove(request)
+        super().finish(request)
+
+    def _prefill(self) -> list[Chunk]:
+        return []
+
+    def _allocate_pages(self, request: Request) -> None:
+        """As the base class, but requests whose rows are under way keep their pages."""
+        ledger, owner = self.ledger, request.owner
+        while request.prefilled and ledger.held(request, owner) < self.capacity.with_drafts(request, self.num_drafts):
+            if ledger.free[owner]:
+                ledger.take(request, owner, 1)
+                continue
+            youngest = max((one for one in self._running if one.owner == owner), key=lambda one: one.id)
+            self.preempt(youngest)
+            if youngest is request:
+                return

@@ -1,0 +1,132 @@
+"""What one rank needs to prefill, or to decode, apart from the other part of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.engine.disaggregation.leader_line import LeaderLine
+from dsa_engine.engine.disaggregation.schedulers import DecodeScheduler, PrefillScheduler
+from dsa_engine.engine.disaggregation.sending_tiers import SendingTiers
+from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.model.cache.page_receiver import PageReceiver
+from dsa_engine.model.cache.page_sender import PageSender
+from dsa_engine.options import EngineOptions
+from dsa_engine.parallel import Mesh
+from dsa_engine.parallel.agreement import Meeting
+from dsa_engine.parallel.apart.pair_groups import pair_groups
+from dsa_engine.parallel.group import Group
+
+if TYPE_CHECKING:
+    from dsa_engine.engine.engine import Engine
+
+
+@dataclass(eq=False)
+class Side:
+    """One rank of the part that prefills, or of the part that decodes.
+
+    Attributes:
+        prefills: whether this part prefills.
+        first_rank: the first rank of this part, numbered in the run.
+        links: groups of this rank and each rank of the other part, by its number in the run.
+        sender, receiver: of the pages; set by :meth:`attach`, one of them.
+    """
+
+    prefills: bool
+    mesh: Mesh
+    links: Mapping[int, Group]
+    _lines: list[Group]  # of the leaders: to the decode side, and back; none on other ranks
+    sender: PageSender | None = None
+    receiver: PageReceiver | None = None
+
+    @classmethod
+    def of(cls, options: EngineOptions, mesh: Mesh, modules: int) -> Side | None:
+        """Makes the groups of both parts; None if the run has one part. All ranks of the run call it.
+
+        Args:
+            modules: number of MTP modules.
+
+        Raises:
+            ValueError: an option is not possible with ``prefill_ranks``.
+        """
+        prefill = options.parallel.prefill_ranks
+        if prefill is None or not mesh.has_counterpart:
+            return None
+        _refuse(options, modules)
+        ranks, timeout = mesh.run_ranks, options.parallel.timeout
+        links = pair_groups(mesh.run_rank, ranks[:prefill], ranks[prefill:], mesh.device, timeout)
+        leaders, lines = [0, prefill], []
+        for _ in range(2):
+            handle = dist.new_group(leaders, timeout=timedelta(seconds=timeout), backend="gloo")
+            if mesh.run_rank in leaders:
+                lines.append(Group((0, 1), leaders.index(mesh.run_rank), handle))
+        return cls(mesh.run_rank < prefill, mesh, links, lines)
+
+    @property
+    def scheduler(self) -> type[PrefillScheduler] | type[DecodeScheduler]:
+        """The kind of scheduler."""
+        return PrefillScheduler if self.prefills else DecodeScheduler
+
+    @property
+    def first_rank(self) -> int:
+        return self.mesh.global_ranks[0]
+
+    def device_bytes(self, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
+        """Device memory of the buffers; ``config`` with its MTP modules."""
+        return PageSender.device_bytes(config, format, page_size, len(self.links))
+
+    def attach(self, engine: Engine) -> None:
+        """Gives the engine what sends or receives pages. All ranks of the run call it."""
+        pages = _fewest(engine.cache.pages, self.mesh)
+        engine.scheduler.capacity = replace(engine.scheduler.capacity, pages=pages)
+        if self.prefills:
+            engine.async_scheduling = False  # a request leaves with its first token, so no step follows it
+            self.sender = PageSender(engine.cache, self.links, len(engine.model.layers))
+            engine.cache.sender = self.sender
+            engine.tiers = SendingTiers(engine.cache, engine.scheduler.ledger, self.sender)
+        else:
+            self.receiver = PageReceiver(engine.cache, self.links)
+        engine.side = self
+
+    def line(self, deliver: Callable[[list[Any]], None], broken: Callable[[BaseException], None]) -> LeaderLine | None:
+        """The line to the other side; None on ranks that do not lead theirs."""
+        if not self._lines:
+            return None
+        outgoing, incoming = self._lines if self.prefills else reversed(self._lines)
+        return LeaderLine(outgoing, incoming, self.mesh.config.timeout, deliver, broken)
+
+
+def _refuse(options: EngineOptions, modules: int) -> None:
+    """Raises ``ValueError`` for options that have no meaning, or none yet, in two parts."""
+    refused = {
+        "cache_folder": options.cache_folder is not None,
+        "host_cache_memory": options.host_cache_memory is not None,
+        "kv_offloading_size": options.kv_offloading_size is not None,
+        "enable_dbo": options.enable_dbo,
+    }
+    for name, given in refused.items():
+        if given:
+            raise ValueError(
+                f"{name}={getattr(options, name)!r} is not possible with prefill_ranks "
+                f"{options.parallel.prefill_ranks}; leave one of them out"
+            )
+    if modules > 1:
+        raise ValueError(
+            f"prefill_ranks {options.parallel.prefill_ranks} is possible with one MTP module, not with {modules}: give "
+            "num_speculative_tokens for one module, or leave prefill_ranks out"
+        )
+
+
+def _fewest(pages: int, mesh: Mesh) -> int:
+    """The smallest number of pages on any rank of the run: what a request may need."""
+
+    def judge(texts: Mapping[int, str]) -> str:
+        return str(min(json.loads(text) for text in texts.values()))
+
+    return int(Meeting(mesh.run_ranks, mesh.run_rank).hold(str(pages), judge, mesh.config.timeout))

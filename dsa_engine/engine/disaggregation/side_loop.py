@@ -1,0 +1,76 @@
+"""What both loops have in common: messages of the other side come between two steps, as a caller's do."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from dsa_engine.engine.disaggregation.messages import LineBroken
+from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.loop import EngineLoop
+from dsa_engine.engine.requests.messages import Message, Shutdown
+
+_CLOSE_S = 10.0  # longest wait for the last messages of the other side
+_ANSWER_S = 0.5  # time for callers to handle a failure before it ends the process
+_POLL_S = 0.0005  # seconds between looks at transfers, while there is nothing to compute
+
+
+class SideLoop(EngineLoop):
+    """Runs one rank's engine of a part of the run. The leaders of the parts send each other messages, which reach the
+    other ranks of their part by its own channel."""
+
+    def __init__(self, engine: Engine):
+        assert engine.side is not None
+        self.side = engine.side
+        self._unsent: list[Any] = []  # messages to the other side from before the line is there
+        super().__init__(engine)
+
+    def _main(self) -> None:
+        # In the loop's thread, when all of the loop is made.
+        self._line = self.side.line(self._delivered, self._broken)
+        super()._main()
+
+    def tell(self, message: Any) -> None:
+        """Sends the other side a message; does nothing on ranks that do not lead, which have the same to say."""
+        if self._line is not None:
+            self._line.send(message)
+
+    def stop(self) -> None:
+        self._closed = True
+        if self.engine.mesh.is_front:
+            self._inbox.put(((Shutdown(), None),))
+
+    def _delivered(self, messages: list[Any]) -> None:
+        self._inbox.put(tuple((message, None) for message in messages))
+
+    def _broken(self, error: BaseException) -> None:
+        self._delivered([LineBroken(f"{type(error).__name__}: {error}")])
+
+    def _take(self, message: Message | Any) -> None:
+        if isinstance(message, LineBroken):
+            if self._closing:
+                return
+            other = "decode" if self.side.prefills else "prefill"
+            raise RuntimeError(f"the ranks that {other} cannot be reached any more: {message.error}")
+        super()._take(message)
+
+    def _rest(self) -> None:
+        """Waits a moment while there is nothing to compute and something is under way."""
+        time.sleep(_POLL_S)
+
+    def _end(self) -> None:
+        if self.error is None:
+            self._close_transfers()
+            if self._line is not None:
+                self._line.close(_CLOSE_S)
+        super()._end()
+        if self.error is not None and not self.serves and self.engine.mesh.is_front:
+            time.sleep(_ANSWER_S)
+            sys.excepthook(type(self.error), self.error, self.error.__traceback__)
+
+    def _close_transfers(self) -> None:
+        """Waits until all pages that are under way have come."""
+        for end in (self.side.sender, self.side.receiver):
+            if end is not None:
+                end.close()

@@ -1,0 +1,48 @@
+"""A run in two parts: the first ranks prefill, the others decode. Each part is a mesh of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dsa_engine.parallel.agreement import compare
+from dsa_engine.parallel.launch_environment import launched_rank
+from dsa_engine.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from dsa_engine.parallel.config import ParallelConfig
+
+
+def mesh_of_part(config: ParallelConfig, device: str, same: Callable[[], Mapping[str, str]] | None) -> Mesh:
+    """The mesh of this rank's part of the run. The decode part has context-parallel groups of one rank, as it prefills
+    nothing.
+
+    Raises:
+        ValueError: there are not enough ranks, the parts cannot be divided as the options say, or see
+            :meth:`Mesh.create`.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else launched_rank()
+    prefill = config.prefill_ranks
+    assert prefill is not None
+    if prefill >= size:
+        raise ValueError(
+            f"prefill_ranks {prefill} leaves no rank to decode: the run has {size} rank(s); start more with torchrun, "
+            "or lower prefill_ranks"
+        )
+    for name, wanted, part, ranks in (
+        ("cp_size", config.cp_size or 1, "prefill", prefill),
+        ("tp_size", config.tp_size, "prefill", prefill),
+        ("tp_size", config.tp_size, "decode", size - prefill),
+    ):
+        if ranks % wanted:
+            raise ValueError(f"{name} {wanted} does not divide the {ranks} rank(s) that {part}; see prefill_ranks")
+    members = range(prefill) if rank < prefill else range(prefill, size)
+    own = config if rank < prefill else replace(config, cp_size=1)
+    mesh = Mesh.create(own, device, members, same)
+    mesh.run_ranks = list(range(size))
+    if same is not None:
+        compare(same(), mesh.run_ranks, rank, config.timeout)
+    return mesh

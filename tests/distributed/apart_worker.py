@@ -1,0 +1,131 @@
+"""Runs cases with prefill apart from decode: apart_worker.py PREFILL_RANKS CASES.json FOLDER.
+
+Cases: ``options`` of ``LLM``; ``generate``, a list of ``[prompt, params]`` that run together; ``cancelled``, the number
+of streams that are closed early meanwhile; ``repeated``, how often all of that runs. Or ``soak``, a number of
+streams in threads that arrive at random. ``killed``: this rank kills itself after some steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from dsa_engine import LLM, ParallelConfig, SamplingParams
+
+
+def counts(llm: LLM) -> dict[str, Any]:
+    """What this rank has sent or received, and the pages that no request has given back."""
+    engine, side = llm.engine, llm.engine.side
+    assert side is not None
+    return {
+        "lost": sum(engine.cache.pages - free for free in engine.scheduler.free_pages),
+        "preemptions": engine.scheduler.preemptions,
+        "page_bytes": engine.cache.page_bytes,
+        "sent": side.sender.bytes_sent if side.sender else 0,
+        "hidden": side.sender.bytes_hidden if side.sender else 0,
+        "received": side.receiver.bytes_received if side.receiver else 0,
+        "hits": engine.scheduler.prefix_cache.hits,
+        "prefilled": engine.num_prefilled_tokens,
+    }
+
+
+def cancel(llm: LLM, generate: list[Any], number: int) -> None:
+    rng = random.Random(number)
+    for _ in range(number):
+        prompt, params = rng.choice(generate)
+        with closing(llm.stream(prompt, SamplingParams(**params | {"prompt_logprobs": None, "n": 1}))) as pieces:
+            for _ in range(rng.randrange(3)):
+                next(pieces, None)
+
+
+def soak(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of streams that arrive at random, a part of them closed early, and the memory before and after."""
+    kinds = case["generate"]
+
+    def stream(number: int) -> tuple[int, list[int], str | None]:
+        rng = random.Random(number)
+        kind, tokens, reason = rng.randrange(len(kinds)), list[int](), None
+        time.sleep(rng.expovariate(10))
+        stop = rng.randrange(1, 20) if rng.random() < 0.2 else 1000
+        with closing(llm.stream(kinds[kind][0], SamplingParams(**kinds[kind][1]))) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
+                tokens, reason = tokens + piece.token_ids, piece.finish_reason
+                if len(tokens) >= stop:
+                    break
+        return kind, tokens, reason
+
+    with ThreadPoolExecutor(24) as pool:
+        streams = list(pool.map(stream, range(case["soak"] // 3)))
+        begun = resident()
+        streams += pool.map(stream, range(case["soak"] // 3, case["soak"]))
+    llm.wait_idle()
+    return {"streams": streams, "memory": [begun, resident()]}
+
+
+def resident() -> int:
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def die_after(llm: LLM, steps: int) -> None:
+    while llm.loop.steps < steps:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """The outputs of all requests."""
+    generate, results = case["generate"], []
+    for _ in range(case.get("repeated", 1)):
+        thread = threading.Thread(target=cancel, args=(llm, generate, case.get("cancelled", 0)))
+        thread.start()
+        prompts, params = zip(*generate, strict=True)
+        done = llm.generate(list(prompts), [SamplingParams(**one) for one in params], use_tqdm=False)
+        thread.join()
+        results.append([plain(one) for one in done])
+    llm.wait_idle()
+    return {"outputs": results}
+
+
+def plain(request: Any) -> list[Any]:
+    """What is compared of a request's outputs."""
+    return [
+        [
+            out.token_ids,
+            out.text,
+            out.finish_reason,
+            out.stop_reason,
+            out.logprobs and [{str(token): float(value) for token, value in of.items()} for of in out.logprobs],
+            request.prompt_logprobs
+            and [of and {str(token): float(value) for token, value in of.items()} for of in request.prompt_logprobs],
+        ]
+        for out in request.outputs
+    ]
+
+
+def main() -> None:
+    prefill, case, folder = int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    parallel = ParallelConfig(prefill_ranks=prefill, timeout=case.get("timeout", 300))
+    llm = LLM(device="cpu", parallel=parallel, **case["options"])
+    rank, result = int(os.environ["RANK"]), dict[str, Any]()
+    if rank == case.get("killed"):
+        threading.Thread(target=die_after, args=(llm, case["steps"]), daemon=True).start()
+    if rank == 0:
+        with llm:
+            result = soak(llm, case) if "soak" in case else run(llm, case)
+    else:
+        llm.follow()
+    (folder / f"rank{rank}.json").write_text(json.dumps(result | counts(llm)))
+
+
+if __name__ == "__main__":
+    main()

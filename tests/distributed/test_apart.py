@@ -1,0 +1,185 @@
+"""Prefill apart from decode: outputs equal those of one process, and no page is lost or sent twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.convert import quantize_checkpoint
+from dsa_engine.demo.random_checkpoint import write_random_checkpoint
+
+MODEL = {"model": "demo-random", "max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 32}
+SMALL = MODEL | {"cache_memory": "384KiB"}  # 26 pages, where a request needs up to 16
+
+# Sizes that FP8 caches hold, and one MTP module.
+SIZES: dict[str, Any] = {
+    "vocab_size": 204,
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 128,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "routed_scaling_factor": 2.5,
+    "torch_dtype": "float32",
+    "index_topk": 16,
+    "index_head_dim": 32,
+    "index_n_heads": 12,
+    "num_nextn_predict_layers": 1,
+    "indexer_types": ["full", "shared"],
+}
+
+
+def requests(number: int) -> list[list[Any]]:
+    """Requests of all kinds: greedy, seeded, with penalties, log-probabilities, stops, several outputs, one token."""
+    rng, made = random.Random(5), []
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 4, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.8, "seed": 9, "n": 3},
+        {"stop": ["e", "a"]},
+        {"max_tokens": 1},
+        {"max_tokens": 2, "min_tokens": 2},
+    ]
+    shared = [rng.randrange(4, 320) for _ in range(40)]
+    for index in range(number):
+        own = [rng.randrange(4, 320) for _ in range(rng.choice([1, 5, 16, 33, 60]))]
+        params = {"temperature": 0.0, "max_tokens": rng.choice([9, 25, 40]), "ignore_eos": True}
+        made.append([shared + own if index % 3 == 0 else own, params | kinds[index % len(kinds)]])
+    return made
+
+
+@pytest.fixture(scope="module")
+def apart(fork_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """``apart(prefill, decode, case)``: the results of every rank."""
+
+    def run(prefill: int, decode: int, case: dict[str, Any]) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("apart")
+        (folder / "case.json").write_text(json.dumps(case))
+        done = fork_ranks(prefill + decode, "apart_worker.py", prefill, folder / "case.json", folder)
+        assert done.returncode == 0, done.stderr
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(prefill + decode)]
+
+    return run
+
+
+def single(case: dict[str, Any]) -> list[Any]:
+    """The outputs of one process, with room for all."""
+    spec = importlib.util.spec_from_file_location("apart_worker", Path(__file__).parent / "apart_worker.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with LLM(device="cpu", **case["options"] | {"cache_memory": "16MiB"}) as llm:
+        prompts, params = zip(*case["generate"], strict=True)
+        done = llm.generate(list(prompts), [SamplingParams(**one) for one in params], use_tqdm=False)
+        return [module.plain(one) for one in done]
+
+
+def assert_same(outputs: list[Any], expected: list[Any]) -> None:
+    for one, wanted in zip(outputs, expected, strict=True):
+        for out, want in zip(one, wanted, strict=True):
+            assert out[:4] == want[:4]
+            for logprobs, others in zip(out[4:], want[4:], strict=True):
+                for of, other in zip(logprobs or [], others or [], strict=True):
+                    assert (of or {}) == pytest.approx(other or {}, abs=2e-3)
+
+
+def check(prefill: int, results: list[dict[str, Any]], expected: list[Any]) -> None:
+    for outputs in results[0]["outputs"]:
+        assert_same(outputs, expected)
+    assert all(result["lost"] == 0 for result in results)
+    sent, received = (sum(result[name] for result in results) for name in ("sent", "received"))
+    assert sent == received > 0 and sent % results[0]["page_bytes"] == 0
+
+
+def test_one_rank_each(apart: Callable[..., Any]) -> None:
+    """A cache so small that requests wait for room, lose their pages and come back, while others are cancelled."""
+    case = {"options": SMALL, "generate": requests(24), "cancelled": 12}
+    results = apart(1, 1, case)
+    check(1, results, single(case))
+    assert results[1]["preemptions"] > 0 and results[1]["prefilled"] == 0
+
+
+@pytest.mark.parametrize(
+    "prefill, decode",
+    [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)],
+)
+def test_several_ranks(apart: Callable[..., Any], prefill: int, decode: int) -> None:
+    case = {"options": SMALL | {"max_num_batched_tokens": 16}, "generate": requests(16), "cancelled": 4}
+    results = apart(prefill, decode, case)
+    check(prefill, results, single(case))
+    assert all(result["sent"] > 0 for result in results[:prefill])
+    assert all(result["received"] > 0 for result in results[prefill:])
+
+
+def test_bytes_are_those_of_the_pages(apart: Callable[..., Any]) -> None:
+    """Every page of a prompt is sent once, and none that the decode side has from before."""
+    generate = [[[5 + number] * length, {"max_tokens": 4}] for number, length in enumerate((1, 8, 9, 70))]
+    results = apart(1, 1, {"options": MODEL | {"cache_memory": "4MiB"}, "generate": generate, "repeated": 2})
+    first, again = 1 + 1 + 2 + 9, 1 + 1 + 1 + 1
+    assert results[0]["sent"] == (first + again) * results[0]["page_bytes"] == results[1]["received"]
+    assert results[0]["hits"] == results[1]["hits"] == 8 * (first - again)
+    assert 0 <= results[0]["hidden"] <= results[0]["sent"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill, decode", [(1, 1), (2, 2)])
+def test_drafts(apart: Callable[..., Any], prefill: int, decode: int) -> None:
+    options = SMALL | {"max_num_batched_tokens": 16, "speculative_config": {"num_speculative_tokens": 2}}
+    case = {"options": options, "generate": requests(16), "cancelled": 4}
+    check(prefill, apart(prefill, decode, case), single(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_fp8(apart: Callable[..., Any], base_config: dict[str, Any], tmp_path: Path, drafts: int) -> None:
+    """FP8 weights and caches, with and without drafts."""
+    write_random_checkpoint(tmp_path / "plain", base_config | {"model_type": "glm_moe_dsa"} | SIZES, fp8=False)
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "fp8", "fp8")
+    options: dict[str, Any] = MODEL | {"model": str(tmp_path / "fp8"), "cache_memory": "4MiB", "kv_cache_dtype": "fp8"}
+    if drafts:
+        options["speculative_config"] = {"num_speculative_tokens": drafts}
+    rng = random.Random(1)
+    greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    generate = [[[rng.randrange(4, 200) for _ in range(length)], greedy] for length in (3, 16, 45, 29)]
+    case = {"options": options | {"quantization": "fp8"}, "generate": generate}
+    check(1, apart(1, 1, case), single(case))
+
+
+@pytest.mark.slow
+def test_soak(apart: Callable[..., Any]) -> None:
+    kinds = [one for one in requests(24) if not {"n", "prompt_logprobs", "stop"} & one[1].keys()]
+    case = {"options": SMALL | {"max_num_batched_tokens": 16}, "generate": kinds, "soak": 300}
+    results, expected = apart(2, 2, case), single(case)
+    assert len(results[0]["streams"]) == 300
+    ended = 0
+    for kind, tokens, reason in results[0]["streams"]:
+        wanted = expected[kind][0]
+        ended += reason is not None
+        assert tokens == wanted[0][: len(tokens)] and (reason is None or (tokens, reason) == (wanted[0], wanted[2]))
+    assert 150 < ended < 300
+    assert all(result["lost"] == 0 for result in results)
+    assert results[2]["preemptions"] > 0
+    begun, end = results[0]["memory"]
+    print("memory", begun, end, "preemptions", results[2]["preemptions"])
+    assert end - begun < 48 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_rank_that_is_killed_ends_the_run(torchrun: Callable[..., Any], tmp_path: Path, killed: int) -> None:
+    """A rank of either side, while pages are on their way."""
+    case = {"options": SMALL, "generate": requests(24), "killed": killed, "steps": 12, "timeout": 20, "repeated": 9}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    done = torchrun(4, "apart_worker.py", 2, tmp_path / "case.json", tmp_path)
+    assert done.returncode != 0 and not (tmp_path / "rank0.json").exists()
+    assert f"rank      : {killed} (local_rank: {killed})" in done.stderr.split("Root Cause")[1]

@@ -1,0 +1,296 @@
+"""Pages from one part of a run to the other: what arrives, in which order, what is counted, and what waits for what."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.config.model import ModelConfig
+from dsa_engine.config.released import released_config
+from dsa_engine.kernels.formats.cache_format import FP8
+from dsa_engine.kernels.runtime.launch import INTERPRETED
+from dsa_engine.model.cache import page_link
+from dsa_engine.model.cache.page_link import RankPages, dealt
+from dsa_engine.model.cache.page_receiver import PageReceiver
+from dsa_engine.model.cache.page_sender import PageSender
+from dsa_engine.model.kv_cache import KVCache, cache_format
+from dsa_engine.parallel.group import Group
+from fake_cuda import FakeDevice
+from fake_cuda.world import FakeGroup
+from gloo_ranks import on_linked_ranks
+
+PAGES, PAGE_SIZE = 12, 2
+KINDS = ["full", "shared", "full"]  # the second layer has no indexer
+MAIN, LAYERS = len(KINDS), len(KINDS) + 2  # and two MTP modules
+NO_GPU = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a fake device")
+
+
+def small_config() -> ModelConfig:
+    sizes = {"kv_lora_rank": 128, "qk_rope_head_dim": 16, "index_head_dim": 16, "num_nextn_predict_layers": 2}
+    layers = {"num_hidden_layers": len(KINDS), "indexer_types": KINDS}
+    return ModelConfig.from_dict(released_config("deepseek_v32") | sizes | layers).with_mtp(2)
+
+
+def make(dtype: torch.dtype = torch.float32, rank: int = 0, device: str = "cpu") -> KVCache:
+    """Caches whose pages differ in all ranks, layers and words."""
+    config = small_config()
+    cache = KVCache(config, cache_format(config, dtype), PAGES, PAGE_SIZE, torch.device(device))
+    for number, pool in enumerate(flat(cache)):
+        pool.copy_(torch.arange(pool.numel()).view_as(pool) * 64 + 32 * rank + number)
+    return cache
+
+
+def flat(cache: KVCache) -> list[torch.Tensor]:
+    return [pool for layer in cache.page_words() for pool in layer]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-4)
+
+
+def run_step(sender: PageSender, sends: list[RankPages]) -> None:
+    sender.begin(sends)
+    for layer in range(LAYERS):
+        sender.arrive(layer)
+    sender.finish()
+
+
+def drained(poll: Callable[[], list[RankPages]], count: int) -> list[RankPages]:
+    ended: list[RankPages] = []
+    wait_for(lambda: bool(ended.extend(poll())) or len(ended) >= count)
+    return ended
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=["float32", "fp8"])
+@pytest.mark.parametrize(("senders", "receivers"), [([0], [1]), ([0, 1], [2]), ([0], [1, 2]), ([0, 1], [2, 3])])
+def test_transfers_in_any_order(
+    senders: list[int], receivers: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many transfers over all pairs, several in a step, in messages and rounds of two or three pages; each rank takes
+    part at its own pace, and goes through its pairs in an order of its own."""
+    monkeypatch.setattr(page_link, "_MESSAGE_BYTES", 2 * PAGE_SIZE * 1000)
+    monkeypatch.setattr(page_link, "_ROUND", 3)
+    plan = random.Random(0)
+    steps = []  # for each pair its steps, each a list of (pages there, pages here)
+    for _ in range(6):
+        step = {}
+        for receiver in receivers:
+            free = plan.sample(range(PAGES), PAGES)
+            for sender in senders:
+                moves = [[free.pop() for _ in range(plan.randint(0, 3))] for _ in range(plan.randint(0, 2))]
+                step[sender, receiver] = [(plan.sample(range(PAGES), len(into)), into) for into in moves]
+        steps.append(step)
+
+    def work(rank: int, links: dict[int, Group]) -> Any:
+        cache, pace, others = make(dtype, rank), random.Random(rank), list(links)
+        sender, receiver = PageSender(cache, links, MAIN), PageReceiver(cache, links)
+        states, bytes_moved = [], 0
+        for step in steps:
+            pace.shuffle(others)
+            time.sleep(pace.random() / 500)
+            if rank in senders:
+                moves = [RankPages(i, r, page) for r in others for i, (page, _) in enumerate(step[rank, r])]
+                run_step(sender, moves)
+                assert sorted(drained(sender.poll, len(moves))) == sorted(moves)
+            else:
+                moves = [RankPages(i, r, page) for r in others for i, (_, page) in enumerate(step[r, rank])]
+                receiver.post(moves)
+                assert sorted(drained(receiver.poll, len(moves))) == sorted(moves)
+                states.append([pool.clone() for pool in flat(cache)])
+            bytes_moved += sum(len(move.pages) for move in moves) * cache.page_bytes
+        assert sender.bytes_sent == sum(group.bytes_sent for group in links.values()) == bytes_moved * (rank in senders)
+        assert receiver.bytes_received == bytes_moved * (rank in receivers)
+        assert 0 <= sender.bytes_hidden <= sender.bytes_sent
+        sender.close()
+        receiver.close()
+        return states
+
+    results = dict(zip(sorted([*senders, *receivers]), on_linked_ranks(senders, receivers, work), strict=True))
+    for rank in receivers:
+        expected = flat(make(dtype, rank))
+        for step, state in zip(steps, results[rank], strict=True):
+            for sender in senders:
+                for source, into in step[sender, rank]:
+                    for pool, theirs in zip(expected, flat(make(dtype, sender)), strict=True):
+                        pool[into] = theirs[source]
+            assert all(torch.equal(pool, filled) for pool, filled in zip(expected, state, strict=True))
+
+
+def test_a_late_receiver_delays_nothing() -> None:
+    """The sender runs its steps and sends to another rank; pages that a layer writes arrive as it has written them."""
+    posting, checked = threading.Event(), threading.Event()
+
+    def work(rank: int, links: dict[int, Group]) -> None:
+        cache = make(rank=rank)
+        if rank == 0:
+            sender = PageSender(cache, links, MAIN)
+            for number in range(3):
+                sender.begin([RankPages(number, 1, [number, 5]), RankPages(number, 2, [number])])
+                for layer in range(MAIN):
+                    for pool in cache.page_words()[layer]:
+                        pool[number] = -1 - number  # the rows of this step
+                    sender.arrive(layer)
+                for module in range(2):
+                    for _ in range(2):  # a module runs several times: its last rows are the ones that count
+                        for pool in cache.page_words()[MAIN + module]:
+                            pool[number] -= 1
+                        sender.arrive(MAIN + module)
+                sender.finish()
+            assert {move.rank for move in drained(sender.poll, 3)} == {2}
+            checked.set()
+            posting.wait()
+            assert [move.rank for move in drained(sender.poll, 3)] == [1, 1, 1]
+            assert sender.bytes_sent == 9 * cache.page_bytes and sender.exposed_s > 0
+            return
+        if rank == 1:
+            assert checked.wait(60)
+        receiver = PageReceiver(cache, links)
+        for number in range(3):
+            receiver.post([RankPages(number, 0, [number + 6, 1] if rank == 1 else [number + 6])])
+        posting.set() if rank == 1 else None
+        drained(receiver.poll, 3)
+        sent, before = make(rank=0), 0
+        for layer, pools in enumerate(cache.page_words()):
+            for pool in pools:
+                theirs = flat(sent)[before]
+                before += 1
+                for number in range(3):
+                    rows = theirs[number] - 2 if layer >= MAIN else torch.full_like(theirs[0], -1 - number)
+                    assert torch.equal(pool[number + 6], rows)
+                if rank == 1:
+                    assert torch.equal(pool[1], theirs[5])
+
+    on_linked_ranks([0], [1, 2], work)
+
+
+def test_a_part_under_computation_is_counted() -> None:
+    """What had been sent when the step ended: here, all but the MTP modules."""
+
+    def work(rank: int, links: dict[int, Group]) -> None:
+        cache = make(rank=rank)
+        if rank == 1:
+            receiver = PageReceiver(cache, links)
+            receiver.post([RankPages(7, 0, [1, 2])])
+            drained(receiver.poll, 1)
+            return
+        sender = PageSender(cache, links, MAIN)
+        sender.begin([RankPages(7, 1, [3, 4])])
+        sender.arrive(MAIN - 1)
+        jobs = [job for job, _ in sender._batches[0].layers]
+        assert len(jobs) == MAIN
+        wait_for(lambda: all(job.done for job in jobs))
+        with pytest.raises(RuntimeError, match="step before"):
+            sender.begin([])
+        sender.finish()
+        assert drained(sender.poll, 1) == [RankPages(7, 1, [3, 4])]
+        modules = sum(pool[0].nbytes for layer in cache.page_words()[MAIN:] for pool in layer)
+        assert sender.bytes_hidden == 2 * (cache.page_bytes - modules)
+
+    on_linked_ranks([0], [1], work)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_that_have_the_same_pages_send_each_once(size: int) -> None:
+    """Page numbers differ on each rank; the receiver's pages are filled in the order of the request's tokens."""
+    into, senders = [9, 2, 11, 4, 7], list(range(size))
+    have = [[(3 * rank + 2 * page) % PAGES for page in range(len(into))] for rank in senders]
+
+    def work(rank: int, links: dict[int, Group]) -> int:
+        cache = make()
+        if rank < size:
+            for page, number in enumerate(have[rank]):
+                for pool in flat(cache):
+                    pool[number] = 1000 + page
+            sender = PageSender(cache, links, MAIN)
+            run_step(sender, [RankPages(0, size, dealt(have[rank], rank, size))])
+            drained(sender.poll, 1)
+            return sender.bytes_sent
+        receiver = PageReceiver(cache, links)
+        receiver.post([RankPages(0, source, dealt(into, source, size)) for source in senders])
+        drained(receiver.poll, size)
+        for page, number in enumerate(into):
+            assert all(bool((pool[number] == 1000 + page).all()) for pool in flat(cache))
+        return 0
+
+    assert sum(on_linked_ranks(senders, [size], work)) == len(into) * make().page_bytes
+
+
+def test_a_link_that_fails_says_so() -> None:
+    class Broken(Group):
+        def _send(self, rows: torch.Tensor, to: int) -> None:
+            raise RuntimeError("connection closed by peer")
+
+        _recv = _send
+
+    cache = make()
+    sender = PageSender(cache, {1: Broken((0, 1), 0, None)}, MAIN)
+    run_step(sender, [RankPages(0, 1, [1])])
+    receiver = PageReceiver(cache, {1: Broken((0, 1), 0, None)})
+    receiver.post([RankPages(0, 1, [1])])
+    for poll in (sender.poll, receiver.poll):
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            drained(poll, 1)
+
+
+def test_a_layer_says_when_its_rows_are_stored(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+    cache, seen = llm.engine.cache, {}
+
+    def arrive(layer: int) -> None:
+        seen[layer] = [pool.clone() for pool in cache.page_words()[layer]]
+
+    cache.sender = SimpleNamespace(arrive=arrive)  # type: ignore[assignment]
+    try:
+        llm.generate(random_ids(50, seed=27), SamplingParams(max_tokens=1))
+    finally:
+        cache.sender = None
+    layers = llm.engine.config.num_hidden_layers
+    assert [*seen][:layers] == list(range(layers))
+    for layer, pools in enumerate(cache.page_words()[:layers]):
+        assert all(torch.equal(pool, stored) for pool, stored in zip(pools, seen[layer], strict=True))
+
+
+def test_no_pages_are_no_message() -> None:
+    sender, receiver = PageSender(make(), {}, MAIN), PageReceiver(make(), {})
+    nothing = RankPages(3, 9, [])
+    run_step(sender, [nothing])
+    receiver.post([nothing])
+    assert sender.poll() == receiver.poll() == [nothing]
+    assert sender.poll() == receiver.poll() == []
+
+
+@NO_GPU
+@pytest.mark.parametrize("sends", [True, False])
+def test_on_cuda_links_have_streams_and_steps_allocate_nothing(sends: bool) -> None:
+    with FakeDevice() as device:
+        cache = make(torch.bfloat16, device="cuda:0")
+        links = {rank: FakeGroup((0, rank), 0, None, device=device) for rank in (1, 2)}
+        before = device.live
+        sender, receiver = PageSender(cache, links, MAIN), PageReceiver(cache, links)
+        live = device.live
+        counted = 2 * PageSender.device_bytes(small_config(), cache.format, PAGE_SIZE, links=2)
+        assert counted <= live - before <= counted + 2 * 2 * 2 * 511, "each of 2 buffers is rounded up"
+        moves = [RankPages(0, 1, [1, 2]), RankPages(1, 2, [3])]
+        with device.watched():
+            for _ in range(2):
+                if sends:
+                    run_step(sender, moves)
+                else:
+                    receiver.post(moves)
+                assert (sender if sends else receiver).poll() == moves
+        assert device.peak == device.live == live
+        assert len(device.streams_used - {0}) == 2, "a stream for each link"
+        assert all(device.reached[stream][0] == device.reached[0][0] for stream in device.streams_used - {0})
+        assert all(device.reached[0][stream] == 0 for stream in device.streams_used - {0}), "no step waits for it"
+        assert device.waits == []
+        assert device.count("collective", "send" if sends else "recv") == 2 * 2 * LAYERS

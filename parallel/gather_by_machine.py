@@ -95,7 +95,7 @@ def gather_group(
     group: Group,
     groups: Sequence[Sequence[int]],
     machines: Sequence[int],
-    links: Links | None,
+    device: torch.device,
     make: Callable[[Sequence[Sequence[int]]], Group],
 ) -> Group:
     """``group``, or one of the same ranks that gathers by machine where that is better. Every rank of the mesh calls
@@ -104,9 +104,10 @@ def gather_group(
     Args:
         group: this rank's one of ``groups``, which are disjoint and hold all ranks of the mesh.
         machines: the machine of each rank of the mesh.
-        links: as for :func:`gathers_by_machine`.
+        device: the device of the rows; Gloo's ranks, on CPUs, share the adapter of their machine.
         make: returns this rank's group if all ranks are divided as given; every rank calls it with the same argument.
     """
+    links = Links() if device.type == "cuda" else None
     inside: list[list[int]] = []
     rails: list[list[int]] = []
     for ranks in groups:

@@ -38,7 +38,6 @@ from dsa_engine.parallel.failure.reporter import report_failures
 from dsa_engine.parallel.gather_by_machine import gather_group
 from dsa_engine.parallel.group import Group
 from dsa_engine.parallel.launch_environment import launched_rank, launched_store
-from dsa_engine.parallel.links import Links
 
 if TYPE_CHECKING:
     from dsa_engine.parallel.config import MeshOptions
@@ -259,8 +258,7 @@ class Mesh:
                 break
         if self.communicates:
             cp_groups = [self.cp_ranks(number) for number in range(self.world_size // self.cp_size)]
-            links = Links() if self.device.type == "cuda" else None  # Gloo's ranks share the adapter of their machine
-            self.cp = gather_group(self.cp, cp_groups, self.machines, links, self._part)
+            self.cp = gather_group(self.cp, cp_groups, self.machines, self.device, self._part)
         methods = {self.config.moe_dispatch, self.config.decode_dispatch}
         if has_two_levels(self.machines) and methods & {"by_machine", "auto"}:
             self.machine_groups = self._make_machine_groups()

@@ -1,5 +1,6 @@
 """Gain of CUDA graphs and of each overlap in decode: time per output token with all of them, and without each.
 
+Two batches are compared if ``--enable-dbo`` turns them on. For an emulated rank a second table has what it waits for.
 One process creates the model anew for each variant; caches are filled with random rows. If a variant leaves the device
 in an error, another process measures the others. On a CPU there is nothing to turn off, and all rows do the same work.
 """
@@ -25,14 +26,19 @@ from dsa_engine.measure.report import format_table, read_so_far, run_report, wri
 from dsa_engine.parallel.launch_environment import several_processes
 from dsa_engine.system.output_files import check_outputs
 
+TWO_BATCHES = "two batches"
 # Names of the features and the options that turn them off.
-VARIANTS = {
-    "nothing": (),
-    "CUDA graphs": ("enforce_eager",),
-    "async scheduling": ("no_async_scheduling",),
-    "overlap of the shared expert": ("no_overlap_shared_expert",),
-    "overlap of the indexer": ("no_overlap_indexer",),
-    "all of them": ("enforce_eager", "no_async_scheduling", "no_overlap_shared_expert", "no_overlap_indexer"),
+FEATURES: dict[str, dict[str, bool]] = {
+    "CUDA graphs": {"enforce_eager": True},
+    "async scheduling": {"no_async_scheduling": True},
+    "overlap of the shared expert": {"no_overlap_shared_expert": True},
+    "overlap of the indexer": {"no_overlap_indexer": True},
+    TWO_BATCHES: {"enable_dbo": False},
+}
+VARIANTS: dict[str, dict[str, bool]] = {
+    "nothing": {},
+    **FEATURES,
+    "all of them": {name: value for options in FEATURES.values() for name, value in options.items()},
 }
 
 
@@ -50,10 +56,15 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.output_len < 2 or min(args.repeat, args.batch_size) < 1:
         raise ValueError("--output-len must be at least 2, --repeat and --batch-size at least 1")
-    args.only = list(VARIANTS) if args.only is None else args.only.split(",")
+    if args.only is None:
+        args.only = [name for name in VARIANTS if name != TWO_BATCHES or args.enable_dbo]
+    else:
+        args.only = args.only.split(",")
     for name in args.only:
         if name not in VARIANTS:
             raise ValueError(f"--only {name!r} is none of {', '.join(VARIANTS)}")
+    if TWO_BATCHES in args.only and not args.enable_dbo:
+        raise ValueError(f"--only {TWO_BATCHES!r} needs --enable-dbo, which turns them on")
     if args.add and (not args.json or args.json == "-"):
         raise ValueError("--add adds to the file that --json names; name one")
     return args
@@ -110,8 +121,8 @@ class Comparison:
 
     def _measure(self, name: str) -> None:
         args = copy.copy(self._args)
-        for option in VARIANTS[name]:
-            setattr(args, option, True)
+        for option, value in VARIANTS[name].items():
+            setattr(args, option, value)
         llm, links = measured_llm(args)
         engine = llm.engine
         self._reports, self._device = engine.mesh.is_leader, engine.mesh.device.type
@@ -147,6 +158,9 @@ class Comparison:
             figure = "computed TPOT" if self._above else "TPOT"
             header = ("turned off", *(f"{figure} ms at {n:,}" for n in sizes))
             print(format_table(header, table(self._results, sizes)))
+            if self._above:
+                header = ("turned off", *(f"waits of communication, ms at {n:,}" for n in sizes))
+                print(f"\n{format_table(header, waits(self._results, sizes))}\nModelled, for each output token.")
             if self._device == "cpu":
                 print(
                     "\nOn a CPU there is nothing to turn off: all rows are the same work, and their ratios are noise."
@@ -170,6 +184,18 @@ def table(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[st
         return "" if ms is None else f"{ms:.2f}" + (f" ({ms / base:.2f}x)" if base else "")
 
     measured = dict.fromkeys(r["turned_off"] for r in results)
+    return [(name, *(cell(name, length) for length in input_lens)) for name in measured]
+
+
+def waits(results: list[dict[str, Any]], input_lens: list[int]) -> list[tuple[str, ...]]:
+    """A row for each variant: modelled milliseconds in which the emulated rank waits, of those of all collectives."""
+    times = {(r["turned_off"], r["input_len"]): r["tpot_ms"] for r in results if isinstance(r.get("tpot_ms"), dict)}
+
+    def cell(name: str, length: int) -> str:
+        ms = times.get((name, length))
+        return "" if ms is None else f"{ms['overlapped'] - ms['computed']:.3f} of {ms['modelled_communication']:.3f}"
+
+    measured = dict.fromkeys(name for name, _ in times)
     return [(name, *(cell(name, length) for length in input_lens)) for name in measured]
 
 

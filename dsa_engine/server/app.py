@@ -15,7 +15,7 @@ from fastapi.staticfiles import StaticFiles
 from dsa_engine.config.checks import shown
 from dsa_engine.server.admission import Admission
 from dsa_engine.server.body import BodyReader
-from dsa_engine.server.errors import ApiError, add_handlers, bad_request
+from dsa_engine.server.errors import ApiError, add_handlers, bad_request, failed
 from dsa_engine.server.forms.chat import ChatForm
 from dsa_engine.server.forms.completions import CompletionForm
 from dsa_engine.server.forms.tokens import detokenize, tokenize
@@ -62,6 +62,9 @@ class Server:
         try:
             self.llm.check()
         except BaseException as error:
+            known = failed(error)
+            if known.status == 503:
+                return known
             return ApiError(503, f"the engine has ended: {type(error).__name__}: {error}")
         return None
 

@@ -46,7 +46,7 @@ def test_the_same_rows_and_fewer_bytes_between_machines(asynchronous: bool) -> N
             (mine,) = [part for part in parts if rank in part]
             return gloo_group(store, mine, rank)
 
-        group = gather_group(plain, [range(len(MACHINES))], MACHINES, None, make)
+        group = gather_group(plain, [range(len(MACHINES))], MACHINES, torch.device("cpu"), make)
         assert isinstance(group, GatherByMachine) and (group.rail.size, group.machine.size) == (2, 2)
         gathers = [one.all_gather_async if asynchronous else one.all_gather for one in (plain, group)]
         begun = [gather(rows[rank]) for gather in gathers]

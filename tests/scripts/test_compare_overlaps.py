@@ -37,7 +37,7 @@ def test_what_is_turned_off_reaches_the_engine(demo_cache: Path) -> None:
 
 def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
     """On a CPU there is nothing to turn off, but the requested rows are measured, here for an emulated rank."""
-    names = ("nothing", "async scheduling", "all of them")
+    names = ("nothing", "async scheduling", "two batches", "all of them")
     common = [
         "--only",
         ",".join(names),
@@ -50,11 +50,12 @@ def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
         "--json",
         tmp_path / "out.json",
     ]
-    done = run("compare_overlaps.py", *common, "--emulate-world", 2, "--batch-size", 2)
+    two_batches = ("--enable-dbo", "--dbo-decode-token-threshold", 2)
+    done = run("compare_overlaps.py", *common, "--emulate-world", 2, "--batch-size", 4, *two_batches)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     by_run = {(r["turned_off"], r["input_len"]): r for r in result["results"]}
-    assert len(by_run) == 6 and result["emulated"]["world_size"] == 2 and result["complete"]
+    assert len(by_run) == 8 and result["emulated"]["world_size"] == 2 and result["complete"]
     for name in names:
         times = [by_run[name, n]["median_computed_tpot_ms"] for n in (64, 300)]
         assert min(times) > 0
@@ -63,6 +64,14 @@ def test_compare_overlaps(run: Run, tmp_path: Path) -> None:
         for ms, its_base in zip(times, base, strict=True):
             assert f"{ms:.2f} ({ms / its_base:.2f}x)" in row
     assert done.stdout.startswith("EMULATED: rank 0 of 2")
+    # Two batches exchange twice, so their collectives take longer.
+    exchanged = {name: by_run[name, 64]["tpot_ms"]["modelled_communication"] for name in names}
+    assert exchanged["nothing"] == exchanged["async scheduling"] > 1.1 * exchanged["two batches"]
+    assert exchanged["two batches"] == exchanged["all of them"]
+    waits = done.stdout.partition("waits of communication")[2]
+    for name in names:
+        ms = by_run[name, 64]["tpot_ms"]
+        assert f"{ms['overlapped'] - ms['computed']:.3f} of {exchanged[name]:.3f}" in waits
 
 
 @pytest.mark.parametrize("script", ["measure_tpot.py", "compare_overlaps.py", "bench_prefill.py"])
@@ -124,6 +133,8 @@ def test_a_variant_that_loses_the_device_does_not_lose_the_others(
     report.write_text("{}")
     done = run("compare_overlaps.py", *options, "--add")
     assert done.returncode == 2 and "out.json has no results that could be added to" in done.stderr
+    done = run("compare_overlaps.py", "--only", "two batches")
+    assert done.returncode == 2 and "--only 'two batches' needs --enable-dbo" in done.stderr
     done = run("compare_overlaps.py", "--only", "the light")
     assert done.returncode == 2 and "--only 'the light' is none of nothing, CUDA graphs" in done.stderr
 

@@ -26,8 +26,7 @@ def gloo_group(store: dist.Store, ranks: Sequence[int], rank: int) -> Group:
     index, name = list(ranks).index(rank), "-".join(map(str, ranks))
     if len(ranks) == 1:
         return Group(tuple(ranks), 0, None)
-    handle = _gloo(dist.PrefixStore(name, store), index, len(ranks))
-    return Group(tuple(ranks), index, handle, log=CollectiveLog())
+    return Group(tuple(ranks), index, _gloo(dist.PrefixStore(name, store), index, len(ranks)), log=CollectiveLog())
 
 
 def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:

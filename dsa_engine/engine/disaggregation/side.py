@@ -41,7 +41,7 @@ class Side:
     prefills: bool
     mesh: Mesh
     links: Mapping[int, Group]
-    _lines: list[Group]  # of the leaders: to the decode side, and back; none on other ranks
+    _lines: list[Group]  # between the leaders, to the decode side and back; none on other ranks
     sender: PageSender | None = None
     receiver: PageReceiver | None = None
 

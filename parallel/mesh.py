@@ -71,8 +71,8 @@ class Mesh:
         world: all ranks. ep: the ranks that share the experts. cp: the ranks that prefill a sequence together. tp: the
             neighbours that share embedding, output projection and LM head.
         host: all ranks, for CPU tensors whatever the device; messages use it while other groups run collectives.
-        run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one part of
-            the run prefills and another decodes.
+        run_ranks: the ranks of the run that serve the same callers: all of this mesh, and of its counterpart if one part
+            of the run prefills and another decodes.
         communicates: whether collectives carry bytes between processes; False if the other ranks are emulated.
 
     Args:
